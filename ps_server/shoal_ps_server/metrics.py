@@ -1,5 +1,5 @@
-"""All metrics of a parameter server except gRPC's own, which come from shoal_common.telemetry. All
-are set on the event loop."""
+"""Metrics of a parameter server, except for gRPC's own metrics (shoal_common.telemetry). All are
+set on the event loop."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Metrics:
 
     @contextmanager
     def counting_refusals(self, method: str) -> Iterator[None]:
-        """Counts the ShoalError that a call raises, if any."""
+        """Counts a ShoalError raised by the enclosed block as a refusal of `method`."""
         try:
             yield
         except ShoalError as error:
@@ -206,7 +206,7 @@ class Metrics:
             raise
 
     def journal_written(self, records: int, nbytes: int, seconds: float) -> None:
-        """Counts changes that were written to disk together."""
+        """Counts changes that were written to disk in one batch."""
         self.journal_records.inc(records)
         self.journal_bytes.inc(nbytes)
         self.journal_seconds.observe(seconds)

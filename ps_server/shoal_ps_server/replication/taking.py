@@ -1,9 +1,9 @@
-"""The receiver's side of a move: writes partitions of another server to the journal, where they
-wait for the shard map that names their owner. Belongs to the event loop.
+"""Receiver's side of a move: writes another server's partitions to the journal, where they wait for
+the shard map that names their owner. Belongs to the event loop.
 
 A receiver without values of trained tensors adopts the giver's clocks: members keep their
-positions, and nobody waits for resting ones. A receiver with trained tensors keeps its own clocks,
-since members report to it; a server with only frozen tensors receives no reports.
+positions, and nobody waits for resting members. A receiver with trained tensors keeps its own
+clocks, since members report to it; a server with only frozen tensors receives no reports.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import coming_image, coming_record, taken_record
 
 _STREAM_LIMIT: Final = timedelta(seconds=30)
-"""Longer than a giver takes."""
+"""Maximum duration of a stream, longer than a giver takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """The giver's first item."""
+    """First item sent by the giver."""
 
     job_id: str
     move: int
     epoch: int
-    """Epoch of its shard map."""
+    """Epoch of the giver's shard map."""
     partitions: frozenset[int]
     configuration: Configuration | None
     members: Members
@@ -63,7 +63,7 @@ class _Offer:
 
 
 class Receiver:
-    """Receiver's side of moves of one server."""
+    """Receiver's side of all moves of one server."""
 
     def __init__(
         self,
@@ -77,9 +77,10 @@ class Receiver:
         agree: Callable[[Configuration], Awaitable[Configuration]],
     ) -> None:
         """layout_of: returns the shard map of an epoch or a newer one; with True, the coordinator's
-        current one.
-        agree: makes sure that this server is configured like the source, and returns the common
-            configuration. Raises PreconditionError / OPTIMIZER_CONFLICT."""
+            current shard map.
+        agree: configures this server like the giver, and returns the common configuration. Raises
+            PreconditionError / OPTIMIZER_CONFLICT.
+        """
         self._job_id = job_id
         self._shard = shard
         self._moves = moves
@@ -88,7 +89,7 @@ class Receiver:
         self._layout_of = layout_of
         self._agree = agree
         self._newest: object = None
-        """The stream opened last; earlier ones are over."""
+        """The stream that was opened last; earlier streams have ended."""
 
     async def take(self, messages: AsyncIterator[bytes]) -> None:
         """Serves one TakePartitions stream. Raises the errors documented in the .proto."""
@@ -113,8 +114,8 @@ class Receiver:
             ) from error
 
     async def _check(self, offer: _Offer) -> tuple[Configuration | None, Layout]:
-        """Checks that this server can receive the partitions. Afterwards it is configured like the
-        giver and knows at least as much about the job."""
+        """Checks that this server can receive the partitions. Afterwards this server is configured
+        like the giver and knows at least as much about the job."""
         if offer.job_id != self._job_id:
             raise UnknownResourceError(
                 f"this server holds job {self._job_id!r}, the stream is of {offer.job_id!r}",
@@ -223,8 +224,8 @@ def _bring(moves: Moves, move: int, image: PartitionImage) -> Callable[[], None]
 
 
 def _offer(item: Item) -> _Offer:
-    """Parses the first item. Raises CorruptDataError / STREAM_MALFORMED and PreconditionError /
-    FORMAT_UNSUPPORTED."""
+    """Parses the giver's first item. Raises CorruptDataError / STREAM_MALFORMED, and
+    PreconditionError / FORMAT_UNSUPPORTED."""
     if item.kind != STATE:
         raise _malformed("its first item: expected KIND_STATE")
     fields: Any = item.fields

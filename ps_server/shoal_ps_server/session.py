@@ -429,7 +429,7 @@ class CoordinatorSession:
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
         """Returns whether this server's state will never be requested again, because its run is
-        over or unknown. While the run is only reported as unknown, its members may still return."""
+        over or unknown. The members of an unknown run may take _LOST_RUN_WAIT to return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at

@@ -1,5 +1,5 @@
-"""`shoal.Client`: control of jobs by a program outside of them. Blocking; `aio` has the same calls
-for asyncio."""
+"""`shoal.Client`: control of jobs by another program. Calls block; `aio` has the same calls for
+asyncio."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ class Client:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> str:
-        """Submits a complete command line of `shoal run` that names neither job nor coordinator.
-        `name`: basis of a new id."""
+        """Submits a complete command line of `shoal run` that names neither a job nor a
+        coordinator. `name`: basis of a new job id."""
         job_id = job_id or new_job_id(name)
         shared = self._connections.shared
         where = ["--rdzv-endpoint", shared.address] if shared is not None else ["--standalone"]
@@ -165,16 +165,16 @@ class Client:
         return result
 
     def outcome(self, job_id: str) -> Result | None:
-        """Returns the result of the job; None while it runs. Raises UnknownResourceError if there
-        is no such job."""
+        """Returns the result of a job; None while the job runs. Raises UnknownResourceError if
+        there is no such job."""
         submission = self._submission(job_id)
         return _end_of(self.job(job_id)) if submission is None else _result_of(submission)
 
     # -------------------------------------------------------------------------------------- looking
 
     def jobs(self) -> tuple[JobSummary, ...]:
-        """Returns all jobs known to the coordinator; without one, those of this machine, including
-        ended ones that were submitted here."""
+        """Returns all jobs known to the coordinator. Without a coordinator, returns the jobs of
+        this machine, including ended jobs that were submitted from it."""
         found: dict[str, JobSummary] = {}
         for client in self._connections.all():
             try:
@@ -197,15 +197,15 @@ class Client:
         return tuple(found[job_id] for job_id in sorted(found))
 
     def job(self, job_id: str) -> Job:
-        """Returns the job with its members and servers, as known to its coordinator."""
+        """Returns a job with its members and servers, as known to the coordinator."""
         return job_of(self._ask(job_id, lambda client: client.get_job(job_id)))
 
     def members(self, job_id: str) -> tuple[Member, ...]:
-        """Returns the job's workers: those with a rank first, in rank order."""
+        """Returns a job's workers: workers with a rank first, in rank order."""
         return self.job(job_id).members
 
     def servers(self, job_id: str) -> tuple[Server, ...]:
-        """Returns the job's parameter servers by place."""
+        """Returns a job's parameter servers, ordered by place."""
         return self.job(job_id).servers
 
     def events(
@@ -298,10 +298,11 @@ class Client:
     # --------------------------------------------------------------------------------------- ending
 
     def stop(self, job_id: str, *, reason: str = "") -> None:
-        """Asks all workers to stop at their next step boundary, and returns; use `wait` for the
-        end. The code after the loop runs.
+        """Asks all workers to stop at their next step boundary, and returns at once; use `wait` to
+        wait for the end. The code after the loop runs.
 
-        A script without `shoal.init()` has no step boundaries and is not affected; use `kill`.
+        A script without `shoal.init()` has no step boundaries and is not affected; use `kill`
+        instead.
         """
         self._ask(
             job_id, lambda client: client.stop_job(job_id, reason=reason or "shoal.Client.stop")
@@ -325,9 +326,9 @@ class Client:
     def kill(
         self, job_id: str, *, rank: int | None = None, server: str | None = None
     ) -> Member | None:
-        """Kills the worker of a rank and returns its `Member`, or a parameter server by its id.
-        Without either, kills all workers of a submitted job and returns when its launcher has
-        ended, with status 143. Works only on the machine where they run.
+        """Kills the worker of a rank and returns its `Member`, or kills a parameter server given by
+        its id. Without either, kills all workers of a submitted job and returns when its launcher
+        has ended, with status 143. Works only on the machine where the processes run.
 
         Raises:
             UnknownResourceError: MEMBER_UNKNOWN: no member has this rank; SERVER_UNKNOWN: there is
@@ -374,8 +375,8 @@ class Client:
         self.close()
 
     def _ask(self, job_id: str, call: Callable[[CoordinatorClient], T]) -> T:
-        """Calls the job's coordinator. For a job that was just submitted, waits until it has a
-        coordinator that knows it."""
+        """Calls the job's coordinator. If the job was just submitted, waits until a coordinator
+        knows the job."""
         deadline = Deadline(self._timeout)
         while True:
             try:
@@ -394,8 +395,8 @@ class Client:
             time.sleep(LOOK_INTERVAL.total_seconds())
 
     def _submission(self, job_id: str) -> Submission | None:
-        """Returns the job's last run submitted from here to this client's coordinator; None if
-        there is none."""
+        """Returns the job's last run submitted from this machine to this client's coordinator; None
+        if there is none."""
         shared = self._connections.shared
         try:
             found = self._submissions.newest(job_id)
@@ -405,7 +406,7 @@ class Client:
 
 
 def _of_rank(job: Job, rank: int) -> Member:
-    """Returns the member with that rank. Raises UnknownResourceError, which lists the existing
+    """Returns the member with a rank. Raises UnknownResourceError, which lists the existing
     ranks."""
     ranked = {member.rank: member for member in job.members if member.rank is not None}
     if rank in ranked:
@@ -428,7 +429,7 @@ def _of_rank(job: Job, rank: int) -> Member:
 
 
 def _result_of(submission: Submission) -> Result | None:
-    """Returns the result; None while it runs."""
+    """Returns the result of a submission; None while it runs."""
     outcome = submission.outcome()
     if outcome is None:
         return None
@@ -445,8 +446,8 @@ def _result_of(submission: Submission) -> Result | None:
 
 
 def _end_of(job: Job) -> Result | None:
-    """Returns what a coordinator knows about a job's end; exit statuses are known only to
-    launchers."""
+    """Returns the result of an ended job as known to its coordinator, without an exit status, which
+    only launchers know. Returns None if the job has not ended."""
     if job.phase is not JobPhase.FINISHED:
         return None
     return Result(
@@ -459,7 +460,8 @@ def _end_of(job: Job) -> Result | None:
 
 
 def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
-    """Returns the environment of the launcher of a job at a shared coordinator."""
+    """Returns environment variables with the credentials for a shared coordinator, for a job's
+    launcher."""
     if shared is None:
         return {}
     tls = shared.tls
@@ -473,7 +475,6 @@ def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
 
 
 def _in_a_file(token: str | None) -> bool:
-    """Returns whether the launcher finds this token by itself, through the variable that names its
-    file."""
+    """Returns whether the launcher can read this token from the file named by its environment."""
     own = CallerSettings.load()
     return own.token_file is not None and own.bearer_token == token

@@ -30,11 +30,11 @@ def certs(
     ] = None,
     days: Annotated[int, typer.Option(help="How long they are good for.", min=1)] = 365,
 ) -> None:
-    """Make certificates of a private authority, for development and private networks.
+    """Create certificates of a private authority, for development and private networks.
 
-    `ca.pem` is what everybody trusts (--tls-ca), `server.pem` and `server.key` are for coordinator
-    and servers (--tls-cert, --tls-key), `client.pem` and `client.key` for everybody else where
-    servers ask for certificates (--tls-client-ca ca.pem). The authority's key is not kept.
+    `ca.pem` is trusted by all (--tls-ca). `server.pem` and `server.key` are for the coordinator and
+    servers (--tls-cert, --tls-key). `client.pem` and `client.key` are for all other processes if
+    servers require certificates (--tls-client-ca ca.pem). The authority's key is not kept.
     """
     from shoal_common.security.certificates import development_files, write_files
 

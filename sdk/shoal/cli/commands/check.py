@@ -15,10 +15,10 @@ def check(
         list[Path], typer.Argument(metavar="SCRIPT.py...", help="Scripts.", show_default=False)
     ],
 ) -> None:
-    """List lines of a script that are wrong or wasteful in an elastic run, and what to write.
+    """List lines of a script that are wrong or wasteful in an elastic run, with a remedy for each.
 
-    The script is read, not run. The status is 0 if nothing was found, 1 otherwise. `# shoal:
-    ignore` at a line's end leaves it out.
+    The script is read, not run. The status is 0 if nothing was found, and 1 otherwise. The comment
+    `# shoal: ignore` at the end of a line excludes the line.
     """
     from shoal.checking.rules import check as checked
 

@@ -1,5 +1,5 @@
-"""`shoal kill`, `shoal drain` and `shoal stop`: ending a rank or a parameter server by force
-or by request, and a whole job."""
+"""`shoal kill`, `shoal drain` and `shoal stop`: end a rank or a parameter server by force or on
+request, or stop a whole job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from shoal.cli.options import Coordinator, Job, RankOrServer
 def kill(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
     """Kill the worker of a rank, or a parameter server (SIGKILL).
 
-    To see the others continue. Only on the machine where it runs.
+    Use it to see how the other workers continue. It works only on the machine where the process
+    runs.
     """
     from shoal.cli.target import target
 
@@ -35,8 +36,8 @@ def kill(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job
 def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
     """Ask the worker of a rank, or a parameter server, to leave.
 
-    Nothing is lost. A worker leaves after the current step. A server hands what it holds to the
-    others while training continues; then it ends, and its backup does.
+    Nothing is lost. A worker leaves after the current step. A server hands its partitions to the
+    other servers while training continues; then it ends, and its backup with it.
     """
     from shoal.cli.target import target
 
@@ -66,8 +67,8 @@ def stop(
 ) -> None:
     """Ask all workers of a job to stop.
 
-    They stop together after the current step, and the code after the loop runs. A plain torchrun
-    script has none: end its launcher.
+    The workers stop together after the current step, and the code after the loop runs. A plain
+    torchrun script has no Shoal workers: end its launcher instead.
     """
     from shoal.cli.target import target
 

@@ -32,14 +32,14 @@ def coordinate(
         ),
     ] = False,
 ) -> None:
-    """Run a command with a coordinator beside it, on as many machines as it reaches.
+    """Run a command together with a coordinator, for launchers on any number of machines.
 
-    What COMMAND starts finds the coordinator by its environment: `shoal coordinate --insecure --
-    srun shoal run train.py`. Under SLURM it finds there the job's id and the number of machines as
-    well. The status is COMMAND's.
+    Launchers started by COMMAND find the coordinator through their environment: `shoal coordinate
+    --insecure -- srun shoal run train.py`. Under SLURM the environment also contains the job's id
+    and the number of machines. The status is the status of COMMAND.
 
-    The coordinator's own settings are its variables, SHOAL_COORDINATOR_... Without
-    SHOAL_COORDINATOR_REDIS it brings a Redis of its own.
+    The coordinator itself is configured by the variables SHOAL_COORDINATOR_... Without
+    SHOAL_COORDINATOR_REDIS it starts its own Redis.
     """
     from shoal_common.system.own_address import own_host
 

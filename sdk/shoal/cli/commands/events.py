@@ -30,7 +30,8 @@ def events(
 ) -> None:
     """Show what has happened in a job, oldest first.
 
-    By default in the newest cluster on this machine; if none runs, in the run that ended last.
+    By default the job is the one of the newest cluster on this machine. If no cluster is running,
+    the run that ended last is shown.
     """
     from rich.console import Console
 

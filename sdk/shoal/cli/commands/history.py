@@ -1,4 +1,4 @@
-"""`shoal history`: past runs, one of them, or two side by side."""
+"""`shoal history`: lists past runs, shows one of them, or compares two."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def history(
 ) -> None:
     """List past runs of this machine; show one, or compare two.
 
-    They are kept on disk, with their output and their events, also of clusters that are gone:
-    `shoal status`, `shoal events` and `shoal logs` show them with --run. --plot draws RUN.
+    Runs are kept on disk with their output and events, even after their cluster has ended: `shoal
+    status`, `shoal events` and `shoal logs` show them with --run. --plot draws RUN.
     """
     from shoal.launcher.report.history import History
 

@@ -16,8 +16,8 @@ def jobs(
 ) -> None:
     """List jobs.
 
-    By default those of this machine: of clusters that run, and of `shoal submit`, also when they
-    have ended.
+    By default lists the jobs of this machine: jobs of running clusters, and jobs of `shoal submit`,
+    even if they have ended.
     """
     from rich.console import Console
 

@@ -30,9 +30,9 @@ def logs(
         ),
     ] = False,
 ) -> None:
-    """Show what a run on this machine has printed.
+    """Show the output of a run on this machine.
 
-    By default the one that was started last. --follow is for those of `shoal submit` and
+    By default shows the run that was started last. --follow works for runs of `shoal submit` and
     shoal.Client.
     """
     from shoal.client import Client
@@ -51,8 +51,8 @@ def logs(
 
 
 def _kept(run: str | None, job: str | None) -> RecordedRun | None:
-    """Returns the run of the history whose output is asked for; None if it is that of the last
-    submission (of the job), whose output can be followed."""
+    """Returns the run of the history whose output is requested. Returns None if it is the run of
+    the last submission (of the job), whose output can be followed."""
     from shoal.launcher.report.history import History
     from shoal.launcher.run.submissions import Submissions
 

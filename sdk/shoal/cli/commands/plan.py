@@ -1,4 +1,4 @@
-"""`shoal plan`: the cost of a model under each strategy, before anything is started."""
+"""`shoal plan`: estimates the cost of a model under each strategy without starting anything."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def plan(
         bool, typer.Option("--json", help="As JSON, for programs; bytes and seconds.")
     ] = False,
 ) -> None:
-    """Say what each strategy would cost a model: memory by role, bytes sent, a step's time.
+    """Estimate the cost of a model under each strategy: memory by role, bytes sent, time per step.
 
     Nothing is started and no device is needed. The model is built without values, if its code
     allows that.
@@ -115,7 +115,8 @@ def plan(
 
 
 def _made(subject: str) -> tuple[nn.Module, Any, Any]:
-    """Calls the function on the meta device; if that fails, without it."""
+    """Calls the function that creates the model on the meta device; if that fails, without the meta
+    device."""
     import torch
 
     function = _function(subject)

@@ -253,12 +253,12 @@ def run(
 ) -> None:
     """Run a script on many workers, as torchrun does.
 
-    The flags are torchrun's, and so are the variables that the workers get: a plain torchrun script
-    runs unchanged. A script that calls shoal.init() is elastic: when a worker dies, the others go
-    on and another takes its place. torchrun's PET_... variables are read too.
+    The flags are those of torchrun, and the workers receive torchrun's variables, so a plain
+    torchrun script runs unchanged. A script that calls shoal.init() is elastic: when a worker dies,
+    the others continue and another worker replaces it. torchrun's PET_... variables are read too.
 
-    The status is 0 only if the script finished; otherwise that of the script, or 75 (unfinished),
-    143 (preempted): docs/exit-status.md.
+    The status is 0 only if the script finished. Otherwise it is the script's status, 75
+    (unfinished) or 143 (preempted): docs/exit-status.md.
     """
     from shoal.cli.terminal.console import run_to_exit, tell
 
@@ -310,8 +310,8 @@ def run(
 
 
 def _rendezvous(configuration: str) -> dict[str, Any]:
-    """Converts the supported parts of --rdzv-conf to fields of RunSettings; torchrun's other parts
-    configure its own backends."""
+    """Converts the supported parts of --rdzv-conf to fields of RunSettings. Ignores torchrun's
+    other parts, which configure its own backends."""
     fields = {"last_call_timeout": "join_grace", "join_timeout": "join_timeout"}
     found = {}
     for setting in filter(None, configuration.split(",")):

@@ -1,4 +1,4 @@
-"""`shoal status`: the members of a job and their progress."""
+"""`shoal status`: shows the members of a job and their progress."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def status(
     run: PastRun = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """Show who is in a job, and how far they are.
+    """Show the members of a job and their progress.
 
-    By default the job of the newest cluster on this machine; if none runs, the run that ended last.
+    By default the job is the one of the newest cluster on this machine. If no cluster is running,
+    the run that ended last is shown.
     """
     from rich.console import Console
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`shoal submit`: `shoal run` in the background."""
+"""`shoal submit`: starts `shoal run` in the background."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shoal.cli.options import Coordinator, Job
 
 
 def submit(context: typer.Context, coordinator: Coordinator = None, job: Job = None) -> None:
-    """Start `shoal run` in the background, with the flags and the script that follow.
+    """Start `shoal run` in the background, with the given flags and script.
 
-    It goes on when this terminal is closed. `shoal logs` shows its output, `shoal jobs` whether it
-    has ended.
+    The run continues when this terminal is closed. `shoal logs` shows its output, and `shoal jobs`
+    shows whether it has ended.
     """
     from shoal.client import Client
 

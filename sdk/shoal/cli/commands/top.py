@@ -23,8 +23,8 @@ def top(
         bool, typer.Option("--once", help="Print one frame and end; so it is without a terminal.")
     ] = False,
 ) -> None:
-    """Watch a job: its ranks, its parameter servers, what has happened last, and what other jobs
-    there are. `q` ends it."""
+    """Watch a job: its ranks, its parameter servers, its latest events, and other jobs. `q` ends
+    the command."""
     from rich.console import Console
 
     from shoal.cli.target import target

@@ -194,7 +194,7 @@ class ShoalSettings(BaseSettings):
 
 
 def secret_value(secret: SecretStr | None) -> str | None:
-    """The text of an optional secret."""
+    """Returns the text of an optional secret; None without one."""
     return None if secret is None else secret.get_secret_value()
 
 

@@ -68,7 +68,7 @@ def _end_early(*_: object) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    """Returns the command's last line of output, without the output of workers."""
+    """Returns the last line that the launcher itself printed; empty if it printed none."""
     lines = log_of(directory).read_text(errors="replace").splitlines()
     return next(
         (line.removeprefix("shoal: ") for line in reversed(lines) if line.startswith("shoal: ")), ""

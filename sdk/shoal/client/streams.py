@@ -30,7 +30,7 @@ class Deadline:
 
     @property
     def left(self) -> timedelta | None:
-        """Returns the remaining time, at least 0; None: unlimited."""
+        """Remaining time, at least 0; None: unlimited."""
         return (
             None if self._at is None else timedelta(seconds=max(0.0, self._at - time.monotonic()))
         )

@@ -1,4 +1,4 @@
-"""Runs both parts of the demo one after the other, and gives the verdict."""
+"""Runs both parts of the demo one after the other, and prints the verdict."""
 
 from __future__ import annotations
 

@@ -79,8 +79,9 @@ def main() -> None:
 
 
 class Drag:
-    """Simulates a busy machine: an iteration takes `factor` times as long as its fastest one did.
-    (The last one is no measure, since it may have waited for others.)"""
+    """Simulates a busy machine: an iteration takes `factor` times as long as the fastest
+    iteration so far. The last iteration is not used as a measure, since it may have waited for
+    other workers."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -93,7 +94,8 @@ class Drag:
         self._began_s = time.perf_counter()
 
     def hold(self) -> None:
-        """Delays between the gradient and its push, so that the gradient becomes stale."""
+        """Waits between the computation of the gradient and its push, so that the gradient becomes
+        stale."""
         self._held_s = (self._factor - 1) * (self._own_s or 0.0)
         time.sleep(self._held_s)  # waits for nothing: this is the slow machine's part of the step
 
@@ -104,7 +106,7 @@ class Drag:
 
 
 def count_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
-    """Sums over one batch, for `shoal.evaluate`."""
+    """Returns sums over one batch, for `shoal.evaluate`."""
     images, labels = batch
     return {
         "correct": float((model(images).argmax(1) == labels).sum()),

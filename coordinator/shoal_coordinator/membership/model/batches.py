@@ -48,7 +48,7 @@ class Epoch:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether every batch is finished."""
+        """True if every batch is finished."""
         return self.dealt == self.batches and not self.returned and not self.leased
 
 
@@ -184,7 +184,7 @@ class Ledger:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether every batch is finished."""
+        """True if every batch is finished."""
         return self._dealt == self.batches and not self._returned and not self._leased
 
 

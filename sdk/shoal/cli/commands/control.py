@@ -68,7 +68,7 @@ def stop(
     """Ask all workers of a job to stop.
 
     The workers stop together after the current step, and the code after the loop runs. A plain
-    torchrun script has no Shoal workers: end its launcher instead.
+    torchrun script cannot be stopped in this way: end its launcher instead.
     """
     from shoal.cli.target import target
 

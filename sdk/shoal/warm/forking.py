@@ -1,9 +1,9 @@
-"""Imports once, then forks a worker for each request of the launcher.
+"""Imports torch and Shoal once, then forks a worker for each request of the launcher.
 
-A worker is forked twice: the intermediate process ends at once, and the kernel gives the worker to
-the launcher, which is a subreaper meanwhile (prctl(2)). The launcher is therefore its parent like
-that of any worker that it starts itself: it waits for it, and the worker dies with it. The death of
-the warm process affects no worker.
+A worker is forked twice: the intermediate process ends at once, and the kernel reparents the worker
+to the launcher, which is a subreaper meanwhile (prctl(2)). The launcher is therefore the parent of
+the worker, as of any worker that it starts itself: it waits for the worker, and the worker dies
+with the launcher. The death of the warm process affects no worker.
 
 A forked process has one thread, and locks held by other threads of its parent stay locked forever.
 The warm process therefore refuses to fork unless it is certain to have no other threads, no device
@@ -47,11 +47,11 @@ _DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def serve(descriptor: int, *, launcher: int) -> Program:
-    """Serves the launcher until it closes the socket or ends; then exits. Returns in each forked
-    worker.
+    """Serves the launcher until it closes the socket or ends, and then exits. Returns in each
+    forked worker.
 
     Args:
-        descriptor: the socket.
+        descriptor: descriptor of the socket.
         launcher: process id of the launcher, whose children the workers become.
     """
     connection = socket.socket(fileno=descriptor)
@@ -92,7 +92,8 @@ def serve(descriptor: int, *, launcher: int) -> Program:
 
 
 def _prepare() -> str:
-    """Imports everything; returns why no worker can be forked, or an empty string."""
+    """Imports torch, Shoal and their dependencies. Returns the reason why no worker can be forked,
+    or an empty string."""
     gc.disable()  # looking for garbage again and again takes a tenth of the time
     try:
         for name in _IMPORTED:
@@ -126,7 +127,8 @@ def _prepare() -> str:
 
 
 def _why_unsafe() -> str:
-    """Returns why a child forked now might not be equivalent to a fresh process; empty if it is."""
+    """Returns the reason why a child forked now might not be equivalent to a fresh process; empty
+    if it would be."""
     torch = sys.modules["torch"]
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
@@ -155,9 +157,9 @@ def _open_files() -> Iterable[str]:
 
 
 def _shadowed(folder: str, tops: frozenset[str]) -> str:
-    """Returns a description of a file in the first folder of a worker's sys.path that would have
-    been imported in place of an already imported module; empty if there is none. `tops`: top-level
-    names of those modules."""
+    """Returns a description of a file in the first folder of a worker's sys.path that a fresh
+    interpreter would have imported instead of an already imported module; empty if there is none.
+    `tops`: top-level names of the imported modules."""
     try:
         entries = list(os.scandir(folder)) if folder else []
     except OSError:
@@ -187,8 +189,8 @@ def _files_of(entry: os.DirEntry[str]) -> set[Path]:
 def _fork_twice() -> tuple[int, int]:
     """Forks a child that forks a grandchild and ends.
 
-    Returns the process ids of the grandchild and of the child. The first is 0 in the grandchild
-    itself, and -1 if it could not be forked.
+    Returns the process ids of the grandchild and of the child. The former is 0 in the grandchild
+    itself, and -1 if the grandchild could not be forked.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():

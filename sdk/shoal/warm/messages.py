@@ -26,8 +26,8 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns the next message and its descriptors. The caller must close these; child programs do
-    not inherit them.
+    """Returns the next message and its descriptors, which the caller must close. Child programs do
+    not inherit the descriptors.
 
     Raises EOFError if the other side has closed the connection, and OSError (TimeoutError after the
     socket's timeout).

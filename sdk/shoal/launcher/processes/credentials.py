@@ -1,9 +1,10 @@
-"""Bearer token and certificates for a shared coordinator, and how child processes of a command
-receive them.
+"""Bearer token and certificates for a shared coordinator, and the means by which child processes of
+a command receive them.
 
 The variables are those that workers read, so one setting serves both. A command's flags
-(`--tls-ca`, ...) become these variables in its own process; a token given in a variable is removed
-from it (shoal_common.credentials) and passed to workers as a file known only to them.
+(`--tls-ca`, ...) become these variables in its own process. A token given in a variable is removed
+from the environment (shoal_common.credentials) and passed to workers in a file that only this user
+can read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def channel_settings(coordinator: str) -> ChannelSettings:
 
 
 def member_channel(coordinator: str) -> ChannelSettings:
-    """Returns the same with a fresh key, for a launcher that will be a member of a job."""
+    """Returns the same settings as `channel_settings` with a new member key, for a launcher that
+    will be a member of a job."""
     return replace(channel_settings(coordinator), member_key=secrets.token_hex(16))
 
 

@@ -1,6 +1,6 @@
-"""Kills processes that this process has not started: a worker or parameter server that the
-coordinator describes, or all workers of one launcher. A worker is identified by the member id in
-its environment."""
+"""Kills processes that this process has not started: a worker or parameter server known to the
+coordinator, or all workers of one launcher. A worker is identified by the member id in its
+environment."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MEMBER_ID: Final = b"SHOAL_MEMBER_ID="
 
 
 def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
-    """Kills a member with SIGKILL. The pid could belong to another process on this host or in this
-    container, so the process is verified.
+    """Kills a member with SIGKILL. Verifies the process first, since the pid could belong to
+    another process on this host or in this container.
 
     Raises:
-        PreconditionError: MEMBER_ELSEWHERE: it runs on another machine; PROCESS_NOT_OURS: this user
-            may not kill it.
-        UnknownResourceError: PROCESS_UNKNOWN: it no longer exists.
+        PreconditionError: MEMBER_ELSEWHERE: the process runs on another machine;
+            PROCESS_NOT_OURS: this user may not kill it.
+        UnknownResourceError: PROCESS_UNKNOWN: the process no longer exists.
     """
     if host != socket.gethostname():
         raise PreconditionError(
@@ -53,9 +53,9 @@ def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
 
 
 def kill_server(*, job_id: str, server_id: str, coordinator: str) -> int:
-    """Kills a job's parameter server with SIGKILL and returns its pid. Its command line or its
-    environment identifies it, since the coordinator does not know its process: job, server and
-    `coordinator` (host:port), because clusters on one machine may have jobs of one name.
+    """Kills a job's parameter server with SIGKILL and returns its pid. The coordinator does not
+    know the process. It is therefore identified by job, server and `coordinator` (host:port) in its
+    command line or environment: clusters on one machine may have jobs of the same name.
 
     Raises:
         UnknownResourceError: PROCESS_UNKNOWN: no such process of this user runs on this machine.
@@ -103,8 +103,8 @@ def _is_server(pid: int, job_id: str, server_id: str, coordinator: str) -> bool:
 
 
 def _setting(flag: str, words: Sequence[bytes], variables: Iterable[bytes]) -> str:
-    """Returns a setting of a parameter server; empty if it has none. A flag overrides its
-    variable."""
+    """Returns a setting of a parameter server from its command line or environment; empty if it is
+    not set. A flag overrides the variable."""
     option = f"--{flag}".encode()
     for word, following in itertools.pairwise([*words, b""]):
         if word == option:
@@ -117,7 +117,8 @@ def _setting(flag: str, words: Sequence[bytes], variables: Iterable[bytes]) -> s
 
 
 def _is_same_address(one: str, other: str) -> bool:
-    """Returns whether two host:port are equal, or their hosts are names of one address."""
+    """Returns whether two addresses (host:port) are equal, or their hosts are names of the same
+    address."""
     return one == other or not _endpoints(one).isdisjoint(_endpoints(other))
 
 
@@ -131,7 +132,7 @@ def _endpoints(address: str) -> set[Any]:
 
 
 def kill_workers(launcher: int) -> None:
-    """Kills all workers of this launcher and their descendants with SIGKILL. Its services
+    """Kills all workers of a launcher and their descendants with SIGKILL. The launcher's services
     continue."""
     for process in descendants(launcher):
         with (

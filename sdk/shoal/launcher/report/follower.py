@@ -1,8 +1,8 @@
 """Follows a run in progress: reads its workers' tallies several times a second, and asks the
 coordinator for events.
 
-Belongs to the launcher's event loop; requests run on a thread. It makes no decisions, and its
-failures do not fail the run.
+The follower belongs to the launcher's event loop; requests run on a thread. It makes no decisions,
+and its failures do not fail the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOOK_S: Final = 0.2
 _LAST_QUESTION: Final = timedelta(seconds=2)
 
 Ask = Callable[[str], Awaitable[Sequence["JobEvent"]]]
-"""Returns the events after the one with this id; raises ShoalError."""
+"""Function that returns the events after the event with a given id. Raises ShoalError."""
 Show = Callable[[Status], None]
 
 
@@ -35,7 +35,8 @@ class RunFollower:
     """Follower of one run."""
 
     def __init__(self, *, note: Callable[[str], None], show: Show | None = None) -> None:
-        """`note`: informs people of events; `show`: receives the run's progress."""
+        """`note`: function that informs people of events. `show`: function that receives the run's
+        progress."""
         self.account = RunAccount()
         self._note = note
         self._show = show
@@ -43,19 +44,19 @@ class RunFollower:
         self._endings: dict[str, str] = {}
 
     def started(self, member_id: str, tally: Path) -> None:
-        """Adds a started worker, which counts its commits in that file."""
+        """Adds a started worker. `tally`: file in which the worker counts its commits."""
         self._files[member_id] = tally
 
     def ended(self, member_id: str, status: ExitStatus) -> None:
-        """Records the end of that worker's process."""
+        """Records the end of a worker's process."""
         self._endings[member_id] = f"ended with {status}"
 
     def of_run(self, number: int) -> None:
-        """Sets the job's run that this launcher takes part in."""
+        """Sets the number of the job's run in which this launcher takes part."""
         self.account.changes.run = number
 
     async def follow(self, ask: Ask) -> None:
-        """Runs until cancelled."""
+        """Follows the run until cancelled. `ask`: requests events from the coordinator."""
         while True:
             self.look()
             if self.account.wants_events(time.monotonic_ns()):
@@ -63,8 +64,8 @@ class RunFollower:
             await asyncio.sleep(_LOOK_S)
 
     async def finish(self, ask: Ask | None) -> None:
-        """Processes the remaining data after all workers have ended. `ask`: None if the coordinator
-        cannot be asked."""
+        """Processes the remaining data after all workers have ended. `ask`: requests events from
+        the coordinator; None if it cannot be asked."""
         self.look(settle=True)
         if ask is not None and self.account.course.has_begun:
             try:
@@ -74,7 +75,8 @@ class RunFollower:
                 pass
 
     def look(self, *, settle: bool = False) -> None:
-        """Reads the tallies. `settle`: nothing more will be in them."""
+        """Reads the tallies of all workers. `settle`: True if nothing more will be written to
+        them."""
         tallies = {
             name: tally
             for name, path in self._files.items()

@@ -30,7 +30,8 @@ from typing import ClassVar
 
 
 class ShoalError(Exception):
-    """Root of the tree. `reason` is the machine-readable cause; classes define a default."""
+    """Root of Shoal's exception tree. `reason` is the machine-readable cause; each class has a
+    default reason."""
 
     code: ClassVar[str] = "UNKNOWN"
     """Name of the corresponding gRPC status."""
@@ -66,14 +67,14 @@ class InvalidRequestError(ShoalError, ValueError):
 
 
 class UnknownResourceError(ShoalError, LookupError):
-    """The named job, member, server or partition does not exist here."""
+    """The named job, member, server or partition does not exist at this service."""
 
     code = "NOT_FOUND"
     default_reason = "RESOURCE_UNKNOWN"
 
 
 class PreconditionError(ShoalError):
-    """The request is well formed but not allowed in the current state; repeating it unchanged will
+    """The request is well formed but not allowed in the current state. Repeating it unchanged will
     not help."""
 
     code = "FAILED_PRECONDITION"
@@ -102,7 +103,7 @@ class AuthenticationError(ShoalError):
 
 
 class PermissionDeniedError(ShoalError):
-    """The token is valid, but its role does not permit this."""
+    """The token is valid, but its role does not permit the request."""
 
     code = "PERMISSION_DENIED"
     default_reason = "ROLE_NOT_ALLOWED"
@@ -123,7 +124,7 @@ class DeadlineError(ShoalError, TimeoutError):
 
 
 class MembershipChanged(ShoalError):
-    """A collective ran on a process group whose membership has ended; a new group is needed."""
+    """A collective ran on a process group whose membership has ended. A new group is needed."""
 
     code = "ABORTED"
     default_reason = "MEMBERSHIP_CHANGED"
@@ -138,7 +139,7 @@ class CorruptDataError(ShoalError):
 
 
 class InternalError(ShoalError):
-    """A violated invariant of Shoal itself. Please report it."""
+    """A violated invariant of Shoal itself. Please report this error as a bug."""
 
     code = "INTERNAL"
     default_reason = "INTERNAL"

@@ -17,7 +17,7 @@ _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class CoordinatorMetrics:
-    """Metrics updated by the event loop where events occur."""
+    """Metrics that the event loop updates when events occur."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.generations = Counter(

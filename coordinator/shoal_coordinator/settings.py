@@ -91,7 +91,7 @@ class CoordinatorSettings(ServiceSettings):
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
+    """Returns the parser for the flags of `shoal-coordinator`."""
     parser = argparse.ArgumentParser(
         prog="shoal-coordinator",
         description="Shoal's coordinator: which processes belong to a job, in which generation, "
@@ -152,8 +152,8 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSettings:
-    """Loads settings: flags override the environment, which overrides the defaults. Exits on --help
-    and unknown flags; raises ConfigurationError for invalid values."""
+    """Loads the settings. Flags override the environment, which overrides the defaults. Exits on
+    --help and unknown flags; raises ConfigurationError for invalid values."""
     given = command_line().parse_args(arguments)
     file = (
         "put the URL into a file that only you can read, and give --redis-file FILE (or set "

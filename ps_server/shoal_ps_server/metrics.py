@@ -191,8 +191,8 @@ class Metrics:
         )
 
     def watch_disk(self, path: Path) -> None:
-        """Makes every later scrape report the total and free size of the disk that holds the
-        directory `path`."""
+        """Makes later scrapes report the total and free size of the disk with the directory
+        `path`."""
         self.disk_bytes.set_function(lambda: shutil.disk_usage(path).total)
         self.disk_free_bytes.set_function(lambda: shutil.disk_usage(path).free)
 

@@ -495,7 +495,7 @@ class _Opened:
 
 
 class _Sending:
-    """Schedule of a stream's outgoing messages."""
+    """Schedule of the messages that one stream sends."""
 
     def __init__(self) -> None:
         self._interval_s: float | None = None
@@ -515,7 +515,7 @@ class _Sending:
         self._changed.set()
 
     def end(self) -> None:
-        """Ends the outgoing messages."""
+        """Ends the messages of the stream."""
         self._ended = True
         self._changed.set()
 

@@ -142,7 +142,7 @@ class PsServerSettings(ServiceSettings, CallerSettings):
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
+    """Returns the parser for the flags of `shoal-ps-server`."""
     parser = argparse.ArgumentParser(
         prog="shoal-ps-server",
         description="A parameter server: holds a share of one job's tensors and applies pushed "
@@ -209,6 +209,6 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettings:
-    """Loads settings: flags override the environment, which overrides the defaults. Exits on --help
-    and unknown flags; raises ConfigurationError for invalid values."""
+    """Loads the settings. Flags override the environment, which overrides the defaults. Exits on
+    --help and unknown flags; raises ConfigurationError for invalid values."""
     return PsServerSettings.load(**vars(command_line().parse_args(arguments)))

@@ -85,15 +85,15 @@ class ModelReader:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the newest values by name, on the CPU, with the declared shapes and dtypes. The
-        tensors are for reading: a later call returns new ones for changed values, and the same ones
-        for unchanged values.
+        tensors must not be changed. A later call returns new tensors for changed values, and the
+        same tensors for unchanged values.
 
         Raises:
             DeadlineError: no server or no values for `patience`; the message says which. A job has
                 no values before its workers' first step (PARTITION_UNINITIALIZED,
                 TENSORS_UNDECLARED).
             UnknownResourceError: there is no such job.
-            AuthenticationError, PermissionDeniedError: the token.
+            AuthenticationError, PermissionDeniedError: the token is not accepted.
         """
         with self._reading:
             self._retry_until()
@@ -101,8 +101,8 @@ class ModelReader:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """Returns the version of each partition in the last `state_dict`, by partition id; empty
-        before the first call."""
+        """Version of each partition in the last `state_dict`, by partition id; empty before the
+        first call."""
         return dict(self._model.versions)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class ModelReader:
             self._closed.wait(min(wait_s, max(0.0, deadline - time.monotonic())))
 
     def _learn(self) -> None:
-        """Asks the coordinator for the servers' partitions and addresses."""
+        """Requests the servers' partitions and addresses from the coordinator."""
         shard_map = self._coordinator.get_shard_map(self._job_id).shard_map
         holders = {partition.primary for partition in shard_map.partitions}
         addresses = {
@@ -318,7 +318,7 @@ class _Making:
         return self._length(partition) * self._dtype(partition).itemsize
 
     def memory(self, header: pb.PullHeader) -> memoryview:
-        """Returns the memory for receiving a partition."""
+        """Returns the memory into which a partition is received."""
         partition = self._map.partitions[header.partition_id]
         part = torch.empty(self._length(partition), dtype=self._dtype(partition))
         with self._lock:

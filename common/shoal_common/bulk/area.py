@@ -73,7 +73,7 @@ class SharedArea:
 
     @property
     def is_full(self) -> bool:
-        """True if every piece holds data that the other side has not read."""
+        """True if every piece contains data that the other side has not read."""
         return self._filled - self._emptied >= PIECES
 
     @property
@@ -112,5 +112,6 @@ class SharedArea:
 
 
 def is_supported() -> bool:
-    """Returns whether this system can share memory: Linux only."""
+    """Returns whether this system supports shared memory that can be sealed, i.e. whether it is
+    Linux."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")

@@ -100,8 +100,8 @@ def head(kind: Kind, length: int = 0) -> bytes:
 
 
 def parse_head(data: bytes | bytearray | memoryview) -> Frame:
-    """Parses a frame's head. Raises InvalidRequestError / STREAM_MALFORMED for an invalid head or a
-    length above the limit of its kind."""
+    """Parses a frame's head. Raises InvalidRequestError / STREAM_MALFORMED for an invalid head, or
+    if the length exceeds the limit for this kind of frame."""
     number, zeros, length = _HEAD.unpack(data)
     try:
         kind = Kind(number)
@@ -115,7 +115,7 @@ def parse_head(data: bytes | bytearray | memoryview) -> Frame:
 
 
 def malformed(what: str) -> InvalidRequestError:
-    """Returns the error for a peer that violates the protocol."""
+    """Returns the error for a peer that violates the bulk channel's protocol."""
     return InvalidRequestError(
         f"bulk channel: {what}; the other side speaks another protocol, or is damaged",
         reason="STREAM_MALFORMED",

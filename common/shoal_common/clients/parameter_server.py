@@ -135,7 +135,7 @@ class ParameterServerClient:
 
     @property
     def is_closed(self) -> bool:
-        """True after `close`."""
+        """True if the client has been closed."""
         return self._closed
 
     @property

@@ -89,7 +89,8 @@ _NAN_BFLOAT16: Final = 0x7FC0
 
 
 def blocks(length: int, block: int) -> int:
-    """Returns how many blocks `length` values fill."""
+    """Returns the number of blocks that `length` values occupy. `block`: number of values per
+    block."""
     return -(-length // block)
 
 
@@ -124,8 +125,8 @@ def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
 
 
 def powersgd_bytes(shapes: Shapes, ranks: Sequence[int]) -> int:
-    """Returns the size of a POWERSGD payload with pieces of these shapes and ranks; rank 0: an
-    uncompressed piece."""
+    """Returns the size of a POWERSGD payload. `shapes`: rows and columns of each piece. `ranks`:
+    rank of each piece; 0: an uncompressed piece."""
     floats = (
         rank * (rows + columns) if rank else rows * columns
         for (rows, columns), rank in zip(shapes, ranks, strict=True)

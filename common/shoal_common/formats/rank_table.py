@@ -29,7 +29,8 @@ def line(member_id: str, host: str, donor_address: str, donor_key: str) -> str:
 
 
 def digest(lines: Iterable[str]) -> bytes:
-    """Returns the digest of a table, from the lines of its ranks in rank order."""
+    """Returns the digest of a rank table. `lines`: results of `line` for all ranks, in rank
+    order."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -76,8 +77,8 @@ def runs(ranks: Iterable[int]) -> list[int]:
 
 
 def of_runs(found: Sequence[int], world_size: int) -> Iterator[int]:
-    """Yields the ranks encoded by `runs`. Raises CorruptDataError if they are invalid in a world of
-    `world_size`."""
+    """Yields the ranks encoded by `runs`. Raises CorruptDataError if a rank is not below
+    `world_size`, or the encoding is invalid."""
     if len(found) % 2:
         raise CorruptDataError(f"runs of ranks come in pairs, not as {len(found)} numbers")
     for first, count in zip(found[::2], found[1::2], strict=True):

@@ -50,7 +50,7 @@ _SIZE: Final = _STRATEGY_AT + _STRATEGY_BYTES
 
 
 class Span(NamedTuple):
-    """Consecutive commits in one generation."""
+    """A period of consecutive commits in one generation."""
 
     generation: int
     began_after: int
@@ -100,7 +100,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """A worker's commits at one moment."""
+    """Counts of a worker's committed work at one moment."""
 
     counts: Counts
     spans: tuple[Span, ...]
@@ -139,7 +139,8 @@ class TallyWriter:
     """Writer of a worker's tally file. Used only by the worker's training thread."""
 
     def __init__(self, path: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """Creates the file. Raises OSError if there is no space for it or no such directory."""
+        """Creates the tally file. Raises OSError if there is no space for the file or its directory
+        does not exist."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             # raises an error here; writing to an unavailable page would raise a signal

@@ -100,7 +100,8 @@ def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
 def framed(
     header: HeaderT, payload: memoryview, size: int = CHUNK_BYTES
 ) -> Iterator[tuple[HeaderT | None, memoryview]]:
-    """Yields the chunks that carry one partition: the first with the header, the rest without."""
+    """Yields the chunks that carry one partition: the first one with the header, the others
+    without."""
     opening: HeaderT | None = header
     for piece in chunks(payload, size):
         yield opening, piece
@@ -193,8 +194,8 @@ def _encode(
 
 
 def _prefix(tag: int, length: int) -> bytes:
-    """Returns a field's tag and its length as a varint: seven bits per byte, lowest first, the high
-    bit set on all but the last."""
+    """Encodes a field's tag and length. The length is a varint: seven bits per byte, lowest first,
+    with the high bit set on all bytes but the last."""
     out = bytearray((tag,))
     while length > 0x7F:
         out.append(length & 0x7F | 0x80)

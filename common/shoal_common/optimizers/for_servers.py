@@ -77,7 +77,7 @@ class OptimizerDeclaration:
     none."""
 
     def optimizer_class(self) -> Any:
-        """Returns the class that computes the update. Imports torch."""
+        """Imports torch and returns the class that computes the update."""
         return getattr(import_module(self.module), self.torch_class)
 
     def cuts_rows(self, *, row: int, offset: int, length: int) -> bool:

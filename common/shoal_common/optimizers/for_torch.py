@@ -28,8 +28,8 @@ class _OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. `closure` recomputes the loss, which is
-        returned.
+        """Updates all parameters that have a gradient. `closure`: recomputes the loss, which `step`
+        returns.
 
         Raises:
             ConfigurationError: a gradient is sparse.
@@ -93,7 +93,7 @@ class LAMB(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.Adam`; `maximize` ascends instead of descending.
+        """The arguments are those of `torch.optim.Adam`; `maximize` ascends instead of descending.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -178,7 +178,8 @@ class RowWiseAdagrad(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.Adagrad`; `maximize` ascends instead of descending.
+        """The arguments are those of `torch.optim.Adagrad`; `maximize` ascends instead of
+        descending.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -269,8 +270,8 @@ class DelayedNesterov(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.SGD`; `every`: number of gradients per momentum step,
-        >= 1.
+        """The arguments are those of `torch.optim.SGD`. `every`: number of gradients per momentum
+        step, >= 1.
 
         Raises:
             ConfigurationError: an invalid value.

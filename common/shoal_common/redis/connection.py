@@ -34,7 +34,7 @@ _SCHEMES: Final = ("redis", "rediss", "unix")
 
 @dataclass(frozen=True, kw_only=True)
 class RedisSettings:
-    """Address of the server, and timeouts."""
+    """Address of a Redis server, and timeouts."""
 
     url: str
     """redis://[user:password@]host:port[/db], rediss:// (TLS) or unix:///path."""
@@ -72,7 +72,7 @@ def connect(
     connect_timeout: timedelta | None = None,
     command_timeout: timedelta | None = None,
 ) -> redis.Redis:
-    """Returns a synchronous client whose server has answered.
+    """Connects to Redis and returns a synchronous client once the server has answered.
 
     Raises ConfigurationError (bad URL), AuthenticationError (refused credentials), UnavailableError
     (no answer).
@@ -94,8 +94,8 @@ async def connect_async(
     connect_timeout: timedelta | None = None,
     command_timeout: timedelta | None = None,
 ) -> redis.asyncio.Redis:
-    """Returns an asyncio client whose server has answered; close it with `await
-    client.aclose()`."""
+    """Connects to Redis and returns an asyncio client once the server has answered. Close it with
+    `await client.aclose()`."""
     settings = _settings(url, connect_timeout, command_timeout)
     backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
     client: redis.asyncio.Redis = _from_url(
@@ -120,7 +120,7 @@ def with_authority(url: str, authority: Path | None) -> str:
 
 
 def redacted(url: str) -> str:
-    """Returns the URL without its password, for messages and logs."""
+    """Returns a Redis URL without its password, for messages and logs."""
     parts = _split(url)
     if "@" not in parts.netloc:
         return url

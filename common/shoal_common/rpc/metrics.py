@@ -89,7 +89,7 @@ class ServerMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodMetrics:
-    """One method's metrics, with its labels bound."""
+    """Metrics of one gRPC method, with its labels bound."""
 
     started: Counter
     handled: Callable[[str], Counter]

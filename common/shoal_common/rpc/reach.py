@@ -182,8 +182,8 @@ def _unwanted_certificate(tls: TlsSettings) -> str:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """Returns the first bytes of the answer, at least a frame's header; fewer if the server hangs
-    up."""
+    """Returns the first bytes of the server's answer, at least a frame's header. Returns fewer
+    bytes if the server hangs up."""
     answer = b""
     while len(answer) < _FRAME_HEADER:
         try:

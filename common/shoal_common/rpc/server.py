@@ -139,8 +139,8 @@ class RpcServer:
         self._expiry_check: asyncio.TimerHandle | None = None
 
     async def start(self) -> int:
-        """Binds, serves and reports SERVING; returns the port. Raises ConfigurationError if the
-        address cannot be bound."""
+        """Starts the server, reports SERVING, and returns the port. Raises ConfigurationError if
+        the address cannot be bound."""
         if self._server is not None:
             raise RuntimeError("this RpcServer was started before; make a new one")
         server = grpc.aio.server(
@@ -172,8 +172,8 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def drain_and_stop(self) -> None:
-        """Reports NOT_SERVING, refuses new calls, waits up to `drain_timeout` for calls in progress
-        and then cancels them. Idempotent."""
+        """Reports NOT_SERVING, refuses new calls, waits up to `drain_timeout` for calls in
+        progress, and then cancels them. Idempotent."""
         if self._server is None:
             return
         self.draining.set()

@@ -1,4 +1,4 @@
-"""Wraps every handler of an RpcServer: counts calls, authenticates callers, and turns errors into
+"""Wraps every handler of an RpcServer: counts calls, authenticates callers, and converts errors to
 statuses.
 
 A single interceptor does all of this and creates the wrapper of a method only once, because ten
@@ -52,8 +52,8 @@ def member_key() -> str:
 
 
 class Admission:
-    """Admits a call if its bearer token's role permits it. Health checks are open; reflection
-    requires any known token. With an open token table everyone may do everything."""
+    """Admits a call if its bearer token's role permits the method. Health checks need no token;
+    reflection requires any known token. With an open token table every caller may do everything."""
 
     def __init__(
         self,
@@ -126,9 +126,10 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return served
 
     def _serve(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns the wrapped handler. Requests are decoded only after admission. A single request
-        is decoded explicitly, so that a malformed one gets a proper status (grpc.aio itself answers
-        UNKNOWN); streamed requests are decoded while the handler reads them."""
+        """Returns the wrapped handler of a method. Requests are decoded only after admission. A
+        single request is decoded explicitly, so that a malformed one receives a proper status
+        (grpc.aio itself answers UNKNOWN). Streamed requests are decoded while the handler reads
+        them."""
         behaviour, metrics, admission = (
             behaviour_of(handler),
             self._metrics.of(method, handler),

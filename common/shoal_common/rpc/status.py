@@ -64,12 +64,13 @@ def to_status(error: ShoalError) -> Any:
 
 
 def error_message(error: ShoalError) -> bytes:
-    """Returns an encoded google.rpc.Status, for channels other than gRPC."""
+    """Encodes an error as a google.rpc.Status, for channels other than gRPC."""
     return bytes(_status(error).SerializeToString())
 
 
 def from_error_message(data: bytes) -> ShoalError:
-    """Returns the ShoalError in an encoded google.rpc.Status; CorruptDataError if it is invalid."""
+    """Returns the ShoalError in an encoded google.rpc.Status, or a CorruptDataError if the encoding
+    is invalid."""
     try:
         status = status_pb2.Status.FromString(data)
         info, retry_after = _details_in(status)
@@ -185,8 +186,8 @@ def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
 def _details(
     rpc_error: grpc.RpcError,
 ) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
-    """Returns the ErrorInfo, if Shoal's code set one, and the retry delay, which a proxy may also
-    set."""
+    """Returns the ErrorInfo, which only Shoal's code sets, and the retry delay, which a proxy may
+    also set."""
     encoded = next(
         (value for key, value in rpc_error.trailing_metadata() or () if key == _DETAILS_KEY), b""
     )

@@ -52,7 +52,7 @@ also valid for its auxiliary jobs."""
 
 @dataclass(frozen=True)
 class Holder:
-    """Identity conferred by a token."""
+    """Identity and permissions conferred by a token."""
 
     role: Role
     job: str | None = None
@@ -99,7 +99,7 @@ class TokenTable:
 
     @classmethod
     def open(cls) -> TokenTable:
-        """Returns the empty table: no authentication."""
+        """Returns the empty table, which requires no authentication."""
         return cls()
 
     @classmethod
@@ -217,7 +217,7 @@ class TlsSettings:
             raise ConfigurationError(f"TLS {given} is given without its {missing}; give both")
 
     def load(self) -> TlsMaterial:
-        """Reads and checks the files, so that an invalid one is named here instead of causing a
+        """Reads and checks the files, so that an error names an invalid file instead of causing a
         failed handshake. Raises ConfigurationError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         for what, path in (

@@ -1,11 +1,12 @@
-"""Addresses of this machine: the one announced to other machines, and the one its processes listen
-on.
+"""Addresses of this machine: the address announced to other machines, and the address that its
+processes listen on.
 
 By default both are the address of the route to the coordinator, without resolving the machine's own
-name (which often gives 127.0.1.1, or nothing). Users override it with `--local-addr` or
-SHOAL_LOCAL_ADDR, as an address, an interface or a host name; and with `--listen-addr` or
-SHOAL_LISTEN_ADDR if processes listen on another address than the one under which others reach them
-(NAT). Announced addresses are numeric, so no other machine has to resolve a name. Linux only.
+name (which often gives 127.0.1.1, or nothing). Users override them with `--local-addr` or
+SHOAL_LOCAL_ADDR, as an address, an interface or a host name. If processes listen on another address
+than the one under which others reach them (NAT), users also give `--listen-addr` or
+SHOAL_LISTEN_ADDR. Announced addresses are numeric, so no other machine has to resolve a name. Linux
+only.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _UNSPECIFIED: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAddress:
-    """Address under which other machines reach this one, and the address its processes listen on.
-    Both are numeric."""
+    """Address under which other machines reach this machine, and the address that its processes
+    listen on. Both are numeric."""
 
     announced: str
     bound: str
@@ -156,8 +157,8 @@ def resolved(name: str) -> list[str]:
 
 
 def name_for_others() -> str | None:
-    """Returns this machine's own name if it resolves to an address that others may reach; None if
-    it cannot be resolved or is loopback."""
+    """Returns this machine's own name if other machines may be able to use it. Returns None if the
+    name cannot be resolved or resolves only to loopback addresses."""
     name = socket.gethostname()
     return name if any(not is_loopback(address) for address in resolved(name)) else None
 
@@ -176,7 +177,7 @@ def own_host(given: str) -> str:
 
 
 def _own(given: str, flag: str, preferred: str | None) -> str:
-    """Returns the address of this machine that `given` resolves to. Raises ConfigurationError if
+    """Returns the address of this machine to which `given` resolves. Raises ConfigurationError if
     there is none."""
     candidates = _candidates(given, flag)
     own = [address for address in candidates if is_own(address)]

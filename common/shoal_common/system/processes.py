@@ -35,7 +35,7 @@ os.execvp(sys.argv[3], sys.argv[3:])
 def tied_to_parent(
     command: Sequence[str], *, death_signal: signal.Signals = signal.SIGKILL
 ) -> list[str]:
-    """Wraps `command` so that the kernel sends it `death_signal` when the thread that starts it
+    """Wraps `command` so that its process receives `death_signal` when the thread that starts it
     ends for any reason.
 
     The wrapper execs the program, so its pid is the pid that Popen reports. It inherits file

@@ -58,8 +58,8 @@ while quiet < 5 and time.monotonic() < give_up_at:
 
 
 def temporary_directory() -> Path:
-    """Returns the system's temporary directory. Raises ConfigurationError if this user can write to
-    none."""
+    """Returns the system's temporary directory. Raises ConfigurationError if this user cannot write
+    to any."""
     try:
         return Path(tempfile.gettempdir()).absolute()
     except OSError as error:
@@ -69,7 +69,7 @@ def temporary_directory() -> Path:
 
 
 class ScratchDirectory:
-    """A directory below the system's temporary one, removed by `close`."""
+    """A directory in the system's temporary directory, removed by `close`."""
 
     def __init__(self, purpose: str) -> None:
         """Creates the directory. `purpose`: part of its name. Raises ConfigurationError if there is
@@ -102,8 +102,8 @@ class ScratchDirectory:
 
 
 class _Keeper:
-    """Helper process that removes `path` if the process that started it ends without calling
-    `close`."""
+    """Helper process that removes `path` if the process that started the helper ends without
+    calling `close`."""
 
     def __init__(self, path: Path) -> None:
         """Starts the helper process. Raises OSError."""
@@ -144,7 +144,8 @@ def remove_orphans() -> None:
 
 
 def _lock(path: Path) -> tuple[int, int]:
-    """Locks a directory and the file in it for its owner. Returns their descriptors."""
+    """Locks a scratch directory and a file in it on behalf of the owner. Returns the descriptors of
+    both."""
     with contextlib.ExitStack() as undo:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         undo.callback(os.close, directory)

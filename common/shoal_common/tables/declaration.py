@@ -25,7 +25,8 @@ would have to touch all rows."""
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """A declared table, without its name and shape. `contradiction` finds invalid values."""
+    """Declaration of a sparse table, without its name and shape. `contradiction` finds invalid
+    values."""
 
     buckets: int = DEFAULT_BUCKETS
     """Number of partitions over which the table's rows are spread, by a hash of their ids."""

@@ -31,7 +31,7 @@ _STATE: Final = "state/"
 
 @dataclass(frozen=True, kw_only=True)
 class BucketImage:
-    """State of a bucket at one moment."""
+    """State of a bucket of a sparse table at one moment."""
 
     table: str
     number: int
@@ -79,7 +79,7 @@ class EncodedBucket:
 
     @property
     def nbytes(self) -> int:
-        """Total number of bytes."""
+        """Total size of the file in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     def checksum(self) -> int:
@@ -97,8 +97,8 @@ class EncodedBucket:
 
 
 def read_bucket(data: memoryview) -> BucketImage:
-    """Parses the result of `BucketImage.encoded`; the arrays are views of `data`. Raises ValueError
-    for invalid data."""
+    """Parses a bucket file created by `BucketImage.encoded`. The arrays are views of `data`. Raises
+    ValueError for invalid data."""
     try:
         begin = 8 + int.from_bytes(data[:8], "little")
         if begin > min(data.nbytes, 8 + _LONGEST_HEADER):

@@ -51,7 +51,7 @@ class RowsImage:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsUpdate:
-    """Result of an update for the affected rows."""
+    """New values and state of the rows affected by an update."""
 
     values: Values
     state: Mapping[str, Values]
@@ -93,18 +93,18 @@ class Rows:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row, including its entry in the hash table."""
+        """Bytes per row, including the row's entry in the hash table."""
         state = sum(4 * math.prod(self.state_shape(name)) for name in self._state)
         return 4 * self._dim + state + 2 * 8 + 4 * 4
 
     @property
     def nbytes(self) -> int:
-        """Memory of all rows, including spare capacity."""
+        """Bytes of memory of all rows, including spare capacity."""
         return self._table.nbytes + sum(array.nbytes for array in self._arrays())
 
     @property
     def largest(self) -> float:
-        """Largest magnitude among the values of all rows; 0 without any."""
+        """Largest magnitude among the values of all rows; 0 if there are no rows."""
         values = self._values[: self._count]
         return float(max(values.max(), -values.min())) if values.size else 0.0
 
@@ -178,7 +178,7 @@ class Rows:
     # ------------------------------------------------------------------------------------- changing
 
     def count_new(self, ids: Ids) -> int:
-        """Returns how many of these ids are not stored yet."""
+        """Returns the number of ids whose rows are not stored yet."""
         return int((self._find(ids) < 0).sum())
 
     def reserve(self, more: int) -> None:
@@ -228,7 +228,7 @@ class Rows:
     def _step(
         self, values: torch.Tensor, state: dict[str, Any], gradients: torch.Tensor, step: int
     ) -> None:
-        """Updates `values` and `state` in place."""
+        """Performs a step of the torch optimizer, which updates `values` and `state` in place."""
         if not len(values):
             return
         optimizer, name = self._torch, self._spec.optimizer
@@ -291,7 +291,8 @@ class Rows:
     # -------------------------------------------------------------------------------------- finding
 
     def _arrays(self) -> list[npt.NDArray[Any]]:
-        """Returns all arrays of row data; a row's entry in each is at its slot."""
+        """Returns all arrays of row data. In each array, the entry of a row is at the row's
+        slot."""
         return [self._ids, self._values, self._updated_at, *self._state.values()]
 
     def _find(self, ids: Ids) -> Slots:
@@ -361,7 +362,7 @@ class _SlotTable:
         return found
 
     def enter(self, ids: Ids, slots: Slots) -> None:
-        """Inserts ids that are not in the table yet."""
+        """Inserts ids with their slots. The ids must not be in the table yet."""
         places = self._first(ids)
         waiting = np.arange(len(ids))
         while len(waiting):

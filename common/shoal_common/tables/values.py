@@ -38,7 +38,7 @@ def hashed(ids: Ids) -> _Words:
 
 
 def buckets_of(ids: Ids, buckets: int) -> npt.NDArray[np.int64]:
-    """Returns the index of each id's bucket."""
+    """Returns for each id the index of its bucket."""
     return (hashed(ids) % np.uint64(buckets)).astype(np.int64)
 
 
@@ -76,6 +76,6 @@ def _normal(keys: _Words, dim: int, scale: float) -> npt.NDArray[Any]:
 
 
 def _drawn(keys: _Words, count: int) -> _Words:
-    """Returns `count` random words for each key."""
+    """Returns `count` random words for each key, computed from the key."""
     counter = np.arange(1, count + 1, dtype=np.uint64) * _GAMMA
     return mixed(keys[:, None] + counter)

@@ -25,7 +25,7 @@ _LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class LineFormatter(logging.Formatter):
-    """Formats one record as one line."""
+    """Formats a log record as one line."""
 
     def __init__(self, service: str) -> None:
         super().__init__()

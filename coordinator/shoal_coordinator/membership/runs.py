@@ -137,7 +137,7 @@ def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Resumes the newest run after it has ended, unless it completed."""
+    """Resumes the newest run after it has ended. A completed run cannot be resumed."""
     if draft.ending is JobEnding.COMPLETED:
         raise PreconditionError(
             f"run {draft.run} of job {draft.spec.job_id} was completed ({draft.stop_reason}): "
@@ -325,7 +325,7 @@ def _granted(draft: Draft, *, begun: bool) -> RunGranted:
 
 
 def _ended(draft: Draft, run: RunId) -> PreconditionError:
-    """Returns the error for a request to use the newest run after it has ended."""
+    """Returns the error for a request that needs the newest run after that run has ended."""
     return PreconditionError(
         f"run {run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and "
         "is the newest one",
@@ -352,6 +352,6 @@ def _check_spec(draft: Draft, spec: JobSpec) -> None:
 
 
 def _members(draft: Draft) -> str:
-    """Returns the hosts of the members as text for people."""
+    """Returns a list of the members' hosts, for people."""
     hosts = sorted({member.identity.host for member in draft.members.values()})
     return ", ".join(hosts[:_MOST_NAMED]) + (", ..." if len(hosts) > _MOST_NAMED else "")

@@ -28,7 +28,7 @@ _MOST_JOBS: Final = 1_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A job at one moment."""
+    """State of a job at one moment: loss, speed and ranks."""
 
     unix_ms: int
     step: int

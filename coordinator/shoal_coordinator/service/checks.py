@@ -30,7 +30,7 @@ def job_id(value: str) -> str:
 
 
 def identifier(field: str, value: str, *, required: bool = True) -> str:
-    """Checks an id of up to 128 characters, safe in keys, logs and labels."""
+    """Checks an id: up to 128 characters that are safe in keys, logs and labels."""
     if not value and not required:
         return value
     if len(value) > 128 or not _ID.fullmatch(value):
@@ -43,7 +43,7 @@ def identifier(field: str, value: str, *, required: bool = True) -> str:
 
 
 def text(field: str, value: str, *, longest: int, required: bool = False) -> str:
-    """Checks text for people."""
+    """Checks the length of a text for people."""
     if len(value) > longest or (required and not value):
         raise wrong(field, value, f"{'1' if required else '0'} to {longest} characters")
     return value
@@ -57,7 +57,7 @@ def host(field: str, value: str) -> str:
 
 
 def address(field: str, value: str, *, required: bool = False) -> str:
-    """Checks a host:port to connect to."""
+    """Checks an address (host:port) to connect to."""
     if not value and not required:
         return value
     try:
@@ -79,7 +79,7 @@ def secret(field: str, value: str) -> str:
 
 
 def number(field: str, value: int, *, low: int = 0, high: int = LARGEST_INT64) -> int:
-    """Checks an integer against inclusive bounds."""
+    """Checks that an integer lies within inclusive bounds."""
     if not low <= value <= high:
         raise wrong(field, value, f"{low} to {high}" if high < LARGEST_INT64 else f"{low} or more")
     return value

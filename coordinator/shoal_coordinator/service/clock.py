@@ -46,7 +46,7 @@ class Clock:
         """Last reading of both clocks, at most about a tenth of a second old."""
 
     def now(self) -> Now:
-        """Returns both clocks."""
+        """Reads and returns both clocks."""
         read_ms = self._monotonic_ms()
         pause_ms = read_ms - self._read_ms - _LONGEST_STEP_MS
         if pause_ms > 0:
@@ -65,8 +65,8 @@ class Clock:
         self._offset_ms = unix_ms - self._monotonic_ms()
 
     async def tick(self) -> NoReturn:
-        """Reads the clock until cancelled, so that an interval without readings indicates a pause
-        rather than idleness."""
+        """Reads the clock regularly until cancelled. An interval without readings therefore
+        indicates a pause of the process rather than idleness."""
         while True:
             await asyncio.sleep(_TICK_MS / 1000)
             self.now()

@@ -17,8 +17,8 @@ from shoal_coordinator.membership.model.state import JobState, Member
 
 
 def targets(states: Iterable[JobState]) -> list[dict[str, Any]]:
-    """Returns Prometheus's http_sd document: one target per place whose process has a metrics
-    address, with labels job_id, role and instance."""
+    """Returns Prometheus's http_sd document. It contains one target per place whose process has a
+    metrics address, with labels job_id, role and instance."""
     found: list[dict[str, Any]] = []
     for state in states:
         job_id = state.spec.job_id

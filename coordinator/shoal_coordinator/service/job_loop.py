@@ -264,8 +264,8 @@ class JobLoop:
     # ------------------------------------------------------------------------------------- the loop
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises FencedError if another coordinator has taken over, and
-        InternalError on a bug."""
+        """Processes events until cancelled. Raises FencedError if another coordinator has taken
+        over, and InternalError on a bug."""
         # A cancellation that coincides with the end of a call to Redis can be lost; `fail` is
         # always called before it.
         while True:

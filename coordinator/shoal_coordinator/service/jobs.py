@@ -54,7 +54,7 @@ class Jobs:
         metrics: CoordinatorMetrics,
         retention: timedelta,
     ) -> None:
-        """`retention`: how long the store keeps a deserted job."""
+        """`retention`: time for which the store keeps a deserted job."""
         self.failed: asyncio.Future[ShoalError] = asyncio.get_running_loop().create_future()
         self.closing = False
         """True if this coordinator is shutting down. The end of a stream then implies nothing about
@@ -79,7 +79,7 @@ class Jobs:
         self._keep(asyncio.create_task(self._sweep(), name="sweep"))
 
     def get(self, job_id: str) -> JobLoop:
-        """Returns the job's loop. Raises UnknownResourceError."""
+        """Returns the loop of a job. Raises UnknownResourceError if there is no such job."""
         loop = self._loops.get(job_id)
         if loop is None:
             raise UnknownResourceError(
@@ -243,7 +243,7 @@ class Jobs:
                 self._metrics.redis_up.set(0)
 
     async def _sweep(self) -> None:
-        """Forgets jobs that Redis has dropped."""
+        """Forgets jobs that Redis has dropped, at regular intervals."""
         while True:
             await asyncio.sleep(self._sweep_interval_s)
             deserted = [job_id for job_id, loop in self._loops.items() if loop.state.is_deserted]

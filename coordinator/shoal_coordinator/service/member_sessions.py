@@ -50,7 +50,7 @@ from shoal_coordinator.service.streams import first_message
 
 
 class MemberSessions:
-    """Serves JoinSession for all jobs."""
+    """Implements the RPC JoinSession for all jobs."""
 
     def __init__(
         self,

@@ -44,7 +44,8 @@ _SENDS_BYTES: Final = frozenset({"JoinSession", "ServerSession", "GetRanks"})
 
 
 def register(servicer: Any, server: grpc.aio.Server) -> None:
-    """Adds all methods of the service. Raises AttributeError if the servicer lacks one."""
+    """Adds all methods of the service to a gRPC server. Raises AttributeError if the servicer lacks
+    a method."""
     service = descriptor_pool.Default().FindServiceByName(SERVICE)
     handlers = {
         method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods

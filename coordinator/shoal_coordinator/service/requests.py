@@ -236,7 +236,7 @@ def parse_collective_failure(member_id: str, message: pb.CollectiveFailure) -> C
 
 
 def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
-    """Parses a leave message."""
+    """Parses a member's message that it leaves."""
     reason = _LEAVE_REASONS.get(message.reason)
     if reason is None:
         raise wrong(
@@ -380,7 +380,7 @@ def parse_backup_report(server_id: str, message: pb.BackupReport) -> BackupRepor
 
 
 def parse_move_report(server_id: str, message: pb.MoveReport) -> MoveReported:
-    """Parses a giver's report on a move."""
+    """Parses a giver's report on a move of partitions."""
     return MoveReported(
         server_id=server_id,
         move=number("move.move", message.move, low=1),
@@ -405,7 +405,7 @@ def parse_server_drain(message: pb.DrainServerRequest) -> ServerDrainRequested:
 
 
 def parse_tensors(message: pb.DeclareTensorsRequest) -> TensorsDeclared:
-    """Parses a model's tensors."""
+    """Parses a worker's declaration of its model's tensors."""
     if not 1 <= len(message.tensors) <= _MOST_TENSORS:
         raise wrong("tensors", f"{len(message.tensors)} tensors", f"1 to {_MOST_TENSORS}")
     tensors = tuple(_parse_tensor(tensor) for tensor in message.tensors)

@@ -64,7 +64,7 @@ class CoordinatorServicer:
     # ----------------------------------------------------------------------------------------- jobs
 
     async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:  # noqa: N802
-        """Creates a job, finds an equal one, or begins its next run."""
+        """Creates a job, finds an equal existing one, or begins its next run."""
         wanted = requests.parse_creation(request)
         created, granted = await self._jobs.create(wanted, timeout_s=self._timeout_s)
         return pb.CreateJobResponse(
@@ -116,7 +116,7 @@ class CoordinatorServicer:
     async def DrainMember(  # noqa: N802
         self, request: pb.DrainMemberRequest, context: Any
     ) -> pb.DrainMemberResponse:
-        """Asks a member to leave."""
+        """Asks a member to leave at its next step boundary."""
         noted = await self._job(request).ask(
             of_run(request.run, requests.parse_drain(request)), timeout_s=self._timeout_s, keep=True
         )
@@ -135,7 +135,7 @@ class CoordinatorServicer:
         return pb.DrainServerResponse()
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopJobResponse:  # noqa: N802
-        """Asks all members to leave."""
+        """Asks all members of a job to leave."""
         await self._job(request).ask(
             of_run(request.run, requests.parse_stop(request)), timeout_s=self._timeout_s, keep=True
         )
@@ -169,7 +169,7 @@ class CoordinatorServicer:
     async def DeclareTensors(  # noqa: N802
         self, request: pb.DeclareTensorsRequest, context: Any
     ) -> pb.DeclareTensorsResponse:
-        """Lays out a model's tensors over the servers."""
+        """Assigns a model's tensors to the job's parameter servers."""
         job = self._job(request)
         layout = await job.ask(
             of_run(request.run, requests.parse_tensors(request)), timeout_s=self._timeout_s

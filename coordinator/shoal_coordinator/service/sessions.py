@@ -70,7 +70,7 @@ class Sessions:
         return _remove(self.servers, server_id, mailbox)
 
     def end_all(self, error: ShoalError) -> None:
-        """Ends every stream."""
+        """Ends the streams of all members and servers."""
         for mailbox in (*self.members.values(), *self.servers.values()):
             mailbox.end(error)
 
@@ -145,7 +145,7 @@ class Sessions:
                         mailbox.post(Slot.STOP, message)
 
     def whole_table(self, generation: Generation) -> bytes:
-        """Returns the serialized GetRanks response with all ranks of the generation."""
+        """Returns the serialized GetRanks response with all ranks of a generation."""
         if self._table is None or self._table[0] is not generation:
             self._table = (
                 generation,

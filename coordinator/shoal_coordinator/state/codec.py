@@ -70,7 +70,7 @@ _LATER: Final = ("run_above", "ended_unix_ms")
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Fields of the hash to set and to delete."""
+    """Fields of a job's hash to set and to delete."""
 
     put: Mapping[str, str]
     remove: tuple[str, ...]

@@ -47,14 +47,14 @@ _DISK_TIMEOUT_MS: Final = 2_000
 
 
 class FencedError(UnavailableError):
-    """Another coordinator has taken over, so this one must not write any more."""
+    """Another coordinator has taken over, so this coordinator must not write any more."""
 
     default_reason = Refusal.COORDINATOR_REPLACED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A job as read from Redis."""
+    """A job's state, as read from Redis."""
 
     state: JobState
     revision: int
@@ -74,7 +74,7 @@ class StoredEvent:
 
 
 class JobStore:
-    """One coordinator's access to the jobs. Create it with `open`."""
+    """Access of one coordinator to the jobs in Redis. Create it with `open`."""
 
     def __init__(
         self, client: Any, epoch: int, *, waits_for_disk: bool, retention: timedelta
@@ -107,7 +107,7 @@ class JobStore:
         return store
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to Redis."""
         await self._client.aclose()
 
     async def load_all(self) -> list[Stored]:

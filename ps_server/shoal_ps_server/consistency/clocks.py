@@ -54,7 +54,7 @@ class Consistency:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberClock:
-    """One member's progress."""
+    """Progress of one member."""
 
     clock: int
     """Position relative to the other members; never decreases."""
@@ -142,7 +142,8 @@ class Clocks:
             self._members[member] = replace(known, has_read=True, takes_part=True)
 
     def rest(self, member: str) -> None:
-        """Records that a member is idle or leaves: no member waits for it until its next report."""
+        """Records that a member is idle or leaves. No other member waits for it until its next
+        report."""
         self._members[member] = MemberClock(clock=self._members[member].clock, rests=True)
         self._settle()
 
@@ -174,7 +175,7 @@ class Clocks:
         )
 
     def open(self, iteration: int) -> None:
-        """Records that a bsp push of this iteration was admitted."""
+        """Records that a bsp push of an iteration was admitted."""
         self._opened = max(self._opened, iteration)
 
     def has_pushed(self, member: str) -> None:

@@ -80,7 +80,7 @@ class Membership:
         self._announce()
 
     def wake(self) -> None:
-        """Makes every waiter check its condition again."""
+        """Makes every waiter check its condition again, after a change of state."""
         self._announce()
 
     def check(self, member: str, generation: int) -> None:

@@ -75,7 +75,8 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
-        """Implements `Follower.made`."""
+        """Queues a record that has had its effect, or drops it if the partition will be copied
+        later. Implements `Follower.made`."""
         if record.kind == LAYOUT:
             # a partition that leaves need not be sent; if it returns, its records are complete
             self.due.intersection_update(layout_from_json(record.fields).partitions)
@@ -93,7 +94,7 @@ class _Stream:
                 )
 
     def written(self, record: Record) -> int:
-        """Implements `Follower.written`."""
+        """Queues a record and returns its position. Implements `Follower.written`."""
         if record.kind != BACKUP:
             if self.confirmed == self.position:
                 self.moved_at = asyncio.get_running_loop().time()

@@ -160,7 +160,7 @@ class Standby:
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """Does nothing, since the primary's journal has the members."""
+        """Does nothing, since the primary's journal contains the members."""
 
     def placed(self, place: Place) -> None:
         """Records the assigned place, and wakes the tasks that wait for it."""
@@ -425,7 +425,7 @@ class _Stream:
         self.cancel()
 
     def end(self) -> None:
-        """Ends the outgoing messages."""
+        """Ends the messages to the primary."""
         self._ended = True
         self._changed.set()
 

@@ -92,7 +92,8 @@ class Receiver:
         """The stream that was opened last; earlier streams have ended."""
 
     async def take(self, messages: AsyncIterator[bytes]) -> None:
-        """Serves one TakePartitions stream. Raises the errors documented in the .proto."""
+        """Receives the partitions of one TakePartitions stream. Raises the errors documented in the
+        .proto."""
         stream = self._newest = object()
         limit_s = _STREAM_LIMIT.total_seconds()
         try:

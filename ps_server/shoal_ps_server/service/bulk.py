@@ -102,7 +102,8 @@ class BulkServer:
         """Name of the Unix socket; empty if memory cannot be shared."""
 
     def start(self, host: str, port: int) -> None:
-        """Listens on host:port (0: any port) and on a Unix socket. Raises ConfigurationError."""
+        """Starts to listen on host:port (0: any port) and on a Unix socket. Raises
+        ConfigurationError."""
         context = None if self._tls is None else self._tls.server_context()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -209,7 +210,7 @@ class BulkServer:
     async def _serve(
         self, connected: socket.socket, transport: Transport, context: ssl.SSLContext | None
     ) -> None:
-        """Serves one connection until it ends."""
+        """Serves one connection until the connection ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(connected.close)
             try:

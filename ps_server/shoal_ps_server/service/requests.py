@@ -47,7 +47,7 @@ class UploadKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One partition of a pull."""
+    """One partition requested in a pull."""
 
     spec: PartitionSpec
     newer_than: int
@@ -72,7 +72,7 @@ class Pull:
 
 @dataclass(frozen=True, kw_only=True)
 class HyperparameterChange:
-    """A SetHyperparametersRequest."""
+    """Content of a SetHyperparametersRequest."""
 
     revision: int
     hyperparameters: Mapping[str, float]

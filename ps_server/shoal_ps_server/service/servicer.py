@@ -89,7 +89,7 @@ ResponseT = TypeVar("ResponseT")
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Job and id of the server."""
+    """Ids of the server and of its job."""
 
     job_id: str
     server_id: str
@@ -463,8 +463,8 @@ class ParameterServerServicer:
             return newer
 
     async def _configure(self, configuration: Configuration) -> None:
-        """Changes the configuration between earlier and later pushes, in the order of the
-        journal."""
+        """Sets the configuration at a position in the journal's order: earlier pushes use the old
+        one, later pushes the new one."""
 
         def effect() -> None:
             self.configuration = configuration

@@ -23,7 +23,7 @@ class Chunk(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """Number of bytes in the chunk."""
 
     async def move_to(self, upload: Upload) -> None:
         """Appends the bytes to the upload. Raises the errors of `Upload.room`."""
@@ -37,7 +37,7 @@ class Arrived:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """Number of bytes in the chunk."""
         return self.payload.nbytes
 
     async def move_to(self, upload: Upload) -> None:

@@ -114,7 +114,7 @@ class PartitionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One epoch of the shard map from the perspective of one server."""
+    """One epoch of the shard map, from the perspective of one server."""
 
     epoch: int
     """Epoch of the shard map; at least 1."""

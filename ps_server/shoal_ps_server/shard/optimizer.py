@@ -34,7 +34,7 @@ _CALM_GROWTH: Final = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Tensors with their own hyperparameters."""
+    """Group of tensors with their own hyperparameters."""
 
     tensors: frozenset[str]
     hyperparameters: Mapping[str, float]

@@ -75,7 +75,7 @@ class PartitionImage:
         }
 
     def copy(self) -> PartitionImage:
-        """Returns a copy with tensors of its own."""
+        """Returns a copy of the image with its own tensors."""
         runs = tuple(
             replace(run, state={name: tensor.clone() for name, tensor in run.state.items()})
             for run in self.runs
@@ -126,7 +126,7 @@ class Settled:
         self.batches.pop(member_id, None)
 
     def copy(self) -> Settled:
-        """Returns an independent copy."""
+        """Returns an independent copy of the settled pushes."""
         return Settled(
             sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
         )

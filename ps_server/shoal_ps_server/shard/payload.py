@@ -95,12 +95,12 @@ class Upload:
 
     @property
     def received(self) -> int:
-        """Bytes received so far."""
+        """Number of bytes received so far."""
         return self._received
 
     @property
     def missing(self) -> int:
-        """Bytes still to come."""
+        """Number of bytes that have not been received yet."""
         return self._bytes.nbytes - self._received
 
     @property

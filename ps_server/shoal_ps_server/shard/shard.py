@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A validated change that will be applied."""
+    """A validated change of a partition that will be applied."""
 
     partition: Partition
     header: UploadHeader
@@ -94,7 +94,7 @@ class Restoration:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSummary:
-    """Values for GetServer and the metrics."""
+    """Totals and versions for GetServer and the metrics."""
 
     versions: Mapping[int, int]
     """Partition id -> version, ascending; 0 if it has no values yet."""
@@ -136,7 +136,8 @@ class Shard:
         self._pushes_deduplicated = 0
 
     def adopt(self, layout: Layout) -> None:
-        """Creates the missing partitions of a layout; existing ones stay unchanged."""
+        """Creates the partitions of a layout that are missing. Existing partitions stay
+        unchanged."""
         for partition_id, spec in layout.partitions.items():
             self._partitions.setdefault(partition_id, new_partition(spec))
 

@@ -36,7 +36,7 @@ PENDING_LIMIT: Final = timedelta(seconds=5)
 
 
 class Changes:
-    """All changes of one server, in a single order."""
+    """All changes of one server's state, made in a single order."""
 
     def __init__(
         self,

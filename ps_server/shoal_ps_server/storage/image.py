@@ -276,7 +276,7 @@ def members_from_json(value: Mapping[str, Any]) -> Members:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """Serializes a value canonically, so that digests can be compared."""
+    """Serializes a value as canonical JSON, so that digests can be compared."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

@@ -37,7 +37,7 @@ _LOOK_S: Final = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A finished snapshot."""
+    """A snapshot that has been written."""
 
     path: Path
     nbytes: int

@@ -63,7 +63,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A complete record in a file."""
+    """A complete record found in a file."""
 
     record: Record
     end: int
@@ -110,7 +110,7 @@ def read(data: memoryview, start: int, journal_id: int, file: int) -> Found | No
 
 
 def read_all(data: memoryview, journal_id: int, file: int) -> Iterator[Found]:
-    """Yields consecutive valid records up to the first invalid one."""
+    """Yields consecutive valid records of a file, up to the first invalid one."""
     start = 0
     while (found := read(data, start, journal_id, file)) is not None:
         yield found

@@ -84,12 +84,12 @@ def layout_record(layout: Layout) -> Record:
 
 
 def members_record(members: Members) -> Record:
-    """Returns the record of the fence and the clocks."""
+    """Returns the record of the members and their clocks."""
     return Record(kind=MEMBERS, fields=members_to_json(members))
 
 
 def configuration_record(configuration: Configuration) -> Record:
-    """Returns the record of the optimizer, including changes by a schedule."""
+    """Returns the record of the job's configuration, including changes by a schedule."""
     return Record(kind=CONFIGURATION, fields=configuration_to_json(configuration))
 
 

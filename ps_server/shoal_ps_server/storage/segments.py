@@ -78,8 +78,8 @@ class Segments:
         """Random number from `journal.id`. Available after `open`."""
 
     def open(self) -> None:
-        """Reads the journal's id, or creates one. Raises OSError, and CorruptDataError /
-        JOURNAL_CORRUPT."""
+        """Reads the journal's id, or creates an id for a new journal. Raises OSError, and
+        CorruptDataError / JOURNAL_CORRUPT."""
         path = self._directory / _ID
         if not path.exists():
             if self.numbers():

@@ -63,7 +63,7 @@ class _Unclear(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """A loop that can be converted, and the statements around it."""
+    """A training loop that can be converted, and the statements around it."""
 
     first_import: ast.stmt
     block: list[ast.stmt]

@@ -63,7 +63,7 @@ def _run(directory: Path, arguments: list[str]) -> None:
 
 
 def _end_early(*_: object) -> None:
-    """Exits on a signal that arrives before the launcher handles signals."""
+    """Exits because of a signal that arrives before the launcher handles signals."""
     sys.exit(PREEMPTED)
 
 

@@ -38,7 +38,7 @@ _NOT_A_COORDINATORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A job at a coordinator."""
+    """Job at a coordinator to which a command refers."""
 
     client: Client
     job_id: str

@@ -43,7 +43,7 @@ class Connections:
         return self._client(self.settings(job_id))
 
     def all(self) -> list[CoordinatorClient]:
-        """Returns one client per coordinator."""
+        """Returns one client for each coordinator."""
         if self.shared is not None:
             return [self._client(self.shared)]
         addresses = dict.fromkeys(record.coordinator for record in running_clusters())

@@ -8,7 +8,7 @@ from datetime import datetime
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of a job."""
+    """Outcome of a job."""
 
     job_id: str
     ok: bool

@@ -1,4 +1,4 @@
-"""Incremental streams: a job's events, and the lines of its log."""
+"""Streams that are read incrementally: a job's events, and the lines of its log."""
 
 from __future__ import annotations
 

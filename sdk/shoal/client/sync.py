@@ -45,7 +45,7 @@ T = TypeVar("T")
 class Client:
     """Submits, awaits, inspects and stops jobs from outside. A context manager; thread-safe.
 
-    A job is named by its id. Every call has a deadline, and raises the errors of
+    Calls name a job by its id. Every call has a deadline, and raises the errors of
     `shoal_common.errors`: UnknownResourceError for missing objects, UnavailableError and
     DeadlineError for a coordinator that does not answer.
     """
@@ -59,7 +59,7 @@ class Client:
             coordinator: host:port of a shared coordinator, with the token and certificates from the
                 environment (SHOAL_TOKEN, SHOAL_TLS_...), or complete ChannelSettings. None: this
                 user's jobs on this machine, whose clusters have a coordinator each.
-            timeout: of each call to a coordinator.
+            timeout: maximum duration of each call to a coordinator.
         """
         self._connections = Connections(coordinator, timeout=timeout)
         self._submissions = Submissions()
@@ -141,10 +141,10 @@ class Client:
         return submission.job_id
 
     def wait(self, job_id: str, *, timeout: timedelta | None) -> Result:
-        """Blocks until the job has ended.
+        """Blocks until the job has ended, and returns its result.
 
         Raises:
-            DeadlineError: it has not ended within `timeout` (None: no limit).
+            DeadlineError: the job has not ended within `timeout` (None: no limit).
             UnknownResourceError: there is no such job.
         """
         deadline = Deadline(timeout)
@@ -154,8 +154,8 @@ class Client:
         return result
 
     def result(self, job_id: str) -> Result:
-        """Returns the result of an ended job. Raises PreconditionError (JOB_RUNNING) if it has not
-        ended; use `wait`."""
+        """Returns the result of an ended job. Raises PreconditionError (JOB_RUNNING) if the job has
+        not ended; use `wait` then."""
         result = self.outcome(job_id)
         if result is None:
             raise PreconditionError(
@@ -311,8 +311,8 @@ class Client:
     def drain(
         self, job_id: str, *, rank: int | None = None, server: str | None = None, reason: str = ""
     ) -> str:
-        """Asks the worker of a rank, or a parameter server by its id, to leave, and returns the id
-        of the member or server. Nothing is lost."""
+        """Asks the worker of a rank, or a parameter server given by its id, to leave. Returns the
+        id of the member or server. Nothing is lost."""
         if (rank is None) == (server is None):
             raise ConfigurationError(f"drain(rank={rank!r}, server={server!r}): give one of them")
         reason = reason or "shoal.Client.drain"

@@ -23,7 +23,7 @@ _SLOW_WORKER = 2
 
 
 def plans(*, sync_epochs: int, async_epochs: int) -> list[Plan]:
-    """Returns the plans of the two runs."""
+    """Returns the plans of the demo's two runs."""
     return [
         Plan(
             title="synchronous (ddp), one worker killed",

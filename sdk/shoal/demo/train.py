@@ -90,7 +90,7 @@ class Drag:
         self._began_s = 0.0
 
     def begin(self) -> None:
-        """Marks the arrival of a batch."""
+        """Records the time at which a batch arrives."""
         self._began_s = time.perf_counter()
 
     def hold(self) -> None:
@@ -100,13 +100,13 @@ class Drag:
         time.sleep(self._held_s)  # waits for nothing: this is the slow machine's part of the step
 
     def end(self) -> None:
-        """Marks the end of a step."""
+        """Records the time at which a step ends."""
         taken_s = time.perf_counter() - self._began_s - self._held_s
         self._own_s = taken_s if self._own_s is None else min(self._own_s, taken_s)
 
 
 def count_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
-    """Returns sums over one batch, for `shoal.evaluate`."""
+    """Returns the numbers of correct answers and of samples in one batch, for `shoal.evaluate`."""
     images, labels = batch
     return {
         "correct": float((model(images).argmax(1) == labels).sum()),

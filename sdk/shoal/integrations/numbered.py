@@ -10,7 +10,7 @@ from shoal_worker.elastic.session.evaluation import Batches, StreamedBatches
 
 
 class _Numbered:
-    """Evaluation batches, each paired with its number."""
+    """Evaluation batches of a dataset, each paired with its number."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches

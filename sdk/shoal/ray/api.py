@@ -128,7 +128,8 @@ def run(
 
 
 def _returned(outcome: Outcome) -> dict[int, Any]:
-    """Returns the function's results by rank. Raises its exception, or UnavailableError."""
+    """Returns the function's results by rank. Raises the exception of the function, or
+    UnavailableError."""
     if not outcome.came_to_the_end:
         failure = call.first_failure_in(outcome.failed)
         if failure is None:

@@ -55,7 +55,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """Result of a command."""
+    """Result of a command that has ended."""
 
     status: int
     """Exit status as in a shell."""

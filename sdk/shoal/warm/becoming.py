@@ -34,7 +34,7 @@ _HANDED_OVER_S: Final = 30.0
 
 
 class Program:
-    """Program run by one forked worker."""
+    """Program that one forked worker runs."""
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ def _number_main_thread() -> None:
 
 
 def _seed_anew() -> None:
-    """Reseeds the generators that a fresh interpreter seeds from the operating system. Python
-    reseeds its own generator after each fork."""
+    """Reseeds the random generators that a fresh interpreter seeds from the operating system.
+    Python itself reseeds its own generator after each fork."""
     sys.modules["torch"].default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

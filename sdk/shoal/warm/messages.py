@@ -17,7 +17,7 @@ _MOST_DESCRIPTORS: Final = 8
 def send(
     connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()
 ) -> None:
-    """Sends one message and duplicates of `descriptors`. Raises OSError (TimeoutError after the
+    """Sends one message, with duplicates of `descriptors`. Raises OSError (TimeoutError after the
     socket's timeout)."""
     data = json.dumps(message).encode()
     data = _LENGTH.pack(len(data)) + data

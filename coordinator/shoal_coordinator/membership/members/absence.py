@@ -114,8 +114,8 @@ def somebody_absent(draft: Draft) -> Member | None:
 
 
 def is_closed(draft: Draft, pulse: Pulse) -> bool:
-    """Returns whether the stream ended soon after a heartbeat, as it does when a process exits. A
-    network failure is preceded by silence."""
+    """Returns whether a member's stream ended soon after a heartbeat, as it does when a process
+    exits. Before a network failure ends a stream, there is silence."""
     return (
         pulse.detached_ms is not None
         and pulse.detached_ms - pulse.heard_ms <= draft.policy.closed_within_ms

@@ -194,7 +194,7 @@ def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> Non
 
 
 def _is_past(draft: Draft, incident: Incident) -> bool:
-    """Returns whether all members work in a generation written after the incident."""
+    """Returns whether all members already work in a generation written after the incident."""
     generation = draft.generation
     if generation is None or incident.generation >= generation.number:
         return False

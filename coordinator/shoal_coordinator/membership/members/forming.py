@@ -128,7 +128,8 @@ def draining_in_group(draft: Draft) -> list[Member]:
 
 
 def holds_state(draft: Draft, member: Member) -> bool:
-    """Returns whether a member is known to have worked in a generation."""
+    """Returns whether a member is known to have worked in a generation and therefore holds training
+    state."""
     return (
         member.holds_state
         or draft.works_in(member.member_id) > 0

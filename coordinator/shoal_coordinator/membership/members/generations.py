@@ -152,7 +152,7 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 
 def _tell_unplaced(draft: Draft) -> None:
-    """Notifies newly waiting members, and all ready members when the reason for the wait has
+    """Tells newly waiting members why they wait. Also tells all ready members if the reason has
     changed."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (
         JobPhase.WAITING,

@@ -185,7 +185,8 @@ def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendSto
 
 
 def finished_steps(draft: Draft) -> int:
-    """Returns the committed steps of a member whose script finished; 0 if none has."""
+    """Returns the committed steps of a member whose script finished; 0 if no script has
+    finished."""
     return max(
         (
             departure.steps

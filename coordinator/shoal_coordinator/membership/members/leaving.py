@@ -335,7 +335,8 @@ def _release_quarantined(draft: Draft, member_id: str) -> None:
 
 
 def reached_again(draft: Draft) -> None:
-    """Readmits quarantined members that can reach their peers again, at the next step boundary."""
+    """Readmits quarantined members that can reach their peers again. They return at the next step
+    boundary."""
     if draft.in_phase(MemberPhase.QUARANTINED) == 0:
         return
     for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED]:

@@ -35,7 +35,7 @@ many in a normal step."""
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """State of one rank at its last heartbeat."""
+    """Rank of the newest generation with its state at the last heartbeat."""
 
     rank: int
     member_id: str
@@ -51,8 +51,8 @@ class Place:
 
 
 def stalls_due(draft: Draft) -> None:
-    """Once a second, evicts hung members and members on lost machines, explains stalled steps, and
-    names stragglers."""
+    """Evicts hung members and members on lost machines, explains stalled steps, and names
+    stragglers. Does so once a second."""
     generation = draft.generation
     if draft.looked_ms is not None and draft.now.ms < draft.looked_ms + draft.policy.look_ms:
         return

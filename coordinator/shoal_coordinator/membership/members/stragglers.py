@@ -33,7 +33,7 @@ behind a slow connection, so only the absolute speed shows that it is slow."""
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Step times reported by one rank."""
+    """Step times that one rank reports in its heartbeats."""
 
     rank: int
     member_id: str
@@ -46,7 +46,7 @@ class Report:
 
 
 def find_stragglers(draft: Draft, generation: Generation) -> None:
-    """Records stragglers and announces changes."""
+    """Updates the stragglers of the newest generation, and announces changes to them."""
     reports = [
         Report(rank=position, member_id=rank.member_id, host=rank.host, progress=pulse.progress)
         for position, rank in enumerate(generation.ranks)

@@ -28,7 +28,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """Leases of one loader's epoch."""
+    """Leases of the batches in one epoch of a loader."""
 
     batches: int
     """Number of batches, numbered from 0."""
@@ -61,7 +61,7 @@ class Loader:
 
 
 class Ledger:
-    """Mutable working copy of one epoch during a transition."""
+    """Mutable working copy of one epoch's leases during a transition."""
 
     def __init__(self, epoch: Epoch) -> None:
         self.batches = epoch.batches
@@ -171,7 +171,7 @@ class Ledger:
         )
 
     def close(self) -> Epoch:
-        """Returns the frozen epoch after this transition."""
+        """Returns the frozen epoch at the end of the transition."""
         return Epoch(
             batches=self.batches,
             first_key=self.first_key,

@@ -149,12 +149,12 @@ class Draft:
 
     @property
     def fewest_workers(self) -> int:
-        """Smallest world size allowed to train now."""
+        """Smallest world size with which the job may train now."""
         return self.spec.min_workers if self.is_fresh else self.spec.min_survivors
 
     @property
     def is_fresh(self) -> bool:
-        """True if the run has not had a generation yet."""
+        """True if the run has not yet formed a generation."""
         return self.number == self.run_above
 
     @property
@@ -218,7 +218,7 @@ class Draft:
         return self._population[phase]
 
     def put_member(self, member: Member) -> None:
-        """Adds or replaces a member."""
+        """Adds a member, or replaces its record."""
         if self._members is None:
             self._members = dict(self._before.members)
         old = self._members.get(member.member_id)
@@ -290,7 +290,7 @@ class Draft:
         return self._before.servers if self._servers is None else self._servers
 
     def put_server(self, server: Server) -> None:
-        """Adds or replaces a server."""
+        """Adds a parameter server, or replaces its record."""
         if self._servers is None:
             self._servers = dict(self._before.servers)
         self._servers[server.server_id] = server
@@ -326,7 +326,7 @@ class Draft:
         return self._ledgers[loader, epoch]
 
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
-        """Begins an epoch and drops the oldest ones beyond Policy.epochs_kept."""
+        """Begins an epoch of a loader, and drops its oldest epochs beyond Policy.epochs_kept."""
         first_key = first_key_of(self.spec.job_id, self.run.number, loader, epoch, self.now.unix_ms)
         before = self.epochs_of(loader)
         batch_ms = self.ledger(loader, max(before)).close().batch_ms if before else {}

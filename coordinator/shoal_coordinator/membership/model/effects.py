@@ -1,4 +1,4 @@
-"""Outputs of the core: actions for the shell to perform once the new state has been written."""
+"""Outputs of the core: actions that the shell performs once the new state has been written."""
 
 from __future__ import annotations
 

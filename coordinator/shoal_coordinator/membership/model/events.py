@@ -74,7 +74,7 @@ class StreamBroken:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLeft:
-    """A member left."""
+    """A member has left the job and stated its reason."""
 
     member_id: str
     reason: LeaveReason
@@ -103,7 +103,7 @@ class ExitReported:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFailed:
-    """A collective failed at a member."""
+    """A member reports that a collective failed."""
 
     member_id: str
     generation: int

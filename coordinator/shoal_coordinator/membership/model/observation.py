@@ -112,7 +112,7 @@ class ObservedJob:
 
     @property
     def failed_unix_ms(self) -> int:
-        """Time at which the newest run failed; 0 if it has not ended or did not fail."""
+        """Time at which the newest run failed; 0 if the run has not ended or did not fail."""
         return self.state.ended_unix_ms if self.state.ending is JobEnding.FAILED else 0
 
     @cached_property

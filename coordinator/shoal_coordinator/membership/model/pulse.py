@@ -127,7 +127,7 @@ def attached(pulse: Pulse | None, now_ms: int) -> Pulse:
 
 
 def detached(pulse: Pulse, now_ms: int) -> Pulse:
-    """Returns the pulse of a member whose stream has ended. Its lease keeps running."""
+    """Returns the pulse of a member whose stream has ended. The member's lease continues to run."""
     return replace(pulse, detached_ms=now_ms)
 
 

@@ -19,8 +19,8 @@ again."""
 
 
 def change_between(before: Generation, ranks: Sequence[Rank]) -> RankChange | None:
-    """Returns the change from `before` to `ranks`, or None if it is too large to be worth sending.
-    A member that moved counts as removed and added."""
+    """Returns the change from the generation `before` to `ranks`, or None if the change is too
+    large to be worth sending. A member with another rank counts as removed and added."""
     removed: list[int] = []
     added: list[int] = []
     old, old_ranks, rank_of = 0, before.ranks, before.rank_of

@@ -65,8 +65,8 @@ def _place(member: Member) -> tuple[list[str | int], str, int, str]:
 
 
 def _natural(name: str) -> list[str | int]:
-    """Returns a sort key that places node2 before node10: text and numbers alternate, text
-    first."""
+    """Returns a sort key by which node2 precedes node10. Text and numbers alternate in the key,
+    text first."""
     return [
         int(part) if position % 2 else part
         for position, part in enumerate(re.split(r"([0-9]+)", name))

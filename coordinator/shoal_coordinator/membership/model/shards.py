@@ -28,7 +28,7 @@ ITEM_BYTES: Final = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One declared tensor."""
+    """Declaration of one tensor of a model."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """Assignment of partitions to servers."""
+    """Assignment of a model's partitions to parameter servers."""
 
     epoch: int
     """Number of this assignment, at least 1; increases with every change of an owner."""
@@ -119,7 +119,7 @@ class ShardLayout:
 
     @cached_property
     def shares(self) -> Mapping[int, Share]:
-        """Share of each server by index; servers that own nothing are missing."""
+        """Share of each server, by index. Servers that own no partition are missing."""
         shares: dict[int, Share] = {}
         for partition, size in zip(self.partitions, self.sizes, strict=True):
             before = shares.get(partition.primary, Share(partitions=0, nbytes=0))

@@ -85,7 +85,7 @@ class RunId:
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """A run that has ended."""
+    """A run that has ended, and its outcome."""
 
     run: RunId
     ended_unix_ms: int
@@ -145,7 +145,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """A former member."""
+    """Record of a member that has left."""
 
     ending: str
     """Value of events.Ending or events.LeaveReason."""
@@ -240,7 +240,7 @@ class ServerRole(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One parameter server: the primary of a place or its backup."""
+    """One parameter server: the primary of a place, or its backup."""
 
     server_id: str
     index: int
@@ -292,7 +292,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Drained:
-    """Process of a server whose place was drained. It may not have been told to exit yet."""
+    """Server process whose place was drained. It may not have been told to exit yet."""
 
     incarnation: str
     index: int
@@ -319,7 +319,7 @@ class Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedServer:
-    """Process blamed for the last failed move to or from its place."""
+    """Server process that is blamed for the last failed move to or from its place."""
 
     incarnation: str
     """Identity of the failed process; another process in its place has not failed."""
@@ -331,7 +331,7 @@ class FailedServer:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """Report of one member on a failed collective."""
+    """Report of one member about a failed collective."""
 
     suspects: frozenset[str]
     timed_out: bool
@@ -339,7 +339,7 @@ class FailureReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A failed collective without an explanation so far."""
+    """A failed collective for which no explanation is known yet."""
 
     generation: int
     opened_ms: int

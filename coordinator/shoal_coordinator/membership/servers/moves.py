@@ -171,7 +171,7 @@ def _with_failure(
 
 
 def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
-    """Returns why a move failed; empty if it succeeded."""
+    """Returns the reason why a move failed; empty if the move succeeded."""
     if not event.taken:
         return event.reason or "the giver does not say why"
     receiver = of_place(draft, move.receiver, ServerRole.PRIMARY)

@@ -1,4 +1,4 @@
-"""`shoal check`: lines of a script that are wrong or wasteful in an elastic run."""
+"""`shoal check`: lists lines of a script that are wrong or wasteful in an elastic run."""
 
 from __future__ import annotations
 

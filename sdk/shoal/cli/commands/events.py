@@ -1,4 +1,4 @@
-"""`shoal events`: the events of a job."""
+"""`shoal events`: shows the events of a job."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _draw(kept: History, name: str, file: Path) -> None:
 
 
 def print_run(run: RecordedRun) -> None:
-    """Prints one run."""
+    """Prints one run of the history with its account."""
     from rich.console import Console
 
     from shoal.cli.terminal.past import run_view

@@ -1,4 +1,4 @@
-"""`shoal logs`: the output of a job."""
+"""`shoal logs`: shows the output of a job."""
 
 from __future__ import annotations
 

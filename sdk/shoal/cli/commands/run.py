@@ -1,4 +1,4 @@
-"""`shoal run`: converts torchrun's flags to the settings of a run."""
+"""`shoal run`: converts torchrun's flags to the settings of a run, and runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal up`: a run on this machine under a live table."""
+"""`shoal up`: runs a script on this machine under a live table."""
 
 from __future__ import annotations
 

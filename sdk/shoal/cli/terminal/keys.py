@@ -1,4 +1,4 @@
-"""Single keys of the terminal on standard input."""
+"""Reads single keys from the terminal on standard input."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Live table of `shoal up`: the job's state below the workers' scrolling output.
 
-A separate thread polls the coordinator twice a second; the output pump's thread prints the workers'
-lines; rich's lock synchronizes them.
+A separate thread polls the coordinator twice a second, and the output pump's thread prints the
+workers' lines. rich's lock synchronizes the two.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _STYLES: Final = {
 
 
 def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
-    """Returns a table of runs."""
+    """Returns a table of past runs."""
     ends = [run.end for run in runs]
     return FittingTable(
         Column("run", [run.name for run in runs], right=False),

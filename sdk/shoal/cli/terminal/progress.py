@@ -52,7 +52,7 @@ class StatusLine:
 
 
 def status_text(status: Status) -> str:
-    """Returns the status as one line without a line break."""
+    """Returns the progress of a run as one line without a line break."""
     text = f"step {status.steps:,}"
     if status.steps_in_all:
         text += f" of {status.steps_in_all:,} ({min(1.0, status.steps / status.steps_in_all):.0%})"

@@ -100,7 +100,7 @@ class Metrics:
         return self._named[name]
 
     def state_dict(self) -> dict[str, Counted]:
-        """Returns the accumulated states, for joiners and checkpoints."""
+        """Returns the accumulated states of all metrics, for joiners and checkpoints."""
         return {name: _counted(one) for name, one in self._named.items() if one._update_count > 0}
 
     def load_state_dict(self, state: Mapping[str, Counted]) -> None:

@@ -41,7 +41,7 @@ _REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
 
 @dataclass(frozen=True)
 class _Known:
-    """Identity of a logged value."""
+    """Name and settings that identify a logged value."""
 
     fx: str
     name: str
@@ -134,7 +134,7 @@ class Results(_ResultCollection):
         self._held = held
 
     def log(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
-        """Logs a value. Called by Lightning for `self.log`."""
+        """Logs a value, or adds it to the values held back. Called by Lightning for `self.log`."""
         if self._held is None:
             super().log(fx, name, value, **arguments)
             if not arguments.get("rank_zero_only"):

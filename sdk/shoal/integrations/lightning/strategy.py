@@ -224,7 +224,7 @@ class ShoalStrategy(Strategy):
         return obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> NoReturn:
-        """Refuses the call.
+        """Refuses the call, since user code must use `shoal.all_reduce`.
 
         Raises:
             ConfigurationError: always.
@@ -235,7 +235,7 @@ class ShoalStrategy(Strategy):
         )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> NoReturn:
-        """Refuses the call.
+        """Refuses the call, since user code must use `shoal.gather`.
 
         Raises:
             ConfigurationError: always.
@@ -256,7 +256,7 @@ class ShoalStrategy(Strategy):
         )
 
     def optimizer_state(self, optimizer: Any) -> NoReturn:
-        """Refuses the call.
+        """Refuses the call, since Shoal's checkpoints contain the optimizer's state.
 
         Raises:
             ConfigurationError: always.
@@ -292,7 +292,7 @@ class ShoalStrategy(Strategy):
         `ckpt_path`.
 
         Raises:
-            ConfigurationError: it would resume training, or evaluate weights other than those
+            ConfigurationError: the checkpoint would resume training, or replace weights
                 trained in this process.
         """
         assert self.lightning_module is not None

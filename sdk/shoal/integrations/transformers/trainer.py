@@ -181,11 +181,11 @@ class Trainer(transformers.Trainer):
         Args:
             resume_from_checkpoint: True, or a directory: resume from the newest checkpoint in
                 `output_dir`, or in that directory, if there is one.
-            trial: None.
-            ignore_keys_for_eval: as in transformers' own.
+            trial: must be None.
+            ignore_keys_for_eval: as in transformers' own Trainer.
 
         Raises:
-            PreconditionError: it was called before in this process.
+            PreconditionError: `train` was already called in this process.
             ConfigurationError: a trial was given.
         """
         if trial is not None:
@@ -213,7 +213,7 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Runs the elastic loop. Called by `train`."""
+        """Trains with the elastic loop. Called by `train`."""
         args, session = self.args, current_session()
         model, loader = self._distribute(), self.get_train_dataloader()
         if not isinstance(loader, ElasticDataLoader):
@@ -500,7 +500,7 @@ class Trainer(transformers.Trainer):
         self._save(output_dir or self.args.output_dir, state_dict=state)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses the call.
+        """Refuses the call, since a job trains a single model.
 
         Raises:
             ConfigurationError: always.

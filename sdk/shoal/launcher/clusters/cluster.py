@@ -167,7 +167,7 @@ class LocalCluster:
     def __init__(
         self, job: JobSettings, *, command: str = "", log_directory: Path | None = None
     ) -> None:
-        """Starts nothing yet.
+        """Does not start any process.
 
         Args:
             job: job to create at the coordinator; its parameter servers and their backups are

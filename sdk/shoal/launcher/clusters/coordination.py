@@ -40,7 +40,7 @@ runs only afterwards."""
 
 
 class Coordination:
-    """A command with its coordinator. `run` may be called once."""
+    """A command and the coordinator that runs while the command does. `run` may be called once."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRecord:
-    """One running local cluster."""
+    """Entry of a running local cluster in the registry."""
 
     job_id: str
     coordinator: str

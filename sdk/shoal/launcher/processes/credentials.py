@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def channel_settings(coordinator: str) -> ChannelSettings:
-    """Returns the settings for calling the coordinator at host:port. Raises ConfigurationError."""
+    """Returns the settings, with this process's credentials, for calling the coordinator at
+    host:port. Raises ConfigurationError."""
     # loads settings and gRPC, which workers of a local run do not wait for
     from shoal_common.credentials import CallerSettings
 

@@ -70,7 +70,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """Figures of the part of a run in which this launcher took part."""
+    """Figures of a run for the time in which this launcher took part in it."""
 
     steps: int
     """Number of committed steps, without steps that were undone."""

@@ -15,7 +15,7 @@ _MORE: Final = re.compile(r" and (\d+) more$")
 
 
 class JobEvent(Protocol):
-    """An event of a job: `shoal.v1.Event`."""
+    """Event of a job, with the fields of `shoal.v1.Event`."""
 
     event_id: str
     run: int

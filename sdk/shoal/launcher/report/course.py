@@ -27,7 +27,7 @@ halved."""
 
 @dataclass(frozen=True, kw_only=True)
 class Standstill:
-    """A period without committed steps."""
+    """Period without committed steps."""
 
     began_ns: int
     ended_ns: int
@@ -49,7 +49,7 @@ class Standstill:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """State of the run in a short interval."""
+    """State of the run in one short interval."""
 
     at_ns: int
     """Time of the end of the interval."""

@@ -32,7 +32,7 @@ Show = Callable[[Status], None]
 
 
 class RunFollower:
-    """Follower of one run."""
+    """Reads the progress of one run while it is in progress."""
 
     def __init__(self, *, note: Callable[[str], None], show: Show | None = None) -> None:
         """`note`: function that informs people of events. `show`: function that receives the run's

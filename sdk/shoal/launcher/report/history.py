@@ -86,7 +86,7 @@ class WorkerEnd:
     host: str
     pid: int
     ended: str
-    """How the process ended: `exit code 0`, `SIGKILL`, ..."""
+    """End of the process: `exit code 0`, `SIGKILL`, ..."""
     steps: int
     """Committed steps of the run when the worker ended; 0 if it committed none."""
     loss: float | None
@@ -126,7 +126,7 @@ class RunEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """One run of the history."""
+    """Record of one run in the history."""
 
     job_id: str
     number: int
@@ -202,7 +202,7 @@ class RecordedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """A run whose record cannot be read."""
+    """A run in the history whose record cannot be read."""
 
     directory: Path
     why: str

@@ -151,7 +151,7 @@ class Agent:
 
     @property
     def course(self) -> Course:
-        """Progress of the run so far."""
+        """Course of the run so far."""
         return self._follower.account.course
 
     def run(self) -> RunResult:

@@ -144,7 +144,7 @@ class ExitReporter:
         )
 
     def close(self) -> None:
-        """Abandons reports in progress."""
+        """Abandons reports of exits that are in progress."""
         self._closed.set()
 
     def _report(

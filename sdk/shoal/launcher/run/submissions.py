@@ -45,7 +45,7 @@ _START_TIMEOUT: Final = timedelta(seconds=30)
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One run started in the background."""
+    """A run that was started in the background."""
 
     job_id: str
     run: int
@@ -64,7 +64,7 @@ class Submission:
 
     @property
     def log(self) -> Path:
-        """Output of launcher and workers."""
+        """File with the output of launcher and workers."""
         return self.directory / LOG
 
     @property
@@ -136,7 +136,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of a submission."""
+    """Outcome of a background run."""
 
     exit_status: int | None
     """Exit status of the launcher; None if unknown."""
@@ -315,7 +315,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file atomically."""
+    """Writes a JSON file atomically."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps({"format": _FORMAT, **content}))
     temporary.rename(path)

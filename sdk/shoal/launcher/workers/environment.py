@@ -25,7 +25,7 @@ class NodePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlacement:
-    """Position of one worker process at one start."""
+    """Position of one worker process among all workers, for one start."""
 
     index: int
     """Local rank of the worker."""

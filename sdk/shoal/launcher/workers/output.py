@@ -62,7 +62,7 @@ class LineSplitter:
         return [line for line in lines if line != b"\r"]
 
     def flush(self) -> list[bytes]:
-        """Returns the unfinished last line, if any, with a line break."""
+        """Returns the unfinished last line, if any, followed by a line break."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
         return [rest + b"\n"] if rest else []
 

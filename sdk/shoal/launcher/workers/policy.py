@@ -65,7 +65,7 @@ class JobEnd(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
-    """End of a worker process."""
+    """Record of the end of a worker process."""
 
     index: int
     """Index of the worker at its launcher: 0 .. workers-1."""

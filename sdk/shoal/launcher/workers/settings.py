@@ -130,7 +130,7 @@ def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Destinations of the workers' output besides the console."""
+    """Destinations of the workers' output in addition to the console."""
 
     directory: Path | None = None
     """Base directory of the log files; each run has a subfolder. None: no files."""

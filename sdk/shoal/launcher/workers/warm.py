@@ -96,7 +96,7 @@ class WarmWorkers:
         return self._process is not None
 
     def begin(self) -> None:
-        """Starts the warm process if it is wanted and usable."""
+        """Starts the warm process, if one is wanted and can run the workers' command."""
         if self._usable:
             self._keeping = asyncio.get_running_loop().create_task(self._keep())
         else:

@@ -243,8 +243,8 @@ class WorkerStarter:
 
     @property
     def _record_directory(self) -> Path | None:
-        """Returns the directory for records of samples. It is separate for each run, since samples
-        count once per run."""
+        """Directory for records of samples. It is separate for each run, since samples count once
+        per run."""
         base = self._settings.record_directory
         return base if base is None or self.run is None else base / f"run-{self.run.number}"
 

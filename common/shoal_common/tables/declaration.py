@@ -101,8 +101,8 @@ class TableSpec:
         return asdict(self)
 
     def contradiction(self) -> str:
-        """Returns the first problem found in the specification: the field's name, its value and the
-        expectation; empty if there is none."""
+        """Returns what is wrong with the first invalid field: its name, its value and the
+        expectation. Returns an empty string if all fields are valid."""
         if not 1 <= self.buckets <= MOST_BUCKETS:
             return f"buckets={self.buckets}: expected 1 to {MOST_BUCKETS}"
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
@@ -156,7 +156,7 @@ class TableSpec:
 
 
 def wrong_shape(shape: tuple[int, ...]) -> str:
-    """Returns the problem of a table's shape; empty if the shape is valid."""
+    """Returns what is wrong with a table's shape; empty if the shape is valid."""
     if len(shape) != 2 or shape[0] < 0 or not 1 <= shape[1] * 4 <= LARGEST_ROW_BYTES:
         return (
             f"shape {list(shape)}: expected [rows, dim], rows 0 for any 64-bit id, and dim 1 to "

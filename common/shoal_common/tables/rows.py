@@ -213,8 +213,8 @@ class Rows:
         )
 
     def update(self, ids: Ids, gradients: Values, step: int) -> None:
-        """Applies the update of step `step`, and evicts rows that are due. Raises MemoryError if
-        the space was not reserved."""
+        """Applies the update with number `step`, and evicts rows that are due. Raises MemoryError
+        if the space was not reserved."""
         if len(ids):
             slots = self._find(ids)
             made = self._updated(ids, slots, gradients, step)
@@ -375,8 +375,8 @@ class _SlotTable:
 
     def _first(self, ids: Ids) -> Slots:
         """Returns the first place to probe for each id. The places depend on a secret, so that
-        nobody can choose ids that all collide. They affect only where a row is stored, not any
-        visible result."""
+        nobody can choose ids that all collide. The secret affects only where rows are stored, not
+        any visible result."""
         return (mixed(hashed(ids) ^ _SECRET) >> np.uint64(32)).astype(np.int64) & (
             len(self._slots) - 1
         )

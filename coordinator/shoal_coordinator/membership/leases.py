@@ -14,7 +14,7 @@ from shoal_coordinator.membership.model.reasons import Refusal
 
 @dataclass(frozen=True, kw_only=True)
 class Leased:
-    """Outcome of BatchesLeased."""
+    """Outcome of a BatchesLeased event."""
 
     batches: tuple[int, ...]
     epoch_done: bool

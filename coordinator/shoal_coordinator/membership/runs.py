@@ -50,7 +50,7 @@ Runs = Draft | JobState
 
 @dataclass(frozen=True, kw_only=True)
 class RunGranted:
-    """Outcome of RunWanted: the caller belongs to this run from now on."""
+    """Outcome of a RunWanted event: the caller belongs to this run from now on."""
 
     run: RunId
     begun: bool
@@ -60,8 +60,8 @@ class RunGranted:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnding:
-    """Outcome of RunWanted if the newest run has ended but has remaining members: the caller should
-    retry."""
+    """Outcome of a RunWanted event if the newest run has ended but has remaining members. The
+    caller should retry."""
 
     why: str
 

@@ -113,7 +113,7 @@ class Fence:
 
     def check(self, member: str, generation: int) -> Verdict:
         """Returns whether a caller is admitted or its generation is not known yet. Raises
-        StaleGenerationError for a caller that is fenced off for good."""
+        StaleGenerationError for a caller that is permanently fenced off."""
         if member in self.members:
             if generation <= (floor := self.put_out.get(member, -1)):
                 raise StaleGenerationError(

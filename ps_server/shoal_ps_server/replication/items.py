@@ -53,7 +53,7 @@ class Item:
 
     @classmethod
     def of_record(cls, record: Record, position: int) -> Item:
-        """Converts a change to an item."""
+        """Converts a record of a change to an item for another server."""
         return cls(
             kind=RECORD,
             fields={"kind": record.kind, **record.fields},

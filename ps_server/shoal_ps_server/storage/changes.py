@@ -167,7 +167,7 @@ class Changes:
 
     def adopt(self, layout: Layout, effect: Callable[[], None]) -> asyncio.Future[None]:
         """Calls `effect`, which adds and removes partitions, once the shard map `layout` is in the
-        journal. The returned future fails like the one of `configure`."""
+        journal. The returned future fails with UnavailableError / JOURNAL_FAILED."""
         if self._journal is None:
             effect()
             return _done(None)
@@ -181,13 +181,14 @@ class Changes:
         *,
         refused: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[None]:
-        """Calls `effect` once a record about moving partitions is in the journal, or `refused` if
-        it cannot be written. The returned future fails like the one of `configure`."""
+        """Calls `effect` once a record about moving partitions is in the journal, or `refused`
+        if it cannot be written. The returned future then fails with UnavailableError /
+        JOURNAL_FAILED."""
         return self._make(record, effect, refused=refused)
 
     def in_order(self, look: Callable[[], T]) -> asyncio.Future[T]:
-        """Calls `look` once all earlier changes have been applied. The returned future fails like
-        the one of `configure`."""
+        """Calls `look` once all earlier changes have been applied. The returned future fails with
+        UnavailableError / JOURNAL_FAILED."""
         return self._make(None, look)
 
     def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:

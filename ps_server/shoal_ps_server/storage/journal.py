@@ -177,7 +177,8 @@ class Journal:
 
     def rotate(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
         """Starts the next file. Calls `effect` with the number of this file after the records of
-        earlier files and before its own. The returned future fails like the one of `append`."""
+        earlier files and before its own. The returned future fails with UnavailableError /
+        JOURNAL_FAILED."""
         done: asyncio.Future[T] = self._loop.create_future()
         entry = _Entry(
             record=None,

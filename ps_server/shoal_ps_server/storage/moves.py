@@ -149,7 +149,7 @@ class Moves:
     def adopt(self, layout: Layout, *, before: Layout | None, members: AbstractSet[str]) -> None:
         """Adopts a shard map: partitions assigned to this server are served, and all other
         partitions are dropped. `members`: members whose sequence numbers are kept. Raises the
-        errors of `check`; nothing has then changed."""
+        errors of `check` before anything has changed."""
         self.check(layout, before=before)
         arriving, gone = self._changed_by(layout)
         if gone:

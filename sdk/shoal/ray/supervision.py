@@ -50,7 +50,8 @@ class Seat:
     command: Command
     actor: Any
     result: Any = None
-    """Ray's reference to the end of the command; None if it has ended for good."""
+    """Ray's reference to the end of the command; None once the command has ended and will not be
+    run again."""
     look: Any = None
     """Ray's reference to the pending check whether the actor runs; None if there is none."""
     looked_at: float = 0.0
@@ -115,7 +116,7 @@ class Supervision:
         self._patience = patience
         self._outcome = Outcome()
         self._ending_at: float | None = None
-        """Time at which the first launcher ended for good; None if none has."""
+        """Time at which a launcher first ended and was not run again; None if none has."""
         self._seen_at = time.monotonic()
         """Time of the last answer from a launcher."""
 

@@ -64,7 +64,8 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 
 def lose_absent(draft: Draft) -> None:
-    """Evicts members that would not receive a generation that must be formed at once."""
+    """Evicts absent members before a generation that must be formed at once, since they would not
+    receive it."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
     suspects = [
         name

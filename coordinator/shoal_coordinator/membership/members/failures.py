@@ -155,8 +155,8 @@ def incident_due(draft: Draft) -> None:
 
 
 def _away(draft: Draft, incident: Incident) -> dict[str, int]:
-    """Returns the members of the group that have neither a stream nor sent a report, each with the
-    time at which its stream ended. One of these members may be the cause."""
+    """Returns the members of the group that have no open stream and have sent no report, each with
+    the time at which its stream ended. One of these members may be the cause."""
     ranks = () if draft.generation is None else draft.generation.ranks
     pulses = {
         rank.member_id: draft.pulse(rank.member_id)

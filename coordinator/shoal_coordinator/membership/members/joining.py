@@ -29,7 +29,7 @@ whenever the reason changes."""
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """Outcome of MemberJoined."""
+    """Outcome of a MemberJoined event."""
 
     replays: bool
     """Value of shoal.v1.Welcome.joining."""

@@ -126,7 +126,7 @@ def _compare_replicas(draft: Draft, member: Member, event: MemberLeft) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitNoted:
-    """Outcome of ExitReported."""
+    """Outcome of an ExitReported event."""
 
     was_member: bool
     rank: int
@@ -172,7 +172,7 @@ def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainNoted:
-    """Outcome of DrainRequested."""
+    """Outcome of a DrainRequested event."""
 
     member_id: str
 

@@ -229,8 +229,8 @@ class Draft:
         self._changed_members.add(member.member_id)
 
     def remove_member(self, member_id: str, ending: str, steps: int = 0) -> None:
-        """Removes a member for good: remembers its id, takes back its leases and drops accusations
-        against it."""
+        """Removes a member permanently: remembers its id, takes back its leases and drops
+        accusations against it."""
         if self._members is None:
             self._members = dict(self._before.members)
         self._population[self._members.pop(member_id).phase] -= 1

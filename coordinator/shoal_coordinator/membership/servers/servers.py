@@ -49,7 +49,7 @@ from shoal_coordinator.membership.servers.places import (
 
 @dataclass(frozen=True, kw_only=True)
 class Registered:
-    """Outcome of ServerRegistered."""
+    """Outcome of a ServerRegistered event."""
 
     index: int
     """Place (server_index) of the server; for a drained process, its former place."""
@@ -230,7 +230,7 @@ def _promote(draft: Draft, lost: Server) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServersAwaited:
-    """Outcome of TensorsDeclared while servers are missing: the worker should retry."""
+    """Outcome of a TensorsDeclared event while servers are missing. The worker should retry."""
 
     registered: int
     wanted: int

@@ -124,7 +124,7 @@ class BarWriter:
         self._pump.order(draw)
 
     def end(self) -> None:
-        """Removes the bar for good."""
+        """Removes the bar permanently."""
 
         def erase() -> None:
             self._erase()

@@ -47,7 +47,7 @@ class ElasticEvaluation(_EvaluationLoop):
     for `test`."""
 
     def __init__(self, trainer: pl.Trainer, before: _EvaluationLoop) -> None:
-        """`before`: loop of the Trainer that this loop replaces, which has the given loaders."""
+        """`before`: the Trainer's loop that this loop replaces. Its loaders are adopted."""
         super().__init__(
             trainer, before._trainer_fn, before._stage, verbose=before.verbose, inference_mode=False
         )

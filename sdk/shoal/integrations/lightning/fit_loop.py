@@ -66,7 +66,7 @@ class _Counters(_TrainingEpochLoop):
     """Lightning's counters of an epoch, which are set from the loader's counts."""
 
     def __init__(self, trainer: pl.Trainer, before: _TrainingEpochLoop) -> None:
-        """`before`: loop of the Trainer that this loop replaces, which has its arguments."""
+        """`before`: the Trainer's loop that this loop replaces. Its arguments are adopted."""
         super().__init__(trainer, min_steps=before.min_steps, max_steps=before.max_steps)
         self._results: Results = Results(training=True)
         self.val_loop: ElasticEvaluation = ElasticEvaluation(trainer, before.val_loop)

@@ -42,7 +42,7 @@ class ClusterRecord:
     pid: int
     """Process id of the process that runs the cluster."""
     pid_start_ticks: int
-    """Start time of the process. Together with the pid, it identifies the process for good."""
+    """Start time of the process. Together with the pid, it identifies the process uniquely."""
     started_unix_s: float
 
 

@@ -274,7 +274,7 @@ def _children(pid: int) -> list[int]:
 
 def start_ticks(pid: int) -> int | None:
     """Returns the start time of a process in clock ticks since boot; None if there is no such
-    process. Together with the pid, it identifies a process for good."""
+    process. Together with the pid, it identifies a process uniquely."""
     try:
         # The second field is the program's name in brackets, which may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

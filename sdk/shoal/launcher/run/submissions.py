@@ -58,7 +58,7 @@ class Submission:
     pid: int
     """Process id of the launcher."""
     pid_start_ticks: int
-    """Start time of the process. Together with the pid, it identifies the process for good."""
+    """Start time of the process. Together with the pid, it identifies the process uniquely."""
     started_unix_s: float
     directory: Path
 

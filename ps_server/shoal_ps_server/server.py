@@ -302,7 +302,7 @@ class ParameterServer:
             # a snapshot would lack the change and delete the journal that contains it
             self._broken.result()
         if self._standing.replaced.is_set() or self._changes.is_broken:
-            # another server has all of this, or the journal has more
+            # another server has this state, or the journal contains more than a snapshot would
             await self._snapshots.idle()
         else:
             await self._snapshots.write_if_changed()
@@ -437,7 +437,7 @@ class ParameterServer:
         JOURNAL_FAILED, CHANGE_PENDING."""
         self._moves.check(layout, before=self._layouts.current)
         if not self._moves.changes_with(layout):
-            self._becomes(layout)  # the journal has it before the next change
+            self._becomes(layout)  # the journal records it before the next change
             return
         made = self._changes.adopt(layout, lambda: self._becomes(layout))
         await self._changes.in_time(lambda: asyncio.shield(made))
@@ -446,7 +446,7 @@ class ParameterServer:
         """Makes `layout` the current shard map unless the current one is newer."""
         before = self._layouts.current
         if before is not None and layout.epoch <= before.epoch:
-            return  # who waited for it went away, and another one has brought it meanwhile
+            return  # another call has already adopted this one, or a newer one
         held, frozen = frozenset(self._shard.partition_ids()), self._shard.frozen
         taken = (
             frozenset[int]()

@@ -226,7 +226,8 @@ class CoordinatorSession:
             except ShoalError as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
-                    # grpc.aio may end a cancelled read with the call's error instead
+                    # grpc.aio may raise the call's error instead of CancelledError for a cancelled
+                    # read
                     raise asyncio.CancelledError from error
                 if (
                     error.reason == _RUN_ENDED

@@ -179,7 +179,7 @@ class ModelReader:
                 replace(self._settings, address=address, attempts=1)
             )
             self._takeovers.add(client)
-            if self._closed.is_set():  # `close` may have looked before
+            if self._closed.is_set():  # `close` may not have seen this client
                 client.close()
         self._map = shard_map
 
@@ -219,7 +219,7 @@ class ModelReader:
         try:
             behind = self._pull(address, share, making, making.before.versions)
             if behind:
-                # It has lost versions; its current ones count.
+                # The server has lost versions, so its current ones are read.
                 self._pull(
                     address, [each for each in share if each.partition_id in behind], making, {}
                 )

@@ -66,7 +66,7 @@ class ShoalRendezvous(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         """Connects to the coordinator. Raises ConfigurationError for an invalid endpoint or
         certificates."""
-        take_secrets()  # torchrun's workers have no use for them
+        take_secrets()  # the workers do not need the secrets
         self._parameters = parameters
         self._join_timeout_s = float(parameters.get("join_timeout", _JOIN_TIMEOUT_S))
         endpoint = parse_address(parameters.endpoint)
@@ -141,7 +141,7 @@ class ShoalRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         with contextlib.suppress(ShoalError):
-            # e.g. it is away: the other agents notice through their workers
+            # e.g. the coordinator is unreachable: the other agents notice through their workers
             self._client.stop_job(
                 self._job.job_id,
                 reason="torchrun has ended on another machine",

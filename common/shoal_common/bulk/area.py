@@ -107,7 +107,8 @@ class SharedArea:
     def close(self) -> None:
         """Releases the mapping once no view is alive. Idempotent."""
         self._view.release()
-        with contextlib.suppress(BufferError):  # an error's traceback, say, holds a view
+        with contextlib.suppress(BufferError):
+            # a view is still in use, e.g. by an error's traceback
             self._memory.close()
 
 

@@ -173,7 +173,8 @@ class OpenedConnection:
         """True if the server has not closed this idle connection."""
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
-        return not ready.poll(0)  # an idle server says nothing: what can be read is the end
+        # an idle server sends nothing, so only the end of the connection makes it readable
+        return not ready.poll(0)
 
     def cut(self) -> None:
         """Aborts the current stream. Idempotent."""
@@ -484,7 +485,7 @@ class BulkChannel:
             raise _Unsuitable(str(error), expected=False) from error
         except ShoalError as error:
             if error.reason != "UNIMPLEMENTED":
-                raise  # as gRPC's push or pull would
+                raise  # a push or pull over gRPC would raise it as well
             raise _Unsuitable("the server has no bulk channel", expected=False) from error
         if transport is Transport.MEMORY and not opened.memory_name:
             raise _Unsuitable("the server shares no memory", expected=True)
@@ -493,7 +494,8 @@ class BulkChannel:
                 transport, opened, self._settings, member_id, until=until
             )
         except (OSError, ShoalError) as error:
-            if time.monotonic() >= until:  # which says nothing of the transport
+            if time.monotonic() >= until:
+                # the caller's deadline, which does not show whether the transport works
                 raise DeadlineError(
                     f"bulk connection to {self._settings.address}: Deadline Exceeded"
                 ) from error

@@ -81,7 +81,7 @@ class Caller:
         with self._lock:
             self._streams.add(stream)
             closed = self._closed
-        if closed:  # in between
+        if closed:  # closed between the start of the call and its registration
             call.cancel()
         return stream
 

@@ -299,7 +299,7 @@ class ParameterServerClient:
     ) -> list[pb.PartitionResult]:
         until = time.monotonic() + deadline.total_seconds()
         coming = iter(partitions)
-        if (first := next(coming, None)) is not None:  # it says whose upload this is
+        if (first := next(coming, None)) is not None:  # contains the job and member of the upload
             coming = chain((first,), coming)
             with self._bulk.connection(first[0].job_id, first[0].member_id, until) as connection:
                 if connection is not None:

@@ -83,7 +83,8 @@ class TakeoverWatch:
     def _end_replaced(self, silent: list[ParameterServerClient]) -> None:
         try:
             shard_map = self._shard_map()
-        except ShoalError as error:  # whoever made the call hears of it when the call ends
+        except ShoalError as error:
+            # not raised here: the callers get an error when their calls end
             _log.debug("the coordinator does not report where the parameter servers are: %s", error)
             return
         if shard_map is None:

@@ -239,7 +239,7 @@ def _decode_sign(data: memoryview, out: Values) -> None:
 
 def _scale_blocks(out: Values, scales: NDArray[Any], block: int) -> None:
     whole = out.size // block
-    with np.errstate(all="ignore"):  # what is not finite is meant to pass
+    with np.errstate(all="ignore"):  # infinities and NaN are passed on without warnings
         out[: whole * block].reshape(whole, block)[:] *= scales[:whole, None]
         out[whole * block :] *= scales[whole:]
 
@@ -317,7 +317,7 @@ def _multiply(left: NDArray[Any], right: NDArray[Any], out: Values) -> None:
     rows, columns = out.shape
     step = max(1, _TILE // columns)
     product = np.empty((min(step, rows), columns), np.float32)
-    with np.errstate(all="ignore"):  # what is not finite is meant to pass
+    with np.errstate(all="ignore"):  # infinities and NaN are passed on without warnings
         for start in range(0, rows, step):
             tile, factors = out[start : start + step], left[start : start + step]
             np.multiply(factors[:, :1], right[:1], out=tile)
@@ -381,7 +381,7 @@ def encode_powersgd(pieces: Sequence[Values | tuple[Values, Values]]) -> memoryv
 
 
 def _encode_float16(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
-    with np.errstate(over="ignore"):  # what is too large becomes infinite
+    with np.errstate(over="ignore"):  # values that are too large become infinite without a warning
         return [values.astype(_F2)]
 
 

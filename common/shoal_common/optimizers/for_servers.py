@@ -336,7 +336,8 @@ Shoal's row-wise ones."""
 def in_words() -> str:
     """Returns a readable list of the supported optimizer classes: "torch.optim.SGD and
     shoal.optim.LAMB"."""
-    homes = {"shoal_common.optimizers.for_torch": "shoal.optim"}  # where users find them
+    # modules under which users import them
+    homes = {"shoal_common.optimizers.for_torch": "shoal.optim"}
     *others, last = [
         f"{homes.get(each.module, each.module)}.{each.torch_class}"
         for each in SERVER_OPTIMIZERS.values()

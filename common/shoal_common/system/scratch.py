@@ -88,7 +88,8 @@ class ScratchDirectory:
         remove_orphans()
         with contextlib.ExitStack() as undo:
             keeper = _Keeper(self.path)
-            undo.callback(keeper.close)  # where the name is taken, it must not remove what has it
+            # if mkdir fails, the helper process must not remove the existing directory
+            undo.callback(keeper.close)
             self.path.mkdir(mode=0o700)
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             locks = _lock(self.path)
@@ -124,7 +125,7 @@ class _Keeper:
 
     def leave(self) -> None:
         """Detaches a forked child from the helper process, which belongs to the parent."""
-        self._process.returncode = 0  # else it would be warned of
+        self._process.returncode = 0  # prevents Popen's warning about a process that still runs
         self._close_pipe()
 
     def _close_pipe(self) -> None:

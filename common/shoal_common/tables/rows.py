@@ -285,7 +285,7 @@ class Rows:
         for array in self._arrays():
             array[holes] = array[movers]
         self._count = left
-        # as large as the space for rows, which may already be promised
+        # as large as the space for rows, which may already be reserved
         self._table = _SlotTable(self._ids[:left], room=len(self._ids))
 
     # -------------------------------------------------------------------------------------- finding
@@ -369,7 +369,7 @@ class _SlotTable:
             at = places[waiting]
             free = self._slots[at] == _NO_SLOT
             self._slots[at[free]] = slots[waiting[free]]
-            # Where several wanted one place, one of them has it now.
+            # If several ids wanted the same place, one of them has it now.
             waiting = waiting[self._slots[at] != slots[waiting]]
             places[waiting] = (places[waiting] + 1) & (len(self._slots) - 1)
 

@@ -200,7 +200,7 @@ def _handle(draft: Draft, event: Event) -> Granted:
         case MemberLost():
             member_lost(draft, event)
         case LeaseEnded():
-            pass  # judged once all events are in: what peers say counts
+            pass  # judged after all events, since the peers' reports count too
         case StreamBroken():
             stream_broken(draft, event)
         case MemberLeft():

@@ -97,7 +97,7 @@ class Histories:
         while True:
             try:
                 self.look()
-            except Exception:  # what is shown must not end what is done
+            except Exception:  # an error of the status page must not end the coordinator
                 logger.exception("the status page's history lacks a moment")
             await asyncio.sleep(_INTERVAL_MS / 1000)
 

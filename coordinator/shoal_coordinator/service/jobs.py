@@ -188,7 +188,9 @@ class Jobs:
         return True
 
     def _start(self, stored: Stored) -> None:
-        if self.closing:  # since this job was asked for: nobody would end its loop and its sessions
+        if self.closing:
+            # the coordinator began to stop meanwhile, so nobody would end the new loop and its
+            # sessions
             raise UnavailableError(
                 "this coordinator is stopping; ask again", reason=Refusal.COORDINATOR_STOPPING
             )
@@ -247,14 +249,14 @@ class Jobs:
         while True:
             await asyncio.sleep(self._sweep_interval_s)
             deserted = [job_id for job_id, loop in self._loops.items() if loop.state.is_deserted]
-            with contextlib.suppress(UnavailableError):  # looked at again the next time
+            with contextlib.suppress(UnavailableError):  # tried again at the next interval
                 for job_id in await self._store.dropped(deserted) if deserted else []:
                     await self._forget(job_id)
 
     async def _forget(self, job_id: str) -> None:
         loop = self._loops[job_id]
         if not loop.is_idle:
-            return  # somebody comes, and writes it again
+            return  # a request is in progress that will write the job again
         del self._loops[job_id]
         loop.fail(
             UnknownResourceError(

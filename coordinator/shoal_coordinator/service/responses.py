@@ -218,7 +218,7 @@ def job_message(
         for rank in generation.ranks:
             rank.ClearField("donor_key")
     seen = None
-    if not (member_id or below_step):  # those are asked for by members, often
+    if not (member_id or below_step):  # omitted for the frequent requests of members
         seen = ObservedJob(state=state, pulses=pulses, now=Now(ms=now_ms, unix_ms=now_unix_ms))
     return pb.GetJobResponse(
         spec=spec_message(state.spec),

@@ -90,7 +90,7 @@ class ServerSessions:
                 )
                 mailbox.post(Slot.WELCOME, pb.ServerDirective(welcome=welcome).SerializeToString())
                 job.sessions.attach_server(server_id, mailbox)
-                if server_id in job.state.servers:  # else it was drained, and is told to end
+                if server_id in job.state.servers:  # otherwise it was drained, and gets told to end
                     job.set_server_pulse(server_id, ServerPulse(heard_ms=self._clock.now().ms))
                 if answer.done():
                     self._detach(job, server_id, mailbox)

@@ -134,7 +134,7 @@ class Clocks:
     def has_read(self, member: str, finished: int) -> None:
         """Records that a member has read the values with which its iteration after `finished`
         begins."""
-        finished = min(finished, _LARGEST - 1)  # who reads does not rest
+        finished = min(finished, _LARGEST - 1)  # `_LARGEST` would mean that the member rests
         self.report(member, finished)
         known = self._members[member]
         assert known.origin is not None, "it has just reported"

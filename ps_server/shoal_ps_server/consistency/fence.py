@@ -92,7 +92,7 @@ class Fence:
         change = Change(joined=now - self.members, left=self.members - now)
         self.generation, self.members, self.key_digests = generation, now, dict(key_digests)
         for member in sorted(change.left):
-            self.put_out.pop(member, None)  # so that it goes to the end
+            self.put_out.pop(member, None)  # so that it is inserted at the end
             self.put_out[member] = generation
         for member in self.put_out.keys() - now:
             self.put_out[member] = generation

@@ -184,7 +184,7 @@ class Backup:
             if place.in_sync:
                 self._report(place.epoch, False, "its primary was restarted")
                 return False
-            if self.noted and not self._is_noting:  # it was dropped, or is gone
+            if self.noted and not self._is_noting:  # the backup was dropped, or has ended
                 self._note("")
         elif self._held.failure is not None:
             self._report(place.epoch, False, str(self._held.failure))
@@ -296,7 +296,7 @@ class Backup:
         stream.put(Item(kind=STATE, payload=memoryview(state.encode())))
         for partition_id in sorted(stream.due):
             if partition_id not in stream.due:
-                continue  # it went before its turn
+                continue  # already sent, because it was pushed to
             stream.due.remove(partition_id)
             if (image := self._shard.image(partition_id)) is not None:
                 entry, data = partition_to_bytes(image)

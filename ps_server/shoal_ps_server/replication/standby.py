@@ -514,7 +514,7 @@ class _Copy:
         """Writes a change to the journal, applies it in order, and then confirms it to the
         primary."""
         if stream.failure is not None:
-            return  # it lacks one before this
+            return  # an earlier change is missing
 
         def effect() -> None:
             try:

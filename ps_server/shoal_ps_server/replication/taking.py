@@ -177,24 +177,26 @@ class Receiver:
         self._check_stream(offer, stream)
         for written in came.values():
             if written.done():
-                written.result()  # refused: what is written from here on must not count on it
+                # raises if it was refused, since the records written from here on depend on it
+                written.result()
         is_fresh = not self._shard.is_trained(layout.frozen)
         self._membership.take_over(
             offer.members.fence(), offer.members.restored_clocks() if is_fresh else None
         )
-        self._changes.members_changed()  # the next record stands behind them
+        self._changes.members_changed()  # the next record is written after the changed members
         done = self._changes.move(
             taken_record(offer.move, sorted(came), offer.batches),
             lambda: self._moves.take(offer.move, sorted(came), offer.batches),
         )
         await self._changes.in_time(lambda: asyncio.shield(done))
-        self._check_open(offer)  # else nothing was taken
+        # raises if the move was closed meanwhile, so that nothing was taken over
+        self._check_open(offer)
         failpoint("move.taken")
 
     def _check_stream(self, offer: _Offer, stream: object) -> None:
         if stream is not self._newest:
             raise UnavailableError("the giver has opened a newer stream", reason="SESSION_REPLACED")
-        self._check_open(offer)  # the coordinator may have decided meanwhile
+        self._check_open(offer)  # the coordinator may have decided on the move meanwhile
         self._check_not_held(offer)
 
     def _check_not_held(self, offer: _Offer) -> None:

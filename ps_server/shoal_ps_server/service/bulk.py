@@ -131,7 +131,7 @@ class BulkServer:
             # an abstract name leaves no file behind when the process is killed
             local.bind(f"\0{name}")
             local.listen(_BACKLOG)
-        except OSError as error:  # a sandbox, say: there is TCP
+        except OSError as error:  # e.g. forbidden by a sandbox: clients use TCP instead
             local.close()
             logger.warning(
                 "no memory is shared with clients of this machine", extra={"error": error}
@@ -173,9 +173,9 @@ class BulkServer:
             try:
                 connected, _ = listener.accept()
                 connected.setblocking(False)
-            except BlockingIOError:  # gone again
+            except BlockingIOError:  # the client has already disconnected
                 continue
-            except OSError as error:  # out of descriptors, say, which passes
+            except OSError as error:  # temporary, e.g. no free file descriptors
                 logger.warning("no bulk connection could be accepted", extra={"error": error})
                 await asyncio.sleep(0.1)
                 continue
@@ -197,7 +197,7 @@ class BulkServer:
             await asyncio.sleep(_TURNED_AWAY_S if is_crowded else 0)
 
     def _ended(self, connected: socket.socket, task: asyncio.Task[None]) -> None:
-        connected.close()  # a task that was cancelled before it began has not
+        connected.close()  # needed if the task was cancelled before it started
         self._serving.pop(task, None)
         self._is_known(task)
 
@@ -301,7 +301,8 @@ class BulkServer:
                 with self._hang_ups.watched(connection.descriptor, gone):
                     await self._stream(connection, frame, speaker, transport)
                 self._serving[task] = False
-        except InvalidRequestError as error:  # it broke a rule: nobody knows what comes next
+        except InvalidRequestError as error:
+            # the client violated the protocol, so the following bytes cannot be interpreted
             await connection.send_last(Kind.ERROR, error_message(error))
             raise
 

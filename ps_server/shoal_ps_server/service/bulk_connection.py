@@ -89,7 +89,7 @@ class ServedConnection:
         with the area's `descriptor`. Must be called before the first frame."""
         self._area = area
         try:
-            # a new socket has room for it
+            # cannot block: a new socket's buffer is empty
             socket.send_fds(self._socket, [head(Kind.READY, AREA_BYTES)], [descriptor])
         except OSError as error:
             raise Disconnected(str(error)) from error
@@ -210,7 +210,7 @@ class ServedConnection:
                     self._area.fill(data)
                     await self._send_bytes(head(Kind.DATA, data.nbytes))
             failpoint("pull.halfway")
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # lets other tasks run
 
     async def settle(self) -> None:
         """Waits until the peer has read all pieces in shared memory. Afterwards both sides agree on
@@ -265,7 +265,7 @@ class ServedConnection:
                 await self._ready(writes=True)
             except BlockingIOError:
                 await self._ready(writes=writes)
-            except OSError as error:  # ssl's errors are such, too
+            except OSError as error:  # includes ssl.SSLError
                 raise Disconnected(str(error) or type(error).__name__) from error
 
     async def _ready(self, *, writes: bool) -> None:

@@ -49,5 +49,6 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # a sandbox; it goes on with what it has
+        with contextlib.suppress(OSError, ValueError):
+            # e.g. forbidden by a sandbox: the present limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

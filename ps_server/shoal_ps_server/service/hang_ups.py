@@ -58,5 +58,5 @@ class HangUps:
             and self._waiting.pop(descriptor, None) is not None
             and not self._poll.closed
         ):
-            with contextlib.suppress(OSError):  # it was closed, and is watched no more
+            with contextlib.suppress(OSError):  # a closed descriptor is no longer registered
                 self._poll.unregister(descriptor)

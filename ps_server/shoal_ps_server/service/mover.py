@@ -57,7 +57,8 @@ class Mover:
         """Records the coordinator's decision on all moves up to `move`."""
         self._decided = max(self._decided or (0, 0), (move, epoch))
         if self._giving is not None and self._giving[0] <= move:
-            self._giving[1].cancel()  # it decided without this server's word
+            # the coordinator decided without waiting for this server's report
+            self._giving[1].cancel()
         self._notified.set()
 
     def ordered(self, order: MoveOrder) -> None:
@@ -110,7 +111,7 @@ class Mover:
         # before the record is written, so that no stream of the move continues after it
         self._moves.settled = max(self._moves.settled, move)
         if not is_open:
-            return  # a recovery is told again
+            return  # already recorded; the coordinator repeats its decision to a recovered server
         stays = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
         await asyncio.shield(
             self._changes.move(settled_record(move), lambda: self._moves.settle(move))
@@ -135,7 +136,7 @@ class Mover:
         except ShoalError as error:
             self._not_given(order, error, giver_failed=True)
             return
-        except Exception as error:  # else the coordinator would wait for a word for ever
+        except Exception as error:  # otherwise the coordinator would wait for a report forever
             logger.exception("partitions were not given away")
             self._report(order.move, reason=f"{type(error).__name__}: {error}", giver_failed=True)
             return

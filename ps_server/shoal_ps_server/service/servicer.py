@@ -71,7 +71,7 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/SetHyperparameters": _WORKERS,
     f"/{SERVICE}/Initialize": _WORKERS,
     f"/{SERVICE}/Push": _WORKERS,
-    f"/{SERVICE}/Pull": _WORKERS | {Role.READER},  # who looks on, and is no member
+    f"/{SERVICE}/Pull": _WORKERS | {Role.READER},  # readers are not members of the job
     f"/{SERVICE}/ReadRows": _WORKERS | {Role.READER},
     f"/{SERVICE}/RestoreRows": _WORKERS,
     f"/{SERVICE}/OpenData": _WORKERS | {Role.READER},
@@ -358,7 +358,7 @@ class ParameterServerServicer:
 
     async def get_server(self, request: pb.GetServerRequest, context: Any) -> pb.GetServerResponse:
         """Implements GetServer."""
-        if request.member_id:  # a worker goes on from what it hears
+        if request.member_id:  # the request comes from a worker, which continues from the answer
             await self._check_place()
         summary = self._shard.summary(request.member_id)
         layout, configuration, clocks = (

@@ -59,7 +59,7 @@ class Standing:
         """True if the job's servers have backups."""
         self._known = asyncio.Event()
         if recovered.layout is not None and not recovered.backup:
-            self._known.set()  # else another server may have the place by now
+            self._known.set()  # otherwise another server may have this place by now
         self.replaced = asyncio.Event()
         """Event that is set when the coordinator makes this server a backup."""
 
@@ -84,7 +84,7 @@ class Standing:
             )
         self.with_backups = with_backups
         if self._held_backup and not self._is_registered:
-            # its state may be obsolete; the message about the place says so
+            # its state may be obsolete; the coordinator's message about its place decides that
             self.server_index = server_index
         if (
             self.server_index is not None
@@ -103,7 +103,7 @@ class Standing:
                 "held: restart it unchanged"
             )
         if self._layouts.current is not None and self._layouts.current.server_index != server_index:
-            self._layouts.becomes(None)  # it was another server, which has nothing any more
+            self._layouts.becomes(None)  # its former index holds no partitions any more
         self.server_index, self._is_registered = server_index, True
 
     def _has_given_all(self) -> bool:
@@ -119,7 +119,7 @@ class Standing:
                 "the coordinator has lost an epoch of this server's place",
                 extra={"known": self._epoch, "told": place.epoch},
             )
-            self._known.clear()  # another server may have been told what this one was
+            self._known.clear()  # another server may have been given this server's place
             return
         self._epoch = place.epoch
         if place.follows:

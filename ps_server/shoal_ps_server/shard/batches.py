@@ -37,7 +37,8 @@ class Batches:
         """Adds ranges of keys known to another server, each as first key and end."""
         for first, end in runs:
             place = bisect_right(self._firsts, end)
-            while place and self._ends[self._firsts[place - 1]] >= first:  # it overlaps, or touches
+            while place and self._ends[self._firsts[place - 1]] >= first:
+                # the ranges overlap or are adjacent
                 place -= 1
                 known = self._firsts.pop(place)
                 first, end = min(first, known), max(end, self._ends.pop(known))

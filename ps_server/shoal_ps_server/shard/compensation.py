@@ -61,7 +61,7 @@ class BaseValues:
         """Unregisters a push that has been applied or refused. `version`: the version that it was
         compensated with."""
         self._due[version] -= 1
-        self._due += Counter()  # without what is at 0
+        self._due += Counter()  # removes counts of 0
         self._drop()
 
     def before_change(self, version: int, values: torch.Tensor) -> None:

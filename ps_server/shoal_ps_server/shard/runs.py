@@ -145,7 +145,7 @@ class PartitionOptimizer:
         )
 
     def _state_of(self, run: _Run) -> dict[str, torch.Tensor]:
-        if run.values not in self._torch.state:  # asking would make an empty one
+        if run.values not in self._torch.state:  # indexing would create an empty state
             return {}
         return {
             name: tensor

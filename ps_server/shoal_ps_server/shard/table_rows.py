@@ -45,7 +45,7 @@ class TableRows(Partition):
     def empty(cls, spec: PartitionSpec) -> TableRows:
         """Returns a bucket without pushed rows."""
         bucket = _bucket(spec)
-        largest = bucket.spec.scale * 6  # beyond which nothing is drawn
+        largest = bucket.spec.scale * 6  # initial values are never larger
         return cls(
             spec=spec, version=1, rows=Rows(bucket.spec, bucket.dim), largest_at_first=largest
         )

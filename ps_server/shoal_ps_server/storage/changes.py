@@ -244,7 +244,7 @@ class Changes:
         if admitted is None:
             if (latest := self._latest.get(number)) is not None:
                 await asyncio.wait([latest])
-                latest.result()  # what it is a duplicate of may not have been written
+                latest.result()  # raises if the push that it repeats could not be written
             return _done(self._shard.known(upload.header))
         change = admitted
         made = self._make(

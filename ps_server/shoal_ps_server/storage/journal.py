@@ -328,7 +328,7 @@ class Journal:
             self._failed(reason)
             return
         failpoint("journal.effect_made")
-        if not entry.done.done():  # whoever waited may have gone
+        if not entry.done.done():  # the caller may have been cancelled
             entry.done.set_result(result)
         if entry.record is not None and self._follower is not None and not self._holding:
             self._follower.made(entry.record)
@@ -460,18 +460,19 @@ class Journal:
         self._end = self._durable = end
         self._broken = False
         failpoint("journal.file_begun")
-        with contextlib.suppress(OSError):  # it is synced, or does not count
+        with contextlib.suppress(OSError):
+            # an error loses nothing: the old file is already synced, or not needed
             os.close(before)
 
     def _tell(self, batch: _Batch, failure: Exception | None, seconds: float) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._finish, batch, failure, seconds)
 
 
 def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
     if not done.done():
         done.set_exception(error)
-        done.exception()  # nobody need ask
+        done.exception()  # avoids asyncio's warning about an exception that nobody retrieved
 
 
 def _refusal(error: Exception) -> UnavailableError:

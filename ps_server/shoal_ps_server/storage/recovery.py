@@ -444,7 +444,7 @@ class Replay:
             self.shard.restoration(spec.partition_id),
         )
         if restoration < newest or (restoration == newest and version <= have):
-            return  # the snapshot has it, or rows that were put in place after it
+            return  # the snapshot contains it, or rows restored after it
         if restoration > newest:
             raise ValueError(
                 f"it was made after restoration {restoration}, but the partition is at {newest}"
@@ -467,7 +467,7 @@ class Replay:
             int(record.fields["restoration"]),
         )
         if number <= self.shard.restoration(spec.partition_id):
-            return  # the snapshot has it
+            return  # the snapshot contains it
         rows = self.shard.prepared(spec, read_bucket(record.payload).rows)
         version = int(record.fields["version"])
         self.shard.restore(

@@ -161,7 +161,7 @@ class Segments:
                 raise _corrupt(
                     self.path(last), "its first record is not whole, and others are behind it"
                 )
-            self.path(last).unlink()  # a crash came while it was made
+            self.path(last).unlink()  # the process crashed while creating this file
         if first and not numbers:
             raise _missing(self.path(first))
         for expected, number in enumerate(numbers, first or 1):

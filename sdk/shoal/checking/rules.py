@@ -167,7 +167,7 @@ def _output(script: Script) -> Iterator[Finding]:
         if kind is None or not script.runs_on_all_ranks(call):
             continue
         if any(script.mentions_rank(part) for part in (*call.args, *call.keywords)):
-            continue  # it says or depends on the rank
+            continue  # the output mentions or depends on the rank
         if kind == "print":
             yield _finding(
                 call,

@@ -130,7 +130,7 @@ class Script:
                 if any(last_name(item.context_expr) in _MAIN_FIRST for item in parent.items):
                     return True
             elif isinstance(parent, ast.ExceptHandler):
-                return True  # an error is that of one worker
+                return True  # an error usually occurs in one worker only
             if isinstance(below, ast.stmt) and self._follows_exit(below, parent):
                 return True
             if isinstance(parent, Function):
@@ -272,7 +272,7 @@ def _names_in(node: ast.AST) -> Iterator[str]:
         elif isinstance(part, ast.Attribute):
             yield part.attr
         elif isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):
-            yield part.value  # of the environment
+            yield part.value  # environment variables
 
 
 def _words(name: str) -> set[str]:

@@ -32,7 +32,7 @@ def main() -> None:
     os.setsid()
     os.close(writing)
     if not os.read(written, 1):
-        os._exit(1)  # nobody could know of this run
+        os._exit(1)  # the parent died before it could record this run
     os.close(written)
     _run(directory, arguments)
 

@@ -29,7 +29,7 @@ def job_of(message: pb.GetJobResponse) -> Job:
     """Converts the message of a job with its members and servers."""
     return Job(
         job_id=message.spec.job_id,
-        run=message.run.number or 1,  # an older coordinator has one
+        run=message.run.number or 1,  # an older coordinator has one run in each job
         phase=_named(pb.JobPhase, message.phase, JobPhase),
         ending=_named(pb.JobEnding, message.ending, JobEnding) if message.ending else None,
         ending_reason=message.ending_reason or None,

@@ -224,7 +224,7 @@ class Client:
                 until the job's own cluster ends or the stream is closed.
             timeout: raise DeadlineError if the stream has not ended by then; None: no limit.
         """
-        self.job(job_id)  # it is there
+        self.job(job_id)  # raises if there is no such job
         client = self._connections.of(job_id)
 
         def gone() -> bool:
@@ -291,7 +291,7 @@ class Client:
         """
         from shoal.parameter_servers import ModelReader
 
-        self.job(job_id)  # it is there
+        self.job(job_id)  # raises if there is no such job
         with ModelReader(self._connections.settings(job_id), job_id, patience=timeout) as reader:
             return reader.state_dict()
 

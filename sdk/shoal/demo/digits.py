@@ -53,7 +53,7 @@ def network() -> nn.Module:
 
 
 def _file() -> Path:
-    found = find_spec("sklearn")  # does not import it
+    found = find_spec("sklearn")  # finds the package without importing it
     if found is None or found.origin is None:
         raise ConfigurationError(
             "the demo's digits come with scikit-learn, which is not installed; run `pip install "

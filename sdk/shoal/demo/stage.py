@@ -186,7 +186,7 @@ def _job(
     try:
         return client.get_job(cluster.job_id, deadline=timedelta(seconds=2))
     except ShoalError:
-        return None  # not up yet, or gone already: the process says which
+        return None  # not started yet, or already ended: its process's status tells which
 
 
 def steps_done(plan: Plan, members: Iterable[pb.MemberStatus]) -> int:

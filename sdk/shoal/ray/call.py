@@ -82,7 +82,7 @@ def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, 
     sys.path += [
         entry for entry in json.loads((directory / PATH).read_text()) if entry not in sys.path
     ]
-    # from the actor, through a directory of this user's
+    # trusted: written by the actor into a directory of this user
     function, arguments = pickle.loads((directory / CALL).read_bytes())  # noqa: S301
     try:
         value = function(*arguments)
@@ -117,7 +117,7 @@ def _read(ended: Iterable[Ended], name: str) -> list[Any]:
         for file, content in sorted(end.files.items())
         if file.startswith(prefix)
     ]
-    # from this run's own workers, over Ray
+    # trusted: sent by this run's own workers over Ray
     return [pickle.loads(content) for content in found]  # noqa: S301
 
 

@@ -175,7 +175,7 @@ class Supervision:
             self._outcome.finished.append(ended)
             self._begin_to_end()
         elif ended.status == 0:
-            pass  # a server, at the end of its job
+            pass  # a server that ended with its job
         elif self._may_run_again(seat, ended):
             seat.earlier.append(ended)
             _log.warning(

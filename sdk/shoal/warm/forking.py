@@ -94,14 +94,15 @@ def serve(descriptor: int, *, launcher: int) -> Program:
 def _prepare() -> str:
     """Imports torch, Shoal and their dependencies. Returns the reason why no worker can be forked,
     or an empty string."""
-    gc.disable()  # looking for garbage again and again takes a tenth of the time
+    gc.disable()  # garbage collection would take a tenth of the time
     try:
         for name in _IMPORTED:
             importlib.import_module(name)
     except Exception as error:
         return f"importing torch and Shoal failed: {type(error).__name__}: {error}"
     gc.enable()
-    gc.freeze()  # else workers look through all of it, and copy it on the way
+    # otherwise the workers' garbage collection would examine, and so copy, all of this memory
+    gc.freeze()
     sys.stdout.flush()
     sys.stderr.flush()
     from shoal_worker.torch_internals import cuda_is_unusable
@@ -152,7 +153,7 @@ def _open_files() -> Iterable[str]:
     for descriptor in list(Path("/proc/self/fd").iterdir()):
         try:
             yield str(descriptor.readlink())
-        except FileNotFoundError:  # that of the listing
+        except FileNotFoundError:  # the descriptor of the directory listing itself
             continue
 
 
@@ -207,7 +208,7 @@ def _fork_twice() -> tuple[int, int]:
     if between == 0:
         os.close(reading)
         return 0, parent
-    data = os.read(reading, 4)  # empty when the process in between could not write
+    data = os.read(reading, 4)  # empty if the intermediate process could not write
     os.close(reading)
     if between > 0:
         os.waitpid(between, 0)

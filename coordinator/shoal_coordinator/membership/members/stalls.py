@@ -118,7 +118,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
     if working and waited_ms >= stall_ms - draft.spec.unheard_ms:
         for place in working:
             if place.pulse.progress.server_wait_s:
-                continue  # it does not hang: that wait has a deadline of its own
+                continue  # it waits for a parameter server, which has a separate deadline
             if now_ms - place.pulse.active_ms > stall_ms and place.pulse.progress.cpu_s > 0:
                 detail = (
                     f"no progress and no processor time for {stall_ms} ms, while all others "

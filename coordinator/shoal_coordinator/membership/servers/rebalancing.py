@@ -116,8 +116,8 @@ def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | 
         kind, kind.held[fullest], min(loads[fullest] - mean, mean - loads[emptiest])
     )
     if not partitions:
-        # the smallest one carries a place past the mean but narrows the gap, being smaller than the
-        # gap
+        # Moving the smallest one takes one of the two places past the mean, but still narrows the
+        # gap between them, being smaller than it.
         partitions = (kind.held[fullest][-1],)
     return Plan(partitions=partitions, giver=fullest, receiver=emptiest)
 

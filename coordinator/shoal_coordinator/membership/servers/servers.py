@@ -95,7 +95,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
             reason=Refusal.SERVER_CONFLICT,
         )
     if known is not None and known.alive and known.incarnation != event.incarnation:
-        # and was restarted at once
+        # restarted before its loss was noticed
         server_lost(draft, ServerLost(server_id=known.server_id, ending=Ending.STREAM_BROKEN))
         known = draft.servers.get(event.server_id)
     server = replace(
@@ -121,7 +121,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
             next_epoch(draft, server.index)
     primary = of_place(draft, server.index, ServerRole.PRIMARY)
     if primary is not None and not primary.alive:
-        _promote(draft, primary)  # before there is a layout
+        _promote(draft, primary)  # possible before there is a shard map
     draft.look_at_moves_ms = draft.now.ms
     training = _training(draft)
     draft.effects.append(
@@ -307,13 +307,14 @@ def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
         if primary is None:
             return _placed(event, index)
         if not primary.alive and not holds_something(draft, index):
-            draft.remove_server(primary.server_id)  # nothing is stored with it
+            draft.remove_server(primary.server_id)  # it holds no partitions
             return replace(_placed(event, index), epoch=primary.epoch + 1)
     for index in staying if draft.spec.parameter_server_backups else ():
         backup = of_place(draft, index, ServerRole.BACKUP)
         if backup is None or not backup.alive:
             if backup is not None:
-                draft.remove_server(backup.server_id)  # what it has does not count
+                # the new backup gets everything from the primary
+                draft.remove_server(backup.server_id)
             return _placed(event, index, ServerRole.BACKUP)
     if len(staying) < draft.spec.max_parameter_servers:
         return _placed(

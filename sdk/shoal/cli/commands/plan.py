@@ -177,7 +177,7 @@ def _module(subject: str, name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, and what it imports is not
+            raise  # the module exists, but one that it imports does not
         raise ConfigurationError(
             f"MODULE:FUNCTION={subject!r}: there is no module {name!r}, here ({Path.cwd()}) or "
             "installed; give its path with .py, or run the command where it can be imported"

@@ -48,7 +48,7 @@ class RunExit(SystemExit):
 
 def tell(text: str) -> None:
     """Prints a message of the launcher itself, before any worker is started."""
-    # a command speaks to its person
+    # a message to the user
     print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 

@@ -79,7 +79,7 @@ class LiveView:
     ) -> None:
         self._closed.set()
         if isinstance(error, TerminalStuckError):
-            return  # what follows would be stuck as well
+            return  # further output would not get through either
         self._thread.join(_LAST_TABLE_TIMEOUT.total_seconds())
         if self._thread.is_alive():
             raise TerminalStuckError(

@@ -217,7 +217,7 @@ class ElasticFit(_FitLoop):
             or session.is_redoing
             or (loader.epoch <= epoch and not over and not self._is_enough())
         ):
-            return  # some of the epoch comes again, or the job was stopped within it
+            return  # some of the epoch's steps will be repeated, or the job was stopped within it
         self._epoch_is_over(epoch)
 
     def _train_step(self, batches: Iterable[Any], number: int) -> tuple[bool, tuple[Any, Any]]:
@@ -232,7 +232,7 @@ class ElasticFit(_FitLoop):
         )
         optimizer, outputs, batch = strategy.optimizer, {}, None
         losses: list[tuple[float, float]] = []
-        around = Held(-1, lambda: 1.0)  # of hooks around the parts
+        around = Held(-1, lambda: 1.0)  # results logged by hooks that run before or after the parts
         encoded: list[dict[str, Any]] = []
         results.hold(around)
         for fetched in batches:

@@ -300,7 +300,7 @@ class Trainer(transformers.Trainer):
                 break
         stopped = self.control.should_epoch_stop or self.control.should_training_stop
         if session.is_joining or session.is_redoing or (loader.epoch <= epoch and not stopped):
-            return  # some of the epoch comes again, or the job was stopped within it
+            return  # some of the epoch's steps will be repeated, or the job was stopped within it
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         log_save_evaluate()
 
@@ -490,7 +490,7 @@ class Trainer(transformers.Trainer):
                 model.load_full(best)
                 return
             if session.is_joining or session.is_redoing or session.has_left:
-                return  # its values do not count
+                return  # this rank's values will be replaced, or are not needed
             # the rank that was to send them has died
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -91,7 +91,8 @@ class Coordination:
                 )
             )
             with self._signals():
-                # Its end is a signal's that it may act on; this process's own is SIGKILL's at most.
+                # If this process dies, which only SIGKILL can cause, the command gets a signal that
+                # it can handle.
                 command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
                 self._child = subprocess.Popen(
                     command, env={**_for_command(self._environment), **variables}

@@ -42,7 +42,7 @@ class ClusterKeeper:
         DeadlineError; the caller must then close the cluster."""
         cluster = self._cluster
         await _until_ready(cluster.coordinator)
-        # Imports gRPC, which takes longer than the call.
+        # In a thread, because it imports gRPC, which takes longer than the call itself.
         await asyncio.to_thread(cluster.create_job)
         if (unregistered := cluster.register()) is not None:
             self._note(unregistered)
@@ -88,7 +88,7 @@ class ClusterKeeper:
         while True:
             pid, status = service.child.pid, await service.child.wait()
             if status.ok:
-                return  # it was told that the job is over, or was drained
+                return  # the service ended on request: the job is over, or the server was drained
             served_long = served_since is not None and loop.time() - served_since >= _SHORT_LIFE_S
             short_lives = 0 if served_long else short_lives + 1
             if short_lives >= _MOST_SHORT_LIVES:
@@ -106,7 +106,7 @@ class ClusterKeeper:
                 if service is self._cluster.coordinator:
                     await self._create_job_again(service)
             except ShoalError as error:
-                if service.child.poll() is None:  # else its end is noticed above
+                if service.child.poll() is None:  # otherwise the loop's next pass reports its end
                     self._note(str(error))
             else:
                 self._note(

@@ -42,7 +42,7 @@ def secrets_as_files(directory: Path) -> dict[str, str]:
     named = {}
     for name, secret in secrets_to_hand_on().items():
         if os.environ.get(f"{name}_FILE"):
-            continue  # a flag's
+            continue  # already in a file named by a flag
         path = directory / name.lower()
         if not path.exists():
             path.touch(mode=0o600)

@@ -218,7 +218,7 @@ class RunAccount:
             if not changes and standstill.generation > max(
                 standstill.before, self.changes.generation
             ):
-                kept.append(standstill)  # the coordinator was away
+                kept.append(standstill)  # the coordinator was unreachable
                 continue
             if changes:
                 self.pauses.append(Pause(standstill=standstill, changes=tuple(changes)))
@@ -227,7 +227,7 @@ class RunAccount:
         self._servers = [
             entry for entry in self._servers if now_ns < entry[0] + _SERVER_PATIENCE_NS
         ]
-        if self.course.asynchronous:  # the others do not wait
+        if self.course.asynchronous:  # the other workers do not wait
             lines += [f"{change.text}: the others went on meanwhile" for change in self._unreported]
             self._unreported = []
         return lines

@@ -250,10 +250,10 @@ class Course:
             self._began = min(self._began or began, began)
         seen, pending = self._seen.get(name, 0), self._pending.setdefault(name, [])
         if pending and pending[-1].first_ns == tally.spans[-1].first_ns:
-            pending[-1] = tally.spans[-1]  # it has gone on
+            pending[-1] = tally.spans[-1]  # the same span, which has continued
             return
         if pending and seen >= tally.spans_before:
-            pending.pop()  # it was not over then
+            pending.pop()  # the span was read before it had ended
         pending += tally.spans[max(0, seen - tally.spans_before) :]
         self._seen[name] = tally.spans_before + len(tally.spans) - 1
 

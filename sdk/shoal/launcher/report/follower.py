@@ -85,7 +85,7 @@ class RunFollower:
         self.account.take(tallies, time.monotonic_ns(), settle=settle)
         for name in self._endings.keys() & self._files.keys() if not settle else ():
             if name in tallies or not self._files[name].exists():
-                # it commits nothing more, and the course keeps its counts
+                # the worker commits no more steps, and the course keeps its counts
                 del self._files[name]
         if self._show is not None and not settle and (status := self.account.status) is not None:
             self._show(status)
@@ -94,6 +94,6 @@ class RunFollower:
         try:
             events = await ask(self.account.changes.newest_event)
         except ShoalError:
-            events = ()  # it is away: it is asked again
+            events = ()  # the coordinator is unreachable: asked again later
         for line in self.account.explain(events, self._endings, time.monotonic_ns()):
             self._note(line)

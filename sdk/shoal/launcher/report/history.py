@@ -257,7 +257,7 @@ class History:
             try:
                 found.append(_read(directory))
             except FileNotFoundError:
-                continue  # it is removed just now, or was submitted and never became a run
+                continue  # being removed, or submitted without ever becoming a run
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 unreadable.append(Unreadable(directory=directory, why=_described(error)))
         return [*sorted(found, key=lambda run: -run.started_unix_s), *unreadable]
@@ -294,7 +294,8 @@ class History:
             try:
                 own.mkdir(mode=0o700)
             except (FileExistsError, FileNotFoundError):
-                continue  # another launcher took the number, or removed the job's empty folder
+                # another launcher has taken this number, or removed the job's empty folder
+                continue
             return own
 
     def own_submission(self, job_id: str) -> Path | None:

@@ -319,7 +319,7 @@ class Agent:
                 if not await self._in_thread(
                     functools.partial(reporter.is_put_out, worker.member_id)
                 ):
-                    known.pop(worker, None)  # it may be back
+                    known.pop(worker, None)  # the worker may be a member again
                 elif now >= known.setdefault(worker, now) + _PUT_OUT_GRACE.total_seconds():
                     self._note(
                         f"worker {worker.index} (pid {worker.child.pid}) was evicted from the job "

@@ -127,7 +127,7 @@ class NodeSession:
             try:
                 self._attend()
             except (UnavailableError, DeadlineError):
-                pass  # the coordinator is away, and knows this member when it comes back
+                pass  # the coordinator is unreachable, and will still know this member afterwards
             except ShoalError as error:
                 self._refused(error)
             finally:

@@ -287,7 +287,9 @@ class SharedSite:
             before = self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
             nodes = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
         except ShoalError:
-            return  # away, and then creating the job waits for it; or it has no such job
+            # Either the coordinator is unreachable, and creating the job will wait for it, or it
+            # has no such job.
+            return
         hosts = sorted({member.host for member in nodes.members})
         if (
             hosts
@@ -377,7 +379,7 @@ class SharedSite:
         """Joins the launchers' job with a new incarnation of this launcher."""
         own = self._own or self._find_own()
         if self._port is None and self._settings.master_port is None:
-            # only kept; the worker of rank 0 listens on all interfaces
+            # only reserves the port, on which the worker of rank 0 will listen on all interfaces
             self._port = ReservedPort(host="0.0.0.0")  # noqa: S104
         port = self._settings.master_port or (self._port.port if self._port is not None else 0)
         self._session = NodeSession(
@@ -411,7 +413,8 @@ class SharedSite:
             )
 
     def _look_for_job(self) -> None:
-        with contextlib.suppress(ShoalError):  # away, say: asked again
+        with contextlib.suppress(ShoalError):
+            # e.g. the coordinator is unreachable: asked again later
             try:
                 self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
             except UnknownResourceError:

@@ -80,7 +80,8 @@ class Submission:
     def outcome(self) -> Outcome | None:
         """Returns the outcome of the submission; None while it is running. The outcome of a killed
         launcher has no exit status."""
-        running = self.is_running  # looked at first: it writes its result, and then it ends
+        # read before the result, since a launcher writes its result before it ends
+        running = self.is_running
         content = _read(self.directory / _RESULT)
         if content is not None:
             return Outcome(
@@ -112,14 +113,14 @@ class Submission:
             return
         try:
             if not self.is_running:
-                return  # the number is another's by now
-            # from now on it starts no replacement workers
+                return  # another process has this pid by now
+            # after this signal the launcher starts no replacement workers
             process.send(signal.SIGTERM)
             for _ in range(round(_KILL_TIMEOUT / _KILL_INTERVAL)):
                 if process.wait(_KILL_INTERVAL):
                     return
                 kill_workers(self.pid)
-            process.kill()  # the kernel kills all that it has started
+            process.kill()  # the kernel then kills everything that the launcher started
             if not process.wait(_KILL_TIMEOUT):
                 raise DeadlineError(
                     f"the launcher of job {self.job_id} (pid {self.pid}) is still there after "

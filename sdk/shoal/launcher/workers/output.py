@@ -180,7 +180,7 @@ class OutputPump:
                 if key.data is None:
                     os.eventfd_read(self._wakeup)
                     self._obey()
-                elif not key.data.pipe.closed:  # an order of this very round may have finished it
+                elif not key.data.pipe.closed:  # may have been closed by an order in this iteration
                     self._move(key.data)
 
     def _obey(self) -> None:

@@ -188,8 +188,7 @@ class RestartPolicy:
         the job."""
         self.elastic |= elastic
         if self._stopping:
-            # Those that fail of themselves while the others are being stopped belong into the
-            # account.
+            # Workers that fail by themselves while the others are being stopped are reported too.
             of_itself = bool(worker.message) or worker.status.signal not in _STOP_SIGNALS
             if self._failures and not worker.left and of_itself:
                 self._failures.append(worker)

@@ -278,7 +278,8 @@ class _WarmProcess:
                     answer, _ = receive(self._connection)
             except (EOFError, OSError) as problem:
                 self.answers = False
-                # it could be at work on a worker, which ends when it finds its gate closed
+                # The warm process may be forking a worker, which ends when it finds its gate
+                # closed.
                 self.child.kill()
                 raise WarmProcessError(f"the warm process did not answer: {problem!r}") from problem
             if "pid" not in answer:
@@ -289,7 +290,7 @@ class _WarmProcess:
                 raise WarmProcessError(
                     f"process {answer['pid']} is not a child of the launcher: {problem}"
                 ) from problem
-            with contextlib.suppress(BrokenPipeError):  # it has been killed, which its status says
+            with contextlib.suppress(BrokenPipeError):  # killed, as its status will show
                 os.write(gate.fileno(), b"+")
             kept.pop_all()
             return child

@@ -74,7 +74,8 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     try:
         tree = _parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return Verdict(warm=False)  # the interpreter reports it better, or can compile it
+        # the interpreter reports the error better, or can compile the script
+        return Verdict(warm=False)
     if all(name in _NO_TORCH for name in _imports(tree)):
         return Verdict(warm=False)  # importing torch is what would take the time
     if setting := next(
@@ -116,7 +117,8 @@ def _module_file(name: str) -> Path | None:
 
 def _parse(source: Path) -> ast.AST:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the worker will emit those about the script's syntax
+        # the worker itself will emit the warnings about the script's syntax
+        warnings.simplefilter("ignore")
         return ast.parse(source.read_bytes())
 
 

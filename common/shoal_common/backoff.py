@@ -1,4 +1,4 @@
-"""Delays between attempts."""
+"""Exponential backoff between attempts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ fault must not change the script's random numbers."""
 
 
 class Backoff:
-    """Delays that double with each attempt up to a maximum, with jitter over their upper half so
-    that many processes do not retry at once. Not thread-safe."""
+    """Computes delays that double with each attempt up to a maximum. Jitter over the upper half of
+    each delay keeps many processes from retrying at once. Not thread-safe."""
 
     def __init__(self, *, longest_s: float, first_s: float = _FIRST_S) -> None:
-        """`first_s`, `longest_s`: seconds, before jitter."""
+        """`first_s`, `longest_s`: first and maximum delay in seconds, before jitter."""
         self._first_s = first_s
         self._longest_s = longest_s
         self._next_s = first_s
 
     def next_s(self, failure: ShoalError | None = None) -> float:
-        """Returns the seconds to wait now, and doubles the next delay. `failure`: the error of the
-        last attempt; if it says when to retry, the delay is at least that, and up to a quarter
-        more."""
+        """Returns the seconds to wait before the next attempt, and doubles the following delay.
+        `failure`: error of the last attempt; if the error has a `retry_after`, the result is at
+        least that time plus up to 25 % jitter."""
         now_s = self._next_s
         self._next_s = min(2 * now_s, self._longest_s)
         own_s = now_s * _CHANCE.uniform(0.5, 1.0)
@@ -35,5 +35,5 @@ class Backoff:
         return max(own_s, failure.retry_after.total_seconds() * _CHANCE.uniform(1.0, 1.25))
 
     def reset(self) -> None:
-        """Resets the next delay to the first one, after a successful attempt."""
+        """Resets the next delay to the first delay, after a successful attempt."""
         self._next_s = self._first_s

@@ -1,8 +1,8 @@
 """Settings and flags for tokens, keys and certificates, the same for every command and service.
 
-A secret is never an argument, since process lists show arguments: it is in a file named by a flag,
-or in a variable. A process removes secrets from its environment (process_secrets.py), so that its
-child processes do not inherit them.
+A secret is never a command-line argument, since process lists show arguments. It is read from a
+file named by a flag, or from a variable. A process removes secrets from its environment
+(security/secrets.py), so that its child processes do not inherit them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _RENAMED: Final[Mapping[str, str]] = {
 
 
 def read_secret(path: Path, what: str) -> str:
-    """Returns the secret in a file, without the end of its line. Raises ConfigurationError if the
-    file is unreadable or empty."""
+    """Returns the secret in a file, without the line break at its end. `what`: name of the setting,
+    used in errors. Raises ConfigurationError if the file is unreadable or is not one line of
+    printable ASCII."""
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -80,7 +81,7 @@ class _SecuritySettings(ShoalSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Adds secrets removed from the environment as if they were still there."""
+        """Adds the secrets that were removed from the environment as a source of settings."""
         prefix = str(cls.model_config.get("env_prefix", ""))
         _refuse_old_names(prefix, os.environ)
         taken = {
@@ -113,14 +114,15 @@ class CallerSettings(_SecuritySettings):
 
     @property
     def bearer_token(self) -> str | None:
-        """The token from either source. Raises ConfigurationError if its file cannot be read."""
+        """Bearer token from the variable or the file; None without one. Raises ConfigurationError
+        if the file cannot be read."""
         if self.token_file is not None:
             return read_secret(self.token_file, "token-file")
         return None if self.token is None else self.token.get_secret_value()
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
-        """Returns the settings for calling the service at host:port. `more`: other fields of
-        ChannelSettings. Raises ConfigurationError."""
+        """Returns the settings for calling the service at `address` (host:port). `more`: other
+        fields of ChannelSettings. Raises ConfigurationError."""
         # imports gRPC, which commands that fail early do not need
         from shoal_common.rpc.channel import ChannelSettings
 
@@ -140,8 +142,7 @@ class CallerSettings(_SecuritySettings):
 
 
 class ServiceSettings(_SecuritySettings):
-    """Settings of a process that serves others: its credentials, and how it authenticates
-    callers."""
+    """Settings of a service: its credentials, and how it authenticates callers."""
 
     tokens: Path | None = None
     """File of `role: token` or `role@job: token` lines that define who may call. None: everyone."""
@@ -163,8 +164,8 @@ class ServiceSettings(_SecuritySettings):
     def serving_tls(self) -> TlsSettings | None:
         """TLS settings of this service; None: plain text.
 
-        Raises ConfigurationError for a certificate or key without the other, or for a client CA
-        without a certificate.
+        Raises ConfigurationError for a certificate without a key, a key without a certificate, or a
+        client CA without a certificate.
         """
         if self.tls_cert is None and self.tls_key is None:
             if self.tls_client_ca is not None:
@@ -184,8 +185,8 @@ class ServiceSettings(_SecuritySettings):
 
 
 def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
-    """Raises ConfigurationError for a variable with the name of an earlier release, since ignoring
-    it would disable TLS."""
+    """Raises ConfigurationError if a variable has the name of an earlier release, since ignoring
+    the variable would disable TLS."""
     for old, new in _RENAMED.items():
         if environment.get(f"{prefix}{old}"):
             raise ConfigurationError(
@@ -197,8 +198,8 @@ def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
 
 
 def add_service_flags(parser: argparse.ArgumentParser, *, calls: bool) -> None:
-    """Adds the flags of ServiceSettings; with `calls`, also those of CallerSettings that a service
-    lacks."""
+    """Adds the flags of ServiceSettings to a parser. With `calls`, also adds the flags of
+    CallerSettings, for a service that calls other services."""
     flags = dict(_SERVICE_FLAGS)
     if calls:
         flags |= {flag: text for flag, text in CALLER_FLAGS.items() if flag not in flags}
@@ -213,8 +214,7 @@ def add_service_flags(parser: argparse.ArgumentParser, *, calls: bool) -> None:
 
 
 def refuse_password(flag: str, url: str | None, remedy: str) -> None:
-    """Raises ConfigurationError, with the remedy, for a URL in the arguments that contains a
-    password."""
+    """Raises ConfigurationError with `remedy` if the URL given as `flag` contains a password."""
     if url is not None and _has_password(url):
         raise ConfigurationError(
             f"{flag}: every user of this machine can see a password on the command line; {remedy}",
@@ -223,7 +223,7 @@ def refuse_password(flag: str, url: str | None, remedy: str) -> None:
 
 
 class RefusedToken(argparse.Action):
-    """`--token VALUE`: refuses the flag and names the remedy."""
+    """Action of `--token VALUE` that refuses the flag and names the remedy."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The one exception tree of Shoal, and the one table from it to gRPC statuses and back.
+"""Exception tree of Shoal, and the mapping of its classes to gRPC statuses.
 
     ShoalError
     ├── ConfigurationError (ValueError)      INVALID_ARGUMENT     a setting that cannot work
@@ -15,12 +15,12 @@
     ├── CorruptDataError                     DATA_LOSS            a file or transfer is damaged
     └── InternalError                        INTERNAL             a bug in Shoal
 
-Every error carries a `reason`: an UPPER_SNAKE name, stable over releases, that travels as
-google.rpc.ErrorInfo; what a service refuses because it has too much to do carries a `retry_after`,
-which travels as google.rpc.RetryInfo. The message is for people: it names the value, what was
-expected and what to do. docs/troubleshooting.md has an entry for each reason. The gRPC side
-(to_status, from_rpc_error) is in shoal_common.rpc.status; gRPC is not imported here, since these
-errors are the first thing that every program imports.
+Every error has a `reason`: an UPPER_SNAKE name that is stable across releases and is sent as
+google.rpc.ErrorInfo. An error of an overloaded service also has a `retry_after`, sent as
+google.rpc.RetryInfo. The message is for people: it contains the value, the expectation and the
+remedy. docs/troubleshooting.md has an entry for each reason. The conversions (to_status,
+from_rpc_error) are in shoal_common.rpc.status. This module does not import gRPC, since every
+program imports it first.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from typing import ClassVar
 
 
 class ShoalError(Exception):
-    """Root of the tree. `reason` is the machine-readable cause; classes define a default."""
+    """Root of Shoal's exception tree. `reason` is the machine-readable cause; each class has a
+    default reason."""
 
     code: ClassVar[str] = "UNKNOWN"
     """Name of the corresponding gRPC status."""
     default_reason: ClassVar[str] = "UNKNOWN"
     failed_at: float | None = None
-    """Time of the failure (`time.time()`), if it is raised later; the earliest of several related
-    failures is the cause."""
+    """Time of the failure (`time.time()`), set if the error is raised later. The earliest of
+    several related failures is the cause."""
 
     retry_after: timedelta | None
     """The refusing service is overloaded and should not be asked again before this time has passed;
@@ -66,14 +67,14 @@ class InvalidRequestError(ShoalError, ValueError):
 
 
 class UnknownResourceError(ShoalError, LookupError):
-    """The named job, member, server or partition does not exist here."""
+    """The named job, member, server or partition does not exist at this service."""
 
     code = "NOT_FOUND"
     default_reason = "RESOURCE_UNKNOWN"
 
 
 class PreconditionError(ShoalError):
-    """The request is well formed but not allowed in the current state; repeating it unchanged will
+    """The request is well formed but not allowed in the current state. Repeating it unchanged will
     not help."""
 
     code = "FAILED_PRECONDITION"
@@ -88,21 +89,21 @@ class StaleGenerationError(PreconditionError):
 
 
 class LimitError(ShoalError):
-    """The size or number exceeds the receiver's limit."""
+    """A size or number exceeds the receiver's limit."""
 
     code = "RESOURCE_EXHAUSTED"
     default_reason = "LIMIT_EXCEEDED"
 
 
 class AuthenticationError(ShoalError):
-    """No bearer token, or an unknown one."""
+    """The bearer token is missing or unknown."""
 
     code = "UNAUTHENTICATED"
     default_reason = "TOKEN_INVALID"
 
 
 class PermissionDeniedError(ShoalError):
-    """The token is valid, but its role does not permit this."""
+    """The token is valid, but its role does not permit the request."""
 
     code = "PERMISSION_DENIED"
     default_reason = "ROLE_NOT_ALLOWED"
@@ -123,7 +124,7 @@ class DeadlineError(ShoalError, TimeoutError):
 
 
 class MembershipChanged(ShoalError):
-    """A collective ran on a process group whose membership has ended; a new group is needed."""
+    """A collective ran on a process group whose membership has ended. A new group is needed."""
 
     code = "ABORTED"
     default_reason = "MEMBERSHIP_CHANGED"
@@ -138,7 +139,7 @@ class CorruptDataError(ShoalError):
 
 
 class InternalError(ShoalError):
-    """A violated invariant of Shoal itself. Please report it."""
+    """A violated invariant of Shoal itself. Please report this error as a bug."""
 
     code = "INTERNAL"
     default_reason = "INTERNAL"

@@ -1,7 +1,8 @@
 """Exit statuses with a special meaning, for workers and for `shoal run` (docs/exit-status.md). All
-others come from the script.
+other statuses come from the script.
 
-They are the same on both levels, so that a launcher and a batch system can treat them alike.
+Workers and `shoal run` use the same statuses, so that a launcher and a batch system can treat them
+alike.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ PUT_OUT: Final = 75
 """The process ended before the job was finished because of an external event rather than an error
 of the script; a restart continues the job.
 
-For a worker: the coordinator has evicted it (lease, stream, stall), or its group broke during user
-code. Its launcher replaces it like one killed by a signal. For a run: the job is not finished, and
-no worker is left here.
+A worker exits with this status if the coordinator has evicted it (lease, stream, stall), or if its
+group broke during user code. Its launcher then replaces it, as after a kill by a signal. `shoal
+run` exits with this status if the job is not finished and no worker is left on this machine.
 """
 
 PREEMPTED: Final = 143

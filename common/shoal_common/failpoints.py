@@ -1,96 +1,101 @@
-"""Named points in the code at which a test can make this process fail:
-in workers, parameter servers and the coordinator alike.
+"""Named points in the code of workers, parameter servers and the coordinator at which a test can
+make the process fail.
 
-`SHOAL_FAILPOINTS` holds `name@hit=action` entries, comma-separated: at the `hit`-th pass (from 1)
-through the failpoint `name`, do `action`: `kill` (SIGKILL to this process), `stop` (SIGSTOP: hangs
-until someone sends SIGCONT), `hang` (this thread alone, for ever: heartbeats go on), `lose`
-(MembershipChanged, as if a peer had gone), `raise` (RuntimeError). Without the variable a failpoint
-costs one look-up in a cache.
+`SHOAL_FAILPOINTS` contains `name@hit=action` entries, comma-separated: at the `hit`-th pass (from
+1) through the failpoint `name`, the process performs `action`. Actions are `kill` (SIGKILL to this
+process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `hang` (blocks this thread for ever;
+heartbeats continue), `lose` (raises MembershipChanged, as if a peer had been lost) and `raise`
+(raises RuntimeError). Without the variable a failpoint costs one look-up in a cache.
 
 Workers:
 
-    compression.halfway         the first collectives of all compressed buckets are done on this
-                                rank, their second ones are under way
-    norms.before_gather         a synchronized norm has this rank's statistics, and the other ranks'
-                                are not there
-    whole_batch.before_headers  this rank's rows are there, and the others do not know how many
-    whole_batch.before_rows     all know how many rows each rank has, and have only their own
-    reduction.under_way         this rank has started to sum some of the step's gradients, and waits
-                                for none
-    reduction.completed         the step's gradients are summed, and it is not prepared on this rank
-    sharded.sealed              this rank's part of the summed gradients is with its mirror holder
-    step.closed                 the commit all-reduce came back, and this rank has not looked at it
-    several_models.updated      one of several models is updated, and the step is not known to count
-    several_models.sealed       all that step are updated, or about to be, and this rank has not
-                                sent its part of the commit all-reduce
-    several_models.closed       the commit all-reduce came back, and this rank has not looked at it
-    mesh.dividing               this rank is about to connect the groups along the axes, its parts
-                                gathered
-    session.before_apply        all collectives of the step are done, nothing is applied on this
-                                rank
-    session.after_apply         applied, not yet committed: no loader has moved, nobody was told
+    compression.halfway         the first collectives of all compressed buckets are complete on
+                                this rank, the second ones are in progress
+    norms.before_gather         a synchronized norm has computed this rank's statistics and has not
+                                gathered those of the other ranks
+    whole_batch.before_headers  this rank has its rows, but the other ranks do not know how many
+    whole_batch.before_rows     every rank knows how many rows each rank has, but has only its own
+    reduction.under_way         this rank has started to sum some of the step's gradients, and has
+                                waited for none
+    reduction.completed         the step's gradients are summed, but the step is not prepared on
+                                this rank
+    sharded.sealed              this rank has sent its part of the summed gradients to its mirror
+                                holder
+    step.closed                 the commit all-reduce has returned, and this rank has not read the
+                                result
+    several_models.updated      one of several models is updated, but its step may still be lost
+    several_models.sealed       all models that step are updated or about to be, and this rank has
+                                not contributed to the commit all-reduce
+    several_models.closed       the commit all-reduce has returned, and this rank has not read the
+                                result
+    mesh.dividing               this rank has gathered its parts and is about to connect the groups
+                                along the axes
+    session.before_apply        all collectives of the step are complete, and nothing is applied on
+                                this rank
+    session.after_apply         the step is applied but not committed: no loader has advanced, and
+                                nobody was notified
     session.after_commit        the step is committed on this rank
     session.before_reconcile    the generation's group is connected
-    session.in_operation        an operation between steps begins on its channel
-    session.after_operation     its result is kept
-    session.at_border           the members have met at a step boundary that joiners wait at
-    checkpoint.shard_written    this rank's shard of a checkpoint is on the disk, and nobody was
-                                told
-    rows.written                a bucket of a sparse table is on the disk, in a checkpoint that is
-                                not whole
-    rows.put                    a server has a bucket of a checkpoint in the place of its own;
-                                others have theirs still
-    transfer.before_serving     a receiver has asked this donor
-    transfer.before_taking      this receiver has not asked yet
+    session.in_operation        an operation between steps is about to start on its channel
+    session.after_operation     the result of an operation is stored
+    session.at_border           the members have met at a step boundary at which joiners wait
+    checkpoint.shard_written    this rank's shard of a checkpoint is on disk, and nobody was
+                                notified
+    rows.written                a bucket of a sparse table is on disk, in an incomplete checkpoint
+    rows.put                    a server has replaced a bucket with the one from a checkpoint;
+                                other buckets may still be unchanged
+    transfer.before_serving     a donor has received a request and has sent nothing
+    transfer.before_taking      a receiver has not sent its request yet
     exchange.server_answered    one parameter server has acknowledged the push; others may not have
                                 it yet
-    exchange.done               all of them have, nothing was recorded, and the coordinator has not
-                                heard of it
+    exchange.done               all servers have acknowledged the push; this worker has not recorded
+                                it, and the coordinator does not know of it
     tables.summed               this rank has the row gradients of all ranks, and the step is not
-                                closed
-    tables.met                  all ranks are known to have committed the step, and this one has
-                                pushed nothing of its rows
-    tables.pushed               this rank has pushed its share of the rows, and has not noted it
+                                committed
+    tables.met                  all ranks are known to have committed the step, and this rank has
+                                pushed none of its rows
+    tables.pushed               this rank has pushed its share of the rows, and has not recorded it
 
 Parameter servers:
 
     journal.before_write        records are about to be written to the journal
-    journal.durable             they are on disk, and have had no effect
-    journal.effect_made         one of them has had its effect, and nobody was answered
-    journal.file_begun          another file of the journal was begun
+    journal.durable             the records are on disk, and none has been applied
+    journal.effect_made         one of the records has been applied, and no caller was answered
+    journal.file_begun          another file of the journal was started
     snapshot.written            a snapshot is on disk under its temporary name
-    snapshot.renamed            it has its name, and the journal before it is still there
-    snapshot.spare_kept         the newest file of the journal that it takes the place of is the
-                                spare; older ones are still there
-    snapshot.journal_shortened  all of them are gone
-    pull.halfway                values of a partition have been sent, and the pull goes on
-    recovery.begun              the snapshot is read, and nothing of the journal
-    recovery.record_made        a record of the journal has been made again
-    recovery.done               all have, and no file of the journal was begun
-    backup.before_note          a primary's backup has a copy, and the journal is about to say that
-                                changes wait for it
-    backup.holds                changes wait for the backup, and the coordinator was not told that
-                                it is in sync
-    backup.cleared              a backup has removed what it had, and nothing of the copy is on its
-                                disk
-    backup.copied               the copy is on its disk, and the primary was not told
-    backup.record_made          a backup has a change on disk and has made it, and the primary was
-                                not told
+    snapshot.renamed            the snapshot has its final name, and the older journal still exists
+    snapshot.spare_kept         the newest journal file that the snapshot replaces is kept as the
+                                spare; older files still exist
+    snapshot.journal_shortened  all journal files that the snapshot replaces are gone
+    pull.halfway                values of a partition have been sent, and the pull continues
+    recovery.begun              no record of the journal has been replayed
+    recovery.record_made        a record of the journal has been replayed
+    recovery.done               all records have been replayed, and no new journal file was started
+    backup.before_note          a primary's backup has a copy, and the journal is about to record
+                                that changes wait for the backup
+    backup.holds                changes wait for the backup, and the coordinator does not know that
+                                the backup is in sync
+    backup.cleared              a backup has removed its old data, and nothing of the new copy is on
+                                its disk
+    backup.copied               the copy is on the backup's disk, and the primary was not notified
+    backup.record_made          a backup has written and applied a change, and the primary was not
+                                notified
     backup.promoted             a backup was made the primary, and serves nobody yet
-    move.frozen                 partitions that are to go to another server are frozen, and nothing
-                                of them was sent
-    move.taken                  the other server has all of them on disk, and the giver was not told
-    move.noted                  the giver's journal has that they are leaving, and the coordinator
-                                was not told
-    move.reported               the coordinator is being told that they were taken
-    move.activated              the other server serves them, by a shard map that is on its disk,
-                                and has answered nobody yet
-    move.dropped                the giver has dropped them
+    move.frozen                 partitions that are to move to another server are frozen, and
+                                nothing of them was sent
+    move.taken                  the receiver has all partitions on disk, and the giver was not
+                                notified
+    move.noted                  the giver's journal records that the partitions are leaving, and the
+                                coordinator was not notified
+    move.reported               the giver has queued its report to the coordinator
+    move.activated              the receiver serves the partitions according to a shard map that is
+                                on its disk, and has answered nobody yet
+    move.dropped                the giver has dropped the partitions
 
 Coordinator:
 
     decision.before_write       a change is about to be written to Redis
-    decision.written            it is in Redis, and nobody was told
+    decision.written            the change is in Redis, and nobody was notified
 """
 
 from __future__ import annotations
@@ -145,7 +150,8 @@ _counting: Final = threading.Lock()
 
 
 def failpoint(name: str) -> None:
-    """Passes through the failpoint `name`."""
+    """Passes through the failpoint `name`: performs the action that SHOAL_FAILPOINTS names for this
+    pass, if any."""
     wanted = _wanted()
     if not wanted:
         return

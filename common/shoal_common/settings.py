@@ -1,8 +1,8 @@
 """Parses values written by people: durations, listen addresses, environment variables. Each mistake
-gives one clear ConfigurationError.
+raises one clear ConfigurationError.
 
-Only a service's own settings module reads the environment, through ShoalSettings; everything else
-takes values. This module knows no service and none of their defaults.
+Only a service's own settings module reads the environment, through ShoalSettings; all other code
+receives values. This module is independent of the services and their defaults.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _LONGEST_DURATION: Final = timedelta(days=3650)
 
 
 def parse_duration(text: str) -> timedelta:
-    """Parses `250ms`, `1.5s`, `2m`, `1h`, `1d`, `10us`: a number and a unit, never negative, at
-    most ten years."""
+    """Parses a duration such as `250ms`, `1.5s`, `2m`, `1h`, `1d` or `10us`: a number and a unit,
+    never negative, at most ten years. Raises ConfigurationError."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or match["unit"] not in _UNITS:
         raise ConfigurationError(
@@ -52,15 +52,15 @@ def parse_duration(text: str) -> timedelta:
 
 @dataclass(frozen=True)
 class Address:
-    """host:port, to listen on or to connect to. Port 0, for listening: chosen by the operating
-    system."""
+    """Network address, host:port, to listen on or to connect to. Listening on port 0 means a port
+    chosen by the operating system."""
 
     host: str
     port: int
 
     @property
     def is_loopback(self) -> bool:
-        """True if only this machine can reach it."""
+        """True if only this machine can reach the address."""
         if self.host == "localhost":
             return True
         try:
@@ -69,7 +69,7 @@ class Address:
             return False
 
     def check_free(self) -> None:
-        """Raises ConfigurationError if it is currently impossible to listen here."""
+        """Raises ConfigurationError if this process currently cannot listen on the address."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             socket.create_server((self.host, self.port), family=family).close()
@@ -84,7 +84,8 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parses `127.0.0.1:7000`, `coordinator:7000`, `[::1]:7000`, `0.0.0.0:0`."""
+    """Parses an address such as `127.0.0.1:7000`, `coordinator:7000`, `[::1]:7000` or `0.0.0.0:0`.
+    Raises ConfigurationError."""
     host, separator, port = text.strip().rpartition(":")
     if (
         not separator
@@ -128,8 +129,8 @@ AddressField = Annotated[Address, NoDecode, BeforeValidator(_address_or_pass)]
 
 
 class ShoalSettings(BaseSettings):
-    """Base of every service's settings: environment variables SHOAL_..., frozen, unknown arguments
-    refused.
+    """Base of every service's settings. They are read from SHOAL_... environment variables and
+    frozen; unknown arguments are refused.
 
     A service subclasses it with `model_config =
     SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")`; pydantic merges the rest. Explicit
@@ -147,8 +148,8 @@ class ShoalSettings(BaseSettings):
 
     @classmethod
     def load(cls, **given: Any) -> Self:
-        """Loads settings: `given` (flags; None means not given) overrides the environment, which
-        overrides the defaults."""
+        """Loads settings. `given`: values of flags, None if not given; they override the
+        environment, which overrides the defaults."""
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
@@ -183,7 +184,8 @@ class ShoalSettings(BaseSettings):
 
     @classmethod
     def _flag(cls, field: str) -> str:
-        """Returns the flag of a field for messages, with " or " behind it; "" without flags."""
+        """Returns the flag of a field followed by " or ", for messages. Settings without flags
+        return ""."""
         return f"--{field.replace('_', '-')} or "
 
     @classmethod
@@ -193,7 +195,7 @@ class ShoalSettings(BaseSettings):
 
 
 def secret_value(secret: SecretStr | None) -> str | None:
-    """The text of an optional secret."""
+    """Returns the text of an optional secret; None without one."""
     return None if secret is None else secret.get_secret_value()
 
 

@@ -1,4 +1,4 @@
-"""Ends tasks of an event loop that work in rounds until they are cancelled."""
+"""Cancels tasks of an event loop reliably."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _AGAIN_S: Final = 0.2
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancels tasks until all have ended; their results, including errors, are left to whoever
-    awaits them.
+    """Cancels tasks repeatedly until all have ended. Their results, including errors, are left to
+    the code that awaits the tasks.
 
     One cancellation may not be enough: if it coincides with the end of the operation that the task
     awaits, it can be lost. Python 3.11's asyncio.wait_for loses it (python/cpython issue 86296),
-    and redis-py sends every command through that.
+    and redis-py sends every command through asyncio.wait_for.
     """
     pending = set(tasks)
     while pending:

@@ -1,2 +1,2 @@
 """Shoal's coordinator: decides which processes belong to a job, in which generation and with which
-rank. See docs/explanation/membership.md."""
+rank. docs/explanation/membership.md explains the rules."""

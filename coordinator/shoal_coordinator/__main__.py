@@ -29,8 +29,9 @@ _REDIS_CHECK_INTERVAL_S: Final = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after SIGTERM or SIGINT; 1, with one line on stderr, if the
-    coordinator could not serve, had to stop serving, or was replaced by another."""
+    """Runs the coordinator and returns its exit status: 0 after SIGTERM or SIGINT; 1, with one
+    line on stderr, if the coordinator could not serve, had to stop serving, or was replaced by
+    another."""
     try:
         settings = parse_command_line(arguments)
         configure_logging("coordinator", settings.log_level)
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
-    """Starts the embedded Redis server requested by an embedded:// URL while the rest of the
-    program is imported. Yields None if Redis is run by someone else."""
+    """Starts the embedded Redis server requested by an embedded:// URL, while the rest of the
+    program is imported. Yields None for any other URL."""
     url = settings.redis_url
     if urlsplit(url).scheme != "embedded":
         yield None
@@ -71,9 +72,9 @@ def _rarely_collect() -> None:
     hundred allocations by default, which took a third of the time of ten thousand joins.
 
     The older generations of objects still need collecting: a refused call leaves about 50 kB of
-    gRPC garbage, and a call in progress while Python scans the youngest generation is promoted and
-    becomes garbage in an older one. Python runs a full collection only when a quarter of all
-    objects are new.
+    gRPC garbage. Objects of a call in progress are promoted when Python scans the youngest
+    generation, and become garbage in an older one. Python runs a full collection only when a
+    quarter of all objects are new.
     """
     gc.freeze()
     gc.set_threshold(100_000, 5, 5)
@@ -104,8 +105,9 @@ async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None)
 
 
 async def _lost(own_redis: EmbeddedRedis, stop: asyncio.Event) -> bool:
-    """Stops this coordinator once its embedded Redis has ended, since only a starting coordinator
-    can restart it. Returns False if the coordinator was stopping anyway."""
+    """Waits until the embedded Redis has ended, and then stops this coordinator, since only a
+    starting coordinator can restart Redis. Returns False if the coordinator was already
+    stopping."""
     while own_redis.alive:
         await asyncio.sleep(_REDIS_CHECK_INTERVAL_S)
     unasked = not stop.is_set()

@@ -1,4 +1,4 @@
-"""The coordinator's own metrics, in addition to those of its gRPC calls
+"""Metrics of the coordinator, in addition to the metrics of its gRPC calls
 (shoal_common.telemetry)."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class CoordinatorMetrics:
-    """Metrics updated by the event loop where events occur."""
+    """Metrics that the event loop updates when events occur."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.generations = Counter(
@@ -107,8 +107,8 @@ class CoordinatorMetrics:
 
 
 class JobsCollector(Collector):
-    """Gauges of the jobs, read at each scrape on the scraper's thread. For an ended run whose
-    members are gone, only its failure is exported."""
+    """Collects the gauges of all jobs at each scrape, on the scraper's thread. For an ended run
+    whose members are gone, only its failure is exported."""
 
     def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
         self._observed = observed
@@ -191,4 +191,4 @@ _JOB_GAUGES: Final[Mapping[str, tuple[str, Callable[[ObservedJob], float]]]] = {
         lambda job: job.unprotected_places,
     ),
 }
-"""Name after `shoal_coordinator_` -> help text and value."""
+"""Name of a gauge without the prefix `shoal_coordinator_` -> help text and value."""

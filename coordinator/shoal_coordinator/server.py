@@ -38,8 +38,8 @@ _REDIS_RETRY_S = 0.2
 
 
 async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set. Raises FencedError when another coordinator takes over;
-    ShoalErrors when it cannot start."""
+    """Serves until `stop` is set. Raises FencedError if another coordinator takes over, and a
+    ShoalError if this one cannot start."""
     server_settings = _servable(settings)
     async with AsyncExitStack() as stack:
         store = await _open_store(redis_url, settings, stop)
@@ -85,8 +85,8 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
 
 
 async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
-    """Waits until `stop` is set. Raises the error that makes this coordinator unable to
-    continue."""
+    """Waits until `stop` is set. Raises the error that prevents this coordinator from
+    continuing."""
     jobs.failed.add_done_callback(lambda _: stop.set())
     await stop.wait()
     if jobs.failed.done():
@@ -96,7 +96,8 @@ async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
 async def _open_store(
     url: str, settings: CoordinatorSettings, stop: asyncio.Event
 ) -> JobStore | None:
-    """Waits up to `redis_patience` for Redis to answer. Returns None if stopped meanwhile."""
+    """Opens the store, waiting up to `redis_patience` for Redis to answer. Returns None if `stop`
+    is set meanwhile."""
     opening = asyncio.create_task(_opened_store(url, settings))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -149,8 +150,9 @@ def _servicer(
 
 
 def _servable(settings: CoordinatorSettings) -> ServerSettings:
-    """Returns the server's settings. Raises ConfigurationError for settings that cannot be served.
-    Called before the store is opened, since that takes over from a running coordinator."""
+    """Returns the gRPC server's settings. Raises ConfigurationError for settings that cannot be
+    served. Must be called before the store is opened, which takes over from a running
+    coordinator."""
     for address in (settings.listen, settings.http):
         address.check_free()
     if (tls := settings.serving_tls) is not None:
@@ -174,8 +176,8 @@ def _discover(jobs: Jobs, request: HttpRequest) -> HttpResponse:
 
 
 def _unhealthy(jobs: Jobs) -> str | None:
-    """Returns why the coordinator is unhealthy, or None. An unreachable Redis is no reason to
-    restart it: it would only lose its in-memory state."""
+    """Returns the reason why the coordinator is unhealthy, or None. An unreachable Redis is no
+    reason to restart the coordinator, which would only lose its in-memory state."""
     return (
         str(jobs.failed.result()) if jobs.failed.done() else ("stopping" if jobs.closing else None)
     )
@@ -190,7 +192,8 @@ def _stopping() -> ShoalError:
 def _write_port_file(
     settings: CoordinatorSettings, port: int, http: HttpServer, redis_url: str
 ) -> None:
-    """Writes the port file and renames it into place, so that readers never see part of it."""
+    """Writes the port file under a temporary name and renames it, so that readers never see part of
+    it."""
     if settings.port_file is None:
         return
     content = {

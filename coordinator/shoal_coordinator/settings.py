@@ -1,4 +1,4 @@
-"""Settings of the coordinator from its environment (SHOAL_COORDINATOR_...) and its command line; no
+"""Settings of the coordinator from its environment (SHOAL_COORDINATOR_...) and its command line. No
 other module reads them."""
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class CoordinatorSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")
 
     redis: SecretStr = SecretStr("embedded://")
-    """redis://[user:password@]host:port[/db] of the server that keeps all state. `embedded://`
-    starts an own server with temporary data, `embedded:///directory` one with persistent data.
-    Members on other machines can reach it if it has this machine's name: `embedded://host`."""
+    """URL of the Redis server that stores all state: redis://[user:password@]host:port[/db].
+    `embedded://` starts a server with temporary data, `embedded:///directory` one with persistent
+    data. Members on other machines can reach an embedded server if the URL has this machine's name:
+    `embedded://host`."""
 
     redis_file: Path | None = None
-    """File that contains the URL of `redis`, for URLs with a password; takes precedence over
+    """File that contains the URL of `redis`, for a URL with a password. Takes precedence over
     `redis`."""
 
     redis_ca: Path | None = None
@@ -48,7 +49,7 @@ class CoordinatorSettings(ServiceSettings):
     """host:port of the status page, /metrics, /healthz and /sd."""
 
     store_url: str | None = None
-    """Redis URL that members receive for their rendezvous stores; None: the coordinator's own,
+    """Redis URL that members receive for their rendezvous stores; None: the coordinator's own URL
     without its credentials."""
 
     share_store_credentials: bool = False
@@ -56,11 +57,11 @@ class CoordinatorSettings(ServiceSettings):
 
     reconnect_grace: Duration = timedelta(0)
     """Time for which a member whose stream broke may take to reconnect before it counts as dead. 0:
-    it counts as dead at once, which detects a killed process within milliseconds; raise it if the
-    network drops connections more often than processes die."""
+    it counts as dead at once, so that a killed process is detected within milliseconds. Raise this
+    value if the network drops connections more often than processes die."""
 
     request_timeout: Duration = timedelta(seconds=5)
-    """Time for which a call waits for Redis before it is answered with UNAVAILABLE, and how long a
+    """Time for which a call waits for Redis before it is answered with UNAVAILABLE, and for which a
     new session may take to send its first message."""
 
     job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
@@ -68,7 +69,8 @@ class CoordinatorSettings(ServiceSettings):
     least 1s."""
 
     port_file: Path | None = None
-    """File to which the bound addresses are written as JSON once serving."""
+    """File to which the bound addresses are written as JSON when the coordinator starts to
+    serve."""
 
     drain_timeout: Duration = timedelta(seconds=5)
     """Time for which calls in progress may continue after SIGTERM. Sessions end at once, and
@@ -89,7 +91,7 @@ class CoordinatorSettings(ServiceSettings):
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
+    """Returns the parser for the flags of `shoal-coordinator`."""
     parser = argparse.ArgumentParser(
         prog="shoal-coordinator",
         description="Shoal's coordinator: assigns a job's processes to generations and ranks.",
@@ -149,8 +151,8 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSettings:
-    """Loads settings: flags override the environment, which overrides the defaults. Exits on --help
-    and unknown flags; raises ConfigurationError for invalid values."""
+    """Loads the settings. Flags override the environment, which overrides the defaults. Exits on
+    --help and unknown flags; raises ConfigurationError for invalid values."""
     given = command_line().parse_args(arguments)
     file = (
         "put the URL in a file that only you can read, and pass --redis-file FILE (or set "

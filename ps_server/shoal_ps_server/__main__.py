@@ -24,11 +24,11 @@ from shoal_ps_server.settings import PsServerSettings, parse_command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after SIGTERM, SIGINT or the end of the job; 1, with one line on
-    stderr, if the server could not serve.
+    """Runs the server and returns its exit status: 0 after SIGTERM, SIGINT or the end of the job;
+    1, with one line on stderr, if the server could not serve.
 
-    Either signal ends the process at once during the seconds in which torch is loaded, since there
-    is nothing to clean up yet.
+    While torch is being loaded, which takes seconds, either signal ends the process at once, since
+    there is nothing to clean up yet.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         # explicitly, since the default action does not apply to the first process of a container

@@ -1,5 +1,5 @@
 """Configuration of a job on this server: its optimizer, its consistency model, and the state of its
-hyperparameter schedule. Values only."""
+hyperparameter schedule. Contains only values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One job's settings. Immutable."""
+    """Optimizer and consistency model of one job. Immutable."""
 
     configured: OptimizerSettings
-    """Settings from ConfigureOptimizer; later callers must agree with them."""
+    """Settings from ConfigureOptimizer. Later callers must request the same settings."""
     optimizer: OptimizerSettings
-    """Current settings, with changes by the schedule."""
+    """Current settings, including changes by the schedule."""
     consistency: Consistency
     revision: int = 0
     """Revision of the last applied SetHyperparameters."""
 
     def check_equal(self, optimizer: OptimizerSettings, consistency: Consistency) -> None:
         """Raises PreconditionError / OPTIMIZER_CONFLICT unless a later ConfigureOptimizer requests
-        the same."""
+        this configuration."""
         for what, have, want in (
             ("optimizer", self.configured, optimizer),
             ("consistency", self.consistency, consistency),
@@ -41,8 +41,8 @@ class Configuration:
     def revised(
         self, revision: int, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]
     ) -> Configuration:
-        """Returns the configuration after SetHyperparameters, or itself if `revision` is not above
-        the last one. Raises like `OptimizerSettings.changed`."""
+        """Returns the configuration after a SetHyperparameters. Returns the same configuration if
+        `revision` is not above the last one. Raises the errors of `OptimizerSettings.changed`."""
         changed = self.optimizer.changed(hyperparameters, groups)
         return (
             self

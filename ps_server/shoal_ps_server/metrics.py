@@ -1,5 +1,5 @@
-"""All metrics of a parameter server except gRPC's own, which come from shoal_common.telemetry. All
-are set on the event loop."""
+"""Metrics of a parameter server, except for gRPC's own metrics (shoal_common.telemetry). All are
+set on the event loop."""
 
 from __future__ import annotations
 
@@ -191,14 +191,14 @@ class Metrics:
         )
 
     def watch_disk(self, path: Path) -> None:
-        """Makes every later scrape report the total and free size of the disk that holds the
-        directory `path`."""
+        """Makes later scrapes report the total and free size of the disk with the directory
+        `path`."""
         self.disk_bytes.set_function(lambda: shutil.disk_usage(path).total)
         self.disk_free_bytes.set_function(lambda: shutil.disk_usage(path).free)
 
     @contextmanager
     def counting_refusals(self, method: str) -> Iterator[None]:
-        """Counts the ShoalError that a call raises, if any."""
+        """Counts a ShoalError raised by the enclosed block as a refusal of `method`."""
         try:
             yield
         except ShoalError as error:
@@ -206,7 +206,7 @@ class Metrics:
             raise
 
     def journal_written(self, records: int, nbytes: int, seconds: float) -> None:
-        """Counts changes that were written to disk together."""
+        """Counts changes that were written to disk in one batch."""
         self.journal_records.inc(records)
         self.journal_bytes.inc(nbytes)
         self.journal_seconds.observe(seconds)

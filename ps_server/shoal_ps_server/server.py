@@ -1,13 +1,13 @@
-"""Assembles one parameter server: owners of state, and the order of start and shutdown.
-Belongs to the event loop.
+"""Assembles one parameter server: the owners of state, and the order of start and shutdown. Belongs
+to the event loop.
 
     event loop           all mutable state: partitions, membership (fence, clocks), layouts,
                          configuration, metrics; bulk connections (service/bulk.py)
     gRPC's threads       sockets and HTTP/2 framing
     HTTP threads         /metrics and /healthz
     one thread           TLS handshakes of bulk connections
-    the journal's thread writes changes before they are made, and syncs them
-    a pool thread        writes a snapshot that was copied before
+    the journal's thread writes changes to disk, and syncs them, before they are applied
+    a pool thread        writes a snapshot after its contents were copied
 """
 
 from __future__ import annotations
@@ -79,13 +79,12 @@ logger = logging.getLogger(__name__)
 
 
 class ParameterServer:
-    """A server in the role of a primary. Created and run on one event loop; `run` does
-    everything."""
+    """A server in the role of a primary. Created and run on one event loop, by calling `run`."""
 
     def __init__(
         self, settings: PsServerSettings, directory: DataDirectory | None, recovered: Recovered
     ) -> None:
-        """`recovered`: the server's state; the contents of `directory` if there is one."""
+        """`recovered`: the server's state, restored from `directory` if there is one."""
         self._settings = settings
         self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
         self._directory = directory
@@ -205,17 +204,17 @@ class ParameterServer:
         )
         self._session: CoordinatorSession | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets an exception when memory lacks changes that the journal has."""
+        """Future that receives an exception if memory lacks changes that the journal has."""
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Serves until `stop` is set or the job is over, then drains, and writes a last snapshot
-        unless a backup has everything that this server holds. Returns True if the coordinator
-        demoted this server to a backup, so that its state is obsolete.
+        """Serves until `stop` is set or the job is over, then drains. Writes a last snapshot unless
+        a backup has everything that this server stores. Returns True if the coordinator demoted
+        this server to a backup, so that its state is obsolete.
 
-        Raises ConfigurationError (addresses, TLS, tokens); AnotherRunError; the coordinator's
-        refusal of this server's registration; UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED
-        if the last snapshot or the journal could not be written; and InternalError if a change in
-        the journal could not be applied.
+        Raises ConfigurationError (addresses, TLS, tokens); AnotherRunError; the error with which
+        the coordinator refuses this server's registration; UnavailableError: SNAPSHOT_FAILED or
+        JOURNAL_FAILED if the last snapshot or the journal could not be written; and InternalError
+        if a change in the journal could not be applied.
         """
         async with AsyncExitStack() as stack:
             rpc = RpcServer(
@@ -262,7 +261,8 @@ class ParameterServer:
         return self._standing.replaced.is_set()
 
     def _unhealthy(self) -> str | None:
-        """Returns why the server is unhealthy, or None. Called on threads of the HTTP server."""
+        """Returns the reason why the server is unhealthy; None if it is healthy. Called on threads
+        of the HTTP server."""
         error = self._changes.write_error
         return (
             None if error is None else f"cannot write the journal, so updates are refused: {error}"
@@ -300,14 +300,14 @@ class ParameterServer:
             # a snapshot would lack the change and delete the journal that contains it
             self._broken.result()
         if self._standing.replaced.is_set() or self._changes.is_broken:
-            # another server has all of this, or the journal has more
+            # another server has this state, or the journal contains more than a snapshot would
             await self._snapshots.idle()
         else:
             await self._snapshots.write_if_changed()
 
     def _not_made(self, error: BaseException) -> None:
-        """Handles a change in the journal that could not be applied: this process ends, and the
-        next one applies it."""
+        """Ends this process because a change in the journal could not be applied. The next process
+        applies the change."""
         logger.critical(
             "could not apply a change from the journal; exiting, so that recovery can apply it",
             extra={"error": error},
@@ -320,14 +320,14 @@ class ParameterServer:
     # ------------------------------------------------------------------- the coordinator's listener
 
     def known(self) -> Known:
-        """Returns facts about the job that the coordinator may have lost."""
+        """Returns the facts about the job that the coordinator may have lost."""
         return Known(
             generation=max(0, self._membership.fence.generation),
             server_index=self._standing.held_index,
         )
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """Handles the opened session."""
+        """Records the place and the run of the opened session."""
         self._standing.welcomed(server_index, with_backups=with_backups)
         if run is not None and self._directory is not None:
             self._directory.note_run(run)
@@ -335,14 +335,14 @@ class ParameterServer:
         logger.info("registered with the coordinator", extra={"server_index": server_index})
 
     def disconnected(self) -> None:
-        """Handles the broken session; training continues."""
+        """Records that the session broke; training continues."""
         self._metrics.coordinator_connected.set(0)
 
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """Adopts the members of a generation. Raises ConfigurationError if the coordinator's job is
-        a different one from this server's."""
+        """Adopts the members of a generation. Raises ConfigurationError if the coordinator's job
+        differs from this server's job."""
         held = self._membership.fence.generation
         if generation < held:
             # A job's generations never decrease, so its workers would only ever be fenced off.
@@ -367,19 +367,20 @@ class ParameterServer:
         )
 
     def placed(self, place: Place) -> None:
-        """Handles the assignment of a place."""
+        """Adopts the place assigned by the coordinator."""
         self._standing.placed(place)
 
     def settled(self, move: int, epoch: int) -> None:
-        """Handles the coordinator's decision on all moves up to this one."""
+        """Records the coordinator's decision on all moves up to `move`."""
         self._mover.settled(move, epoch)
 
     def ordered(self, order: MoveOrder) -> None:
-        """Handles an order to give partitions away."""
+        """Records an order to give partitions away."""
         self._mover.ordered(order)
 
     def stored_bytes(self) -> int:
-        """Returns the size for the heartbeat, and updates the gauges at the same rate."""
+        """Returns the number of stored bytes for the heartbeat, and updates the gauges at the same
+        rate."""
         summary = self._shard.summary()
         clocks = [each.clock for each in self._membership.clocks.members.values()]
         metrics = self._metrics
@@ -429,20 +430,20 @@ class ParameterServer:
         )
 
     async def _adopt_layout(self, layout: Layout) -> None:
-        """Adopts a shard map. Raises like `Moves.check`, and UnavailableError: JOURNAL_FAILED,
-        CHANGE_PENDING."""
+        """Adopts a shard map. Raises the errors of `Moves.check`, and UnavailableError:
+        JOURNAL_FAILED, CHANGE_PENDING."""
         self._moves.check(layout, before=self._layouts.current)
         if not self._moves.changes_with(layout):
-            self._becomes(layout)  # the journal has it before the next change
+            self._becomes(layout)  # the journal records it before the next change
             return
         made = self._changes.adopt(layout, lambda: self._becomes(layout))
         await self._changes.in_time(lambda: asyncio.shield(made))
 
     def _becomes(self, layout: Layout) -> None:
-        """Makes this the current shard map."""
+        """Makes `layout` the current shard map unless the current one is newer."""
         before = self._layouts.current
         if before is not None and layout.epoch <= before.epoch:
-            return  # who waited for it went away, and another one has brought it meanwhile
+            return  # another call has already adopted this one, or a newer one
         held, frozen = frozenset(self._shard.partition_ids()), self._shard.frozen
         taken = (
             frozenset[int]()
@@ -464,7 +465,7 @@ class ParameterServer:
             failpoint("move.activated")
 
     def _applied(self, kind: UploadKind, upload: Upload, outcome: Outcome) -> None:
-        """Counts an applied or duplicate upload."""
+        """Counts an upload that was applied or was a duplicate."""
         label = "duplicate" if outcome.duplicate else "applied"
         self._metrics.received_bytes.inc(upload.header.payload_bytes)
         if kind is UploadKind.INITIALIZE:
@@ -477,7 +478,8 @@ class ParameterServer:
             self._metrics.apply_seconds.observe(outcome.apply_seconds)
 
     def _answered(self, sent: int | None) -> None:
-        """Counts an answered partition of a pull."""
+        """Counts an answered partition of a pull. `sent`: bytes of values sent; None if it was
+        unchanged."""
         self._metrics.pulls.labels("unchanged" if sent is None else "sent").inc()
         self._metrics.sent_bytes.inc(sent or 0)
 
@@ -497,8 +499,8 @@ class ParameterServer:
         )
 
     def _first_heard(self) -> None:
-        """Schedules a journal record of the members, since a pull may fix the origin of a member's
-        count, and pulls are not in the journal."""
+        """Schedules a journal record of the members. A pull may fix the origin of a member's count,
+        but pulls are not in the journal."""
         self._changes.members_changed()
 
     def _members(self) -> Members:
@@ -507,7 +509,7 @@ class ParameterServer:
     # -------------------------------------------------------------------------------- start and end
 
     async def _until_over(self, stop: asyncio.Event, session: CoordinatorSession) -> None:
-        """Waits until stopped or until the job is over. Raises the error that ends the session for
+        """Waits until `stop` is set or the job is over. Raises the error that ends the session for
         good."""
         stopped = asyncio.create_task(stop.wait())
         held = asyncio.create_task(session.run())

@@ -1,4 +1,4 @@
-"""One server process from start to end: across the runs of its job, alternating between primary
+"""Runs one server process from start to end, across the runs of its job and in the roles of primary
 (`server.py`) and backup."""
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
-    """Runs one server until `stop` is set or the job is over, as a primary or a backup, whichever
-    the coordinator assigns.
+    """Runs one server until `stop` is set or the job is over, in the role that the coordinator
+    assigns: primary or backup.
 
-    Raises like `ParameterServer.run` and `Standby.run`; CorruptDataError and ConfigurationError for
-    an unusable data directory.
+    Raises the errors of `ParameterServer.run` and `Standby.run`; CorruptDataError and
+    ConfigurationError for an unusable data directory.
     """
     with ExitStack() as stack:
         directory = (
@@ -45,7 +45,7 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
 
 
 def _set_aside(directory: DataDirectory | None) -> str:
-    """Sets the server's state aside and returns its location, for people."""
+    """Sets the server's state aside. Returns a description of its new location, for people."""
     if directory is None:
         return "nowhere, since it has no data directory"
     folder = directory.set_aside()
@@ -56,7 +56,7 @@ async def _serve_run(
     settings: PsServerSettings, directory: DataDirectory | None, stop: asyncio.Event
 ) -> None:
     """Serves with the state of one run of the job. Raises AnotherRunError when that run is over,
-    and like `serve`."""
+    and the errors of `serve`."""
     recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
     while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
         assert directory is not None, "a server without one refuses to be in a job with backups"
@@ -66,9 +66,9 @@ async def _serve_run(
 async def _recover(
     settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event
 ) -> Recovered | None:
-    """Returns this server's recovered state. Unreadable state is no loss if the coordinator says
-    that this server is a backup, since its primary sends everything anew. Returns None if `stop`
-    was set or the job is over. Raises like `serve`."""
+    """Returns this server's recovered state; None if `stop` was set or the job is over. Unreadable
+    state is no loss if the coordinator makes this server a backup, since its primary sends
+    everything again. Raises the errors of `serve`."""
     try:
         return directory.recover(job_id=settings.job, server_id=settings.server_id)
     except CorruptDataError as unreadable:

@@ -1,9 +1,10 @@
 """This server's session with the coordinator: registration, heartbeats, members of each generation,
 the shard map, and moves of partitions to other servers.
 
-The session may break and be reopened at any time; pushes and pulls meanwhile continue with the last
-known members. The server ends only on a refusal before the first welcome, on the end of its run, or
-when another process with the same server_id takes over its place. Belongs to the event loop.
+The session may break and be reopened at any time. Meanwhile pushes and pulls continue with the last
+known members. The server ends only if the coordinator refuses it before the first welcome, if its
+run ends, or if another process with the same server_id takes over its place. Belongs to the event
+loop.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ _PERMANENT: Final = (
     PreconditionError,
 )
 _CONFLICT: Final = "SERVER_CONFLICT"
-"""Another process has this server's place: a dead one that the coordinator has not noticed yet or,
-if this process was registered before, one that took over while this one was cut off."""
+"""Another process has this server's place. It may be a dead process that the coordinator has not
+noticed yet. If this process was registered before, another process may have taken over while this
+one was cut off."""
 _RUN_ENDED: Final = "RUN_ENDED"
 _RUN_UNKNOWN: Final = "RUN_UNKNOWN"
 _LOST_RUN_WAIT: Final = timedelta(seconds=15)
@@ -68,8 +70,8 @@ run."""
 
 
 class AnotherRunError(PreconditionError):
-    """The run of this server's state is over or lost, so nobody will ask for that state again. It
-    is set aside, and the server starts empty."""
+    """The run of this server's state is over or lost, so the state will never be requested again.
+    The state is set aside, and the server starts empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +80,13 @@ class Place:
 
     epoch: int
     follows: bool
-    """True if it is a backup rather than a primary."""
+    """True if this server is a backup rather than a primary."""
     primary_address: str
     """Address of the primary that a backup follows; empty while the primary is absent."""
     backup_id: str
-    """Id of the current backup; empty if none."""
+    """Id of the current backup; empty if there is none."""
     in_sync: bool
-    """True if that backup may take over the primary's place."""
+    """True if the current backup may take over the primary's place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,64 +97,65 @@ class MoveOrder:
     partition_ids: frozenset[int]
     receiver_index: int
     receiver_address: str
-    """Empty while the receiver is absent."""
+    """Address of the receiver; empty while the receiver is absent."""
     giver_incarnation: str
-    """Process that received the order first."""
+    """Incarnation of the process that received the order first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Facts that a server knows about its job and the coordinator may have lost."""
+    """Facts that a server knows about its job and that the coordinator may have lost."""
 
     generation: int = 0
-    """Newest known generation; 0 if none."""
+    """Newest known generation; 0 if there is none."""
     server_index: int | None = None
-    """Place whose partitions it holds; None if it holds none."""
+    """Place whose partitions the server holds; None if it holds none."""
 
 
 class Listener(Protocol):
-    """Receiver of the coordinator's messages."""
+    """Interface for receiving the coordinator's messages."""
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """Handles the opened session, again at every reconnection. `with_backups`: whether the
-        job's servers have backups. `run`: the run to which this server belongs from now on; None if
-        the coordinator does not report. Raises ConfigurationError if the server cannot take that
-        place."""
+        """Called when the session is opened, and again at every reconnection. `with_backups`: True
+        if the job's servers have backups. `run`: run to which this server belongs from now on; None
+        if the coordinator does not report it. Raises ConfigurationError if the server cannot take
+        the place `server_index`."""
 
     def known(self) -> Known:
-        """Returns the facts for the registration."""
+        """Returns the facts to send with the registration."""
 
     def disconnected(self) -> None:
-        """Handles the broken session, which will be reopened."""
+        """Called when the session breaks; it will be reopened."""
 
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """Handles the members of a generation and the digests of their keys. Raises
-        ConfigurationError if the server cannot belong to their job."""
+        """Called with the members of a generation and the digests of their keys. Raises
+        ConfigurationError if the server cannot belong to the members' job."""
 
     def placed(self, place: Place) -> None:
-        """Handles this server's place; called after every welcome and at every change."""
+        """Called with this server's place, after every welcome and at every change."""
 
     def settled(self, move: int, epoch: int) -> None:
-        """Handles the coordinator's decision on all moves up to this one; the shard map of this
-        epoch or a newer one contains the result."""
+        """Called with the coordinator's decision on all moves up to `move`. The shard map of
+        `epoch` or a newer one contains the result."""
 
     def ordered(self, order: MoveOrder) -> None:
-        """Handles an order to give partitions away. May be repeated for the same move."""
+        """Called with an order to give partitions away. The order may be repeated for the same
+        move."""
 
     def stored_bytes(self) -> int:
-        """Returns the size for the heartbeat."""
+        """Returns the number of stored bytes, for the heartbeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """This server's description for the coordinator."""
+    """Description that this server sends to the coordinator."""
 
     job_id: str
     server_id: str
     address: str
-    """Empty if it serves nobody."""
+    """Address for workers; empty if the server serves nobody."""
     metrics_address: str
     host: str
     pid: int
@@ -163,15 +166,14 @@ class Registration:
 
 @functools.cache
 def incarnation() -> str:
-    """Returns an id that distinguishes this process from another one in its place."""
+    """Returns an id that distinguishes this process from other processes in its place."""
     return secrets.token_hex(16)
 
 
 def this_process(
     settings: PsServerSettings, *, address: str, metrics_address: str, run: Run | None
 ) -> Registration:
-    """Returns the registration of this process. `run`: the run to which the server's state
-    belongs."""
+    """Returns the registration of this process. `run`: run to which the server's state belongs."""
     return Registration(
         job_id=settings.job,
         server_id=settings.server_id,
@@ -185,7 +187,7 @@ def this_process(
 
 
 class CoordinatorSession:
-    """A session that is reopened whenever it breaks."""
+    """Session with the coordinator that is reopened whenever it breaks."""
 
     def __init__(
         self, settings: ChannelSettings, registration: Registration, listener: Listener
@@ -199,21 +201,22 @@ class CoordinatorSession:
         self._listener = listener
         self._run = registration.run
         self._lost_at: float | None = None
-        """Time on the loop's clock since which the coordinator has not known the run."""
+        """Time, on the loop's clock, since which the coordinator has not known the run; None if it
+        knows the run."""
         self._server_index: int | None = None
-        """Set by the first welcome."""
+        """Index of this server's place, set by the first welcome."""
         self._registered = asyncio.Event()
         self._sending: _Sending | None = None
         """Outgoing messages of the open stream."""
 
     async def run(self) -> str:
-        """Maintains the session until the coordinator says that the job is over; returns the
-        reason.
+        """Maintains the session until the coordinator reports that the job is over. Returns the
+        reason for the end.
 
-        Raises the coordinator's refusal of the first registration; AnotherRunError if the run of
-        this server's state is over or unknown; PreconditionError / SERVER_CONFLICT if another
-        process has taken this server's place; and ConfigurationError if the listener cannot take
-        the assigned place.
+        Raises the error with which the coordinator refuses the first registration; AnotherRunError
+        if the run of this server's state is over or unknown; PreconditionError / SERVER_CONFLICT if
+        another process has taken this server's place; and ConfigurationError if the listener cannot
+        take the assigned place.
         """
         backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
         while True:
@@ -223,7 +226,8 @@ class CoordinatorSession:
             except ShoalError as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
-                    # grpc.aio may end a cancelled read with the call's error instead
+                    # grpc.aio may raise the call's error instead of CancelledError for a cancelled
+                    # read
                     raise asyncio.CancelledError from error
                 if (
                     error.reason == _RUN_ENDED
@@ -254,7 +258,7 @@ class CoordinatorSession:
             await self._renew()
 
     async def layout(self) -> Layout:
-        """Returns the current shard map as far as it concerns this server.
+        """Returns the part of the current shard map that concerns this server.
 
         Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError if the coordinator
         cannot be reached or has not welcomed this server yet.
@@ -272,8 +276,8 @@ class CoordinatorSession:
         return layout_from_shard_map(answer.shard_map, server_index=server_index)
 
     def report_backup(self, *, epoch: int, in_sync: bool, reason: str = "") -> None:
-        """Sends a primary's report on its backup. Lost while the session is broken, so repeat it
-        when the place is announced again."""
+        """Sends a primary's report on its backup. The report is lost while the session is broken,
+        so repeat it when the place is announced again."""
         if self._sending is not None:
             report = coordinator_pb2.BackupReport(epoch=epoch, in_sync=in_sync, reason=reason)
             self._sending.say(coordinator_pb2.ServerMessage(backup=report))
@@ -281,9 +285,10 @@ class CoordinatorSession:
     def report_move(
         self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
     ) -> None:
-        """Sends the outcome of a move: the incarnation of the process that has the partitions, or
-        why none has, and whether that is this server's fault. Lost while the session is broken; the
-        coordinator asks again."""
+        """Sends the outcome of a move. `receiver`: incarnation of the process that has the
+        partitions; empty if the move failed. `reason`: reason of the failure. `giver_failed`: True
+        if the failure is this server's fault. The report is lost while the session is broken; the
+        coordinator then asks again."""
         if self._sending is not None:
             report = coordinator_pb2.MoveReport(
                 move=move,
@@ -301,8 +306,8 @@ class CoordinatorSession:
                 await channel.close()
 
     async def _renew(self) -> None:
-        """Replaces the channel if the coordinator's address is a name that may resolve to another
-        address by now (`is_name`)."""
+        """Replaces the channel if the coordinator's address is a host name (`is_name`), which may
+        resolve to another address by now."""
         if not is_name(self._settings.address):
             return
         if self._retired is not None:
@@ -311,8 +316,8 @@ class CoordinatorSession:
         self._stub = CoordinatorStub(self._channel)
 
     async def _hold(self, opened: _Opened) -> str:
-        """Holds one stream from registration to its end. Returns when the job is over; otherwise
-        raises the reason for the end."""
+        """Serves one stream from registration to its end. Returns when the job is over; otherwise
+        raises the reason for the end of the stream."""
         sending = _Sending()
         call = self._stub.ServerSession(self._messages(sending))
         try:
@@ -396,9 +401,8 @@ class CoordinatorSession:
         return welcome
 
     async def _messages(self, sending: _Sending) -> AsyncGenerator[coordinator_pb2.ServerMessage]:
-        """Yields the messages of one stream. `call.write` is not used: with interceptors, such as
-        for a token, grpc.aio feeds it from a queue whose reader is leaked forever when the call
-        fails."""
+        """Yields the messages of one stream. `call.write` is not used: with interceptors, e.g. for
+        a token, grpc.aio feeds it from a queue whose reader is leaked when the call fails."""
         yield coordinator_pb2.ServerMessage(register=self._register_message())
         while await sending.due():
             while sending.said:
@@ -425,8 +429,8 @@ class CoordinatorSession:
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
-        """Returns whether nobody will ask for this server's state again. Members of a run unknown
-        to the coordinator may still return."""
+        """Returns whether this server's state will never be requested again, because its run is
+        over or unknown. The members of an unknown run may take _LOST_RUN_WAIT to return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at
@@ -486,13 +490,13 @@ def _order(message: coordinator_pb2.MovePartitions) -> MoveOrder:
 
 
 class _Opened:
-    """Progress of one stream."""
+    """Progress of one session stream."""
 
     welcomed: bool = False
 
 
 class _Sending:
-    """Schedule of a stream's outgoing messages."""
+    """Schedule of the messages that one stream sends."""
 
     def __init__(self) -> None:
         self._interval_s: float | None = None
@@ -507,17 +511,17 @@ class _Sending:
         self._changed.set()
 
     def say(self, message: coordinator_pb2.ServerMessage) -> None:
-        """Sends a message as soon as possible."""
+        """Schedules a message to be sent as soon as possible."""
         self.said.append(message)
         self._changed.set()
 
     def end(self) -> None:
-        """Ends the outgoing messages."""
+        """Ends the messages of the stream."""
         self._ended = True
         self._changed.set()
 
     async def due(self) -> bool:
-        """Waits until a message is due; returns False at the end."""
+        """Waits until a message is due. Returns False once the messages have ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
                 await self._changed.wait()

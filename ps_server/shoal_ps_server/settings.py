@@ -1,5 +1,5 @@
-"""Settings of a parameter server from its environment (SHOAL_PS_SERVER_...) and its command line;
-no other module reads them."""
+"""Settings of a parameter server from its environment (SHOAL_PS_SERVER_...) and its command line.
+No other module reads them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shoal_common.system import own_address
 
 
 class Fsync(enum.StrEnum):
-    """Time at which the journal is synced so that it survives a power failure. A killed process
-    loses nothing with any setting."""
+    """Time at which the journal is synced so that it survives a power failure. With any setting,
+    killing the process loses nothing."""
 
     GROUP = "group"
     """Before a change is acknowledged; changes that arrive while the disk is busy are synced
@@ -40,8 +40,8 @@ _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,
 
 
 class PsServerSettings(ServiceSettings, CallerSettings):
-    """Settings of one server. Flags override the environment. It calls the coordinator and the
-    job's other servers with its own serving certificate and a token of role server."""
+    """Settings of one server. Flags override the environment. The server calls the coordinator and
+    the job's other servers with its own serving certificate and a token of the role server."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_PS_SERVER_")
 
@@ -65,13 +65,13 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     """host:port of /metrics and /healthz."""
 
     advertise: str | None = None
-    """Host or interface under which workers reach this server; None: the one it listens on. If that
-    is all of them: `local_addr`, otherwise this machine's name, or the address of the route to the
-    coordinator if others could not use that name."""
+    """Host or interface under which workers reach this server; None: the host that it listens on.
+    If that means all addresses, the default is `local_addr`, otherwise this machine's name, or the
+    address on the route to the coordinator if other machines could not use the name."""
 
     local_addr: str | None = Field(default=None, validation_alias="SHOAL_LOCAL_ADDR")
-    """Address, interface or host name under which others reach this machine; the variable applies
-    to all of its processes."""
+    """Address, interface or host name under which others reach this machine. The variable applies
+    to all processes of the machine."""
 
     data_dir: Path | None = None
     """Directory of the journal and the snapshot, read at the start; None: the server's state is
@@ -85,15 +85,15 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     four times the size of the server's state."""
 
     snapshot_interval: Duration = timedelta(minutes=1)
-    """Time between snapshots of a server whose values change; 0s: only on request and at
-    SIGTERM."""
+    """Time between snapshots of a server whose values change; 0s: snapshots are written only on
+    request and at SIGTERM."""
 
     staging_memory: Annotated[int, Field(ge=16 << 20)] = 1 << 30
-    """Maximum bytes of pushed partitions that are not applied yet; a member may use at most a
-    quarter of it."""
+    """Maximum bytes of pushed partitions that are not applied yet. A member may use at most a
+    quarter."""
 
     port_file: Path | None = None
-    """File to which the bound addresses are written as JSON once serving."""
+    """File to which the bound addresses are written as JSON when the server starts to serve."""
 
     drain_timeout: Duration = timedelta(seconds=10)
     """Time for which calls in progress may continue after SIGTERM."""
@@ -115,11 +115,11 @@ class PsServerSettings(ServiceSettings, CallerSettings):
         return self
 
     def advertised(self, port: int) -> str:
-        """Returns host:port for workers, given the bound port."""
+        """Returns the address of the gRPC service for workers, host:port. `port`: bound port."""
         return str(Address(self._host_of(self.listen), port))
 
     def advertised_http(self, port: int) -> str:
-        """Returns host:port for Prometheus."""
+        """Returns the address of the metrics for Prometheus, host:port. `port`: bound port."""
         return str(Address(self._host_of(self.http), port))
 
     def _host_of(self, listened: Address) -> str:
@@ -142,7 +142,7 @@ class PsServerSettings(ServiceSettings, CallerSettings):
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
+    """Returns the parser for the flags of `shoal-ps-server`."""
     parser = argparse.ArgumentParser(
         prog="shoal-ps-server",
         description="A parameter server: holds a share of one job's tensors and applies pushed "
@@ -212,6 +212,6 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettings:
-    """Loads settings: flags override the environment, which overrides the defaults. Exits on --help
-    and unknown flags; raises ConfigurationError for invalid values."""
+    """Loads the settings. Flags override the environment, which overrides the defaults. Exits on
+    --help and unknown flags; raises ConfigurationError for invalid values."""
     return PsServerSettings.load(**vars(command_line().parse_args(arguments)))

@@ -1,8 +1,8 @@
 """Elastic distributed training for PyTorch: `import shoal` is the entire public API.
 
-Everything except the errors is imported on first use (PEP 562), so that code without torch does not
-wait for it: the command line and the launcher are in this package too. Type checkers and editors
-read the imports below, the interpreter reads `_HOMES`.
+Everything except the errors is imported on first use (PEP 562). Code that needs no torch, such as
+the command line and the launcher in this package, therefore does not wait for its import. Type
+checkers and editors read the imports below; the interpreter reads `_HOMES`.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ _HOMES = {
     "launch": "shoal_worker.launch",
     "plan": "shoal_worker.planning.planner",
 }
-"""Public name -> its module; all others are in the API module."""
+"""Public name -> module that defines it; all other names are in the API module."""
 
 # init_process_group("shoal_gloo") and init_process_group(init_method="redis://...") work from here
 # on.

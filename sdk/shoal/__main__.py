@@ -1,4 +1,4 @@
-"""`python -m shoal`: the same as the command `shoal`."""
+"""`python -m shoal`: equivalent to the command `shoal`."""
 
 from shoal.cli import main
 

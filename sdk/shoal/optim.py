@@ -1,4 +1,4 @@
-"""Optimizers missing in torch: `shoal.optim.LAMB(net.parameters(), 1e-3)`. They are torch
+"""Optimizers that torch lacks, e.g. `shoal.optim.LAMB(net.parameters(), 1e-3)`. They are torch
 optimizers; parameter servers run them too."""
 
 from __future__ import annotations

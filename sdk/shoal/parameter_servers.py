@@ -3,12 +3,12 @@ other read-only uses.
 
 Values have the names and shapes of the worker's `model.module.named_parameters()`. Tied parameters
 appear once, under the first name. Buffers (e.g. the running statistics of BatchNorm) belong to each
-worker and are not on servers: save them with the checkpoint or recompute them. Sparse tables are
-excluded, since their rows are read by id.
+worker and are not on the servers: save them with the checkpoint or recompute them. Sparse tables
+are excluded, since their rows are read by id.
 
 Each partition (up to 8 MiB of the model) is consistent, and has a version: 1 plus the number of
-pushes applied to it. Different partitions are from slightly different moments, as for a worker that
-pulls while others push.
+pushes applied to the partition. Different partitions are from slightly different moments, as for a
+worker that pulls while others push.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 DEFAULT_PATIENCE: Final = timedelta(seconds=30)
 _LONGEST_BACKOFF_S: Final = 1.0
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Minimum transfer rate assumed by a pull's deadline, besides a fixed minute."""
+"""Minimum transfer rate assumed in the deadline of a pull, in addition to a fixed minute."""
 _CURABLE: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _PASSING: Final = frozenset(
     {"TENSORS_UNDECLARED", "STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN"}
 )
-"""Temporary refusals: the job is starting, or servers change."""
+"""Reasons of temporary refusals: the job is starting, or its servers change."""
 
 
 class ModelReader:
@@ -56,15 +56,15 @@ class ModelReader:
     again.
 
     A token of role reader is sufficient. Nobody waits for a reader, and it is not a member of the
-    job. Thread-safe; calls are serialized. A context manager.
+    job. Thread-safe; calls are serialized. Use it as a context manager.
     """
 
     def __init__(
         self, coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE
     ) -> None:
-        """Does not connect yet. `coordinator`: its address, and the settings for all services
-        (token, TLS). `patience`: how long a call retries while a server or the coordinator is away
-        or there are no values yet."""
+        """Does not connect yet. `coordinator`: address of the coordinator, with the settings for
+        all services (token, TLS). `patience`: time for which a call retries while a server or the
+        coordinator is absent or there are no values yet."""
         if not job_id:
             raise ConfigurationError("job_id='': expected the id of the job whose model to read")
         if patience < timedelta(0):
@@ -76,24 +76,24 @@ class ModelReader:
         self._coordinator = CoordinatorClient(coordinator)
         self._takeovers = TakeoverWatch(self._ask_where)
         self._reading = threading.Lock()
-        """Held by the running call, which owns the fields below, except `_model`, which is replaced
-        atomically."""
+        """Lock held by the running call, which owns the fields below. Only `_model` may be read
+        without it, since it is replaced atomically."""
         self._map: coordinator_pb2.ShardMap | None = None
         self._servers: dict[str, parameter_server.ParameterServerClient] = {}
-        """Address -> client."""
+        """Address -> client of the server."""
         self._model = _Model(tensors={}, versions={})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the newest values by name, on the CPU, with the declared shapes and dtypes. The
-        tensors are for reading: a later call returns new ones for changed values, and the same ones
-        for unchanged values.
+        tensors must not be changed. A later call returns new tensors for changed values, and the
+        same tensors for unchanged values.
 
         Raises:
             DeadlineError: no server or no values for `patience`; the message says which. A job has
                 no values before its workers' first step (PARTITION_UNINITIALIZED,
                 TENSORS_UNDECLARED).
             UnknownResourceError: there is no such job.
-            AuthenticationError, PermissionDeniedError: the token.
+            AuthenticationError, PermissionDeniedError: the token is not accepted.
         """
         with self._reading:
             self._retry_until()
@@ -101,7 +101,8 @@ class ModelReader:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """Partition -> version returned by the last `state_dict`; empty before its first call."""
+        """Version of each partition in the last `state_dict`, by partition id; empty before the
+        first call."""
         return dict(self._model.versions)
 
     def close(self) -> None:
@@ -154,7 +155,7 @@ class ModelReader:
             self._closed.wait(min(wait_s, max(0.0, deadline - time.monotonic())))
 
     def _learn(self) -> None:
-        """Asks the coordinator for the servers' partitions and addresses."""
+        """Requests the servers' partitions and addresses from the coordinator."""
         shard_map = self._coordinator.get_shard_map(self._job_id).shard_map
         holders = {partition.primary for partition in shard_map.partitions}
         addresses = {
@@ -177,7 +178,7 @@ class ModelReader:
                 replace(self._settings, address=address, attempts=1)
             )
             self._takeovers.add(client)
-            if self._closed.is_set():  # `close` may have looked before
+            if self._closed.is_set():  # `close` may not have seen this client
                 client.close()
         self._map = shard_map
 
@@ -188,7 +189,7 @@ class ModelReader:
             return None
 
     def _read(self) -> None:
-        """Replaces the model by the newest one; all of it, or nothing."""
+        """Replaces the model by the newest one. After an error, the model is unchanged."""
         assert self._map is not None
         before = self._model
         if before.layout != (layout := _layout_of(self._map)):
@@ -217,7 +218,7 @@ class ModelReader:
         try:
             behind = self._pull(address, share, making, making.before.versions)
             if behind:
-                # It has lost versions; its current ones count.
+                # The server has lost versions, so its current ones are read.
                 self._pull(
                     address, [each for each in share if each.partition_id in behind], making, {}
                 )
@@ -235,7 +236,8 @@ class ModelReader:
         making: _Making,
         held: Mapping[int, int],
     ) -> frozenset[int]:
-        """Pulls partitions. Returns those of which the server has an older version than `held`."""
+        """Pulls partitions. Returns the partitions for which the server has an older version than
+        `held`."""
         assert self._map is not None
         request = pb.PullRequest(
             job_id=self._job_id,
@@ -259,15 +261,15 @@ class ModelReader:
 
 
 class ParameterServerClient(parameter_server.ParameterServerClient):
-    """Client of one parameter server, with one method per RPC; and `state_dict`, which reads from
-    all servers of a job."""
+    """Client of one parameter server, with one method per RPC. In addition, `state_dict` reads a
+    model from all servers of a job."""
 
     @staticmethod
     def state_dict(
         coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE
     ) -> dict[str, torch.Tensor]:
-        """Returns a job's complete current model. For repeated reads keep a `ModelReader`;
-        arguments and errors are the same."""
+        """Returns a job's complete current model. For repeated reads keep a `ModelReader`, which
+        has the same arguments and errors."""
         with ModelReader(coordinator, job_id, patience=patience) as reader:
             return reader.state_dict()
 
@@ -276,8 +278,8 @@ _Layout = tuple[tuple[object, ...], ...]
 
 
 def _layout_of(shard_map: coordinator_pb2.ShardMap) -> _Layout:
-    """Returns a value that is equal for two maps with the same tensors in the same partitions, on
-    any servers."""
+    """Returns a value that is equal for two shard maps with the same tensors in the same
+    partitions, on any servers."""
     tensors = tuple(
         (tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in shard_map.tensors
     )
@@ -290,7 +292,7 @@ def _layout_of(shard_map: coordinator_pb2.ShardMap) -> _Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """A model that was read. Its tensors never change."""
+    """A model that has been read. Its tensors never change."""
 
     tensors: Mapping[str, torch.Tensor]
     versions: Mapping[int, int]
@@ -298,16 +300,16 @@ class _Model:
 
 
 class _Making:
-    """The next model, assembled by the threads that read from the servers."""
+    """The next model, while threads that read from the servers assemble it."""
 
     def __init__(self, shard_map: coordinator_pb2.ShardMap, before: _Model) -> None:
         self.before = before
         self._map = shard_map
         self._versions = dict(before.versions)
         self._flat: dict[str, torch.Tensor] = {}
-        """Changing tensors, flat."""
+        """Tensors with changed values, flattened."""
         self._parts: dict[int, torch.Tensor] = {}
-        """Partitions being received, flat."""
+        """Partitions that are being received, flattened."""
         self._lock = threading.Lock()
 
     def bytes_of(self, partition: coordinator_pb2.Partition) -> int:
@@ -315,7 +317,7 @@ class _Making:
         return self._length(partition) * self._dtype(partition).itemsize
 
     def memory(self, header: pb.PullHeader) -> memoryview:
-        """Returns the memory for receiving a partition."""
+        """Returns the memory into which a partition is received."""
         partition = self._map.partitions[header.partition_id]
         part = torch.empty(self._length(partition), dtype=self._dtype(partition))
         with self._lock:
@@ -324,7 +326,7 @@ class _Making:
         return memory
 
     def take(self, headers: list[pb.PullHeader]) -> None:
-        """Accepts partitions that a server has sent completely."""
+        """Adds partitions that a server has sent completely."""
         with self._lock:
             for header in headers:
                 if not header.unchanged:
@@ -335,7 +337,8 @@ class _Making:
                     )
 
     def finished(self) -> _Model:
-        """Returns the finished model. Tensors without elements are in no partition."""
+        """Returns the finished model. Also creates tensors without elements, which no partition
+        contains."""
         dense = [tensor for tensor in self._map.tensors if not tensor.HasField("table")]
         shapes = {tensor.name: tuple(tensor.shape) for tensor in dense}
         empty = {

@@ -1,14 +1,15 @@
-"""`torchrun --rdzv-backend=shoal --rdzv-endpoint=COORDINATOR:7000`: rendezvous of torchrun's agents
-at Shoal's coordinator.
+"""Rendezvous of torchrun's agents at Shoal's coordinator: `torchrun --rdzv-backend=shoal
+--rdzv-endpoint=COORDINATOR:7000`.
 
-torchrun starts and restarts the workers; the coordinator determines the agents and their order. A
-dead agent is detected at once by its broken connection, and no agent is special: there is no first
-one that must not die. torch finds this module through the entry point group `torchrun.handlers`.
+torchrun starts and restarts the workers; the coordinator determines the agents and their order. The
+death of an agent is detected at once by its broken connection. No agent is special, so any of them
+may die. torch finds this module through the entry point group `torchrun.handlers`.
 
 Agents are members of a separate job, `<run id>.torchrun`, like launchers of `shoal run`
-(`launcher/nodes.py`). Workers get only torch's variables: `shoal.init()` requires `shoal run`.
+(`launcher/run/nodes.py`). Workers receive only torch's variables: `shoal.init()` requires `shoal
+run`.
 
-A handler belongs to the agent's thread; the session's thread only wakes it.
+A handler belongs to the agent's thread; the session's thread only wakes the handler.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _STORE_TIMEOUT: Final = timedelta(minutes=5)
 
 
 def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Entry point: returns the function that creates a handler from torchrun's parameters."""
+    """Returns the function that creates a handler from torchrun's parameters. This is the entry
+    point for torch."""
     return ShoalRendezvous
 
 
@@ -64,7 +66,7 @@ class ShoalRendezvous(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         """Connects to the coordinator. Raises ConfigurationError for an invalid endpoint or
         certificates."""
-        take_secrets()  # torchrun's workers have no use for them
+        take_secrets()  # the workers do not need the secrets
         self._parameters = parameters
         self._join_timeout_s = float(parameters.get("join_timeout", _JOIN_TIMEOUT_S))
         endpoint = parse_address(parameters.endpoint)
@@ -93,7 +95,7 @@ class ShoalRendezvous(RendezvousHandler):
         self._launcher_id = uuid.uuid4().hex
         self._session: NodeSession | None = None
         self._placed: tuple[str, ...] = ()
-        """`Standing.starts` of the place in which the workers were last started."""
+        """Value of `Standing.starts` for the place in which the workers were last started."""
         self._changed = threading.Condition()
 
     def get_backend(self) -> str:
@@ -123,7 +125,7 @@ class ShoalRendezvous(RendezvousHandler):
         return RendezvousInfo(store, placement.node_rank, placement.node_count, bootstrap)
 
     def num_nodes_waiting(self) -> int:
-        """Returns a nonzero number if agents have come or left, upon which torchrun restarts all
+        """Returns a nonzero number if agents have joined or left. torchrun then restarts all
         workers."""
         standing = self._session.standing if self._session is not None else None
         return int(
@@ -139,7 +141,7 @@ class ShoalRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         with contextlib.suppress(ShoalError):
-            # e.g. it is away: the other agents notice through their workers
+            # e.g. the coordinator is unreachable: the other agents notice through their workers
             self._client.stop_job(
                 self._job.job_id,
                 reason="torchrun ended on another machine",
@@ -147,8 +149,8 @@ class ShoalRendezvous(RendezvousHandler):
             )
 
     def shutdown(self) -> bool:
-        """Ends the rendezvous for all agents, like torch's own handlers: each continues until its
-        workers have ended."""
+        """Ends the rendezvous for all agents, like torch's own handlers. Each agent continues until
+        its workers have ended."""
         self.set_closed()
         if self._session is not None:
             self._session.leave(pb.Leave.REASON_FINISHED, "")
@@ -174,7 +176,8 @@ class ShoalRendezvous(RendezvousHandler):
                 return
 
     def _join(self) -> None:
-        """Joins as a new member: for the other agents this one's workers are new."""
+        """Joins the agents' job as a new member, since this agent's workers are new to the other
+        agents."""
         self._session = NodeSession(
             self._client,
             job_id=self._job.job_id,
@@ -185,7 +188,7 @@ class ShoalRendezvous(RendezvousHandler):
         )
 
     def _create_lost(self) -> None:
-        """Creates the job again after the coordinator lost its data. Any agent does this."""
+        """Creates the job again after the coordinator has lost its data. Any agent may do this."""
         self._client.create_job(self._job.message(), deadline=_CALL_DEADLINE)
 
     def _wake(self) -> None:
@@ -193,8 +196,8 @@ class ShoalRendezvous(RendezvousHandler):
             self._changed.notify_all()
 
     def _place(self, deadline: float) -> NodePlacement:
-        """Waits for a place that differs from the last one: with other agents, or with a new start
-        of their workers."""
+        """Waits for a place that differs from the last one, because of other agents or of a new
+        start of their workers."""
         while True:
             session = self._session
             assert session is not None, "joined before"

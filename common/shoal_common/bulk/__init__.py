@@ -1,2 +1,2 @@
-"""Parts of the parameter servers' bulk channel shared by both ends: framing, shared memory, and the
+"""Code shared by both ends of the parameter servers' bulk channel: framing, shared memory, and the
 names of the transports."""

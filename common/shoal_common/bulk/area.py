@@ -1,10 +1,10 @@
 """Memory shared by a client and a server on one machine: a ring of pieces that one side fills and
 the other empties.
 
-The server creates it, makes the kernel allocate all of its pages, and seals its size before a
-client sees it. A client therefore cannot remove pages beneath the server (a SIGBUS), and the server
-maps nothing created by a client. The server copies a piece before it inspects it, so a client
-cannot change a value after it was checked.
+The server creates the memory, makes the kernel allocate all of its pages, and seals its size before
+a client sees it. A client therefore cannot cause a SIGBUS in the server by truncating the memory,
+and the server never maps memory created by a client. The server copies a piece before inspecting
+it, so a client cannot change a value after it was checked.
 
 The pages last as long as the connection. Fresh memory for each partition, sealed against writing,
 would save the server's copy but cost three times as much in page faults
@@ -23,15 +23,15 @@ from shoal_common.bulk.frames import DATA_BYTES
 from shoal_common.errors import CorruptDataError
 
 PIECES: Final = 3
-"""One is filled and one emptied at a time; the third keeps both sides from waiting. All three
-together fit into a processor's cache."""
+"""Number of pieces. One is filled and one emptied at a time; the third keeps both sides from
+waiting. All three together fit into a processor's cache."""
 AREA_BYTES: Final = PIECES * DATA_BYTES
 
 _SIZE_SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW of fcntl(2)
 
 
 class SharedArea:
-    """Both sides' view of one connection's pieces. Must be closed."""
+    """One side's view of the shared pieces of a connection. Must be closed."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -41,8 +41,8 @@ class SharedArea:
 
     @classmethod
     def make(cls) -> tuple[Self, int]:
-        """Creates an area. Returns it and the descriptor for the other side to map, which the
-        caller must close. Raises OSError if there is no memory or the system lacks memfd."""
+        """Creates an area. Returns the area and its file descriptor, which the other side maps and
+        the caller must close. Raises OSError if there is no memory or the system lacks memfd."""
         if not is_supported():
             raise OSError("this system cannot seal shared memory (memfd_create is missing)")
         descriptor = os.memfd_create("shoal-bulk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -57,8 +57,8 @@ class SharedArea:
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Self:
-        """Maps the server's area; takes ownership of the descriptor. Raises CorruptDataError unless
-        it is a valid area, and OSError."""
+        """Maps an area created by the server; takes ownership of `descriptor`. Raises
+        CorruptDataError if the area is invalid, and OSError if it cannot be mapped."""
         try:
             size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             if size != nbytes or nbytes != AREA_BYTES or seals & _SIZE_SEALS != _SIZE_SEALS:
@@ -73,7 +73,7 @@ class SharedArea:
 
     @property
     def is_full(self) -> bool:
-        """True if every piece holds data that the other side has not read."""
+        """True if every piece contains data that the other side has not read."""
         return self._filled - self._emptied >= PIECES
 
     @property
@@ -89,8 +89,8 @@ class SharedArea:
         self._filled += 1
 
     def next_filled(self, nbytes: int) -> memoryview:
-        """Returns a view of the next piece filled by the other side, which may still change it.
-        Copy it before calling `fill` or this again."""
+        """Returns a view of the next piece filled by the other side, which may still change the
+        bytes. Copy them before the next call of `next_filled` or `fill`."""
         start = self._filled % PIECES * DATA_BYTES
         self._filled += 1
         self._emptied += 1
@@ -107,10 +107,12 @@ class SharedArea:
     def close(self) -> None:
         """Releases the mapping once no view is alive. Idempotent."""
         self._view.release()
-        with contextlib.suppress(BufferError):  # an error's traceback, say, holds a view
+        with contextlib.suppress(BufferError):
+            # a view is still in use, e.g. by an error's traceback
             self._memory.close()
 
 
 def is_supported() -> bool:
-    """Returns whether this system can share memory: Linux only."""
+    """Returns whether this system supports shared memory that can be sealed, i.e. whether it is
+    Linux."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")

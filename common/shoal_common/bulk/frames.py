@@ -1,29 +1,29 @@
-"""Framing of a bulk channel: which bytes go over it, in which order, and how large each may be.
-Pure; both ends use it.
+"""Framing of a bulk channel: the bytes sent, their order and the size limits. Contains no I/O and
+is used by both ends.
 
-The client opens a connection with `greeting`: a magic number and the ticket that OpenData gave.
-From then on both sides send frames. A frame is a head of 8 bytes (its kind, three zeros, a length
-as a big-endian u32) and what its kind says:
+The client opens a connection with `greeting`: a magic number and the ticket returned by OpenData.
+From then on both sides send frames. A frame is a head of 8 bytes (kind, three zeros, length as a
+big-endian u32), followed by content that depends on the kind:
 
-    READY      server   bytes of shared memory that this connection has; 0: none. With memory, its
-               descriptor comes along (SCM_RIGHTS)
-    INITIALIZE client   begins an upload of first values; length 0
-    PUSH       client   begins an upload of gradients; length 0
+    READY      server   length: bytes of the connection's shared memory; 0: none. The memory's
+               descriptor is attached (SCM_RIGHTS)
+    INITIALIZE client   starts an upload of first values; length 0
+    PUSH       client   starts an upload of gradients; length 0
     PULL       client   a PullRequest
-    PARTITION  both     a partition begins: a PushHeader or a PullHeader; its payload comes in
-               frames of DATA
-    DATA       both     length bytes of payload: behind the head, or, with shared memory, at the
-               beginning of the next piece of it
+    PARTITION  both     starts a partition: a PushHeader or a PullHeader; the payload follows in
+               DATA frames
+    DATA       both     `length` bytes of payload: after the head or, with shared memory, at the
+               start of the next piece
     END        both     the upload, or the answer to a pull, is complete; length 0
     RESULT     server   a PushResponse, after END
-    ERROR      server   a google.rpc.Status, in the place of RESULT or of anything in the answer to
-               a pull. After one in the middle of an upload the server reads on to END, and passes
-               all over; the client sends END at the next frame
-    FREE       both     with shared memory: the oldest piece that holds data has been read, and may
-               be written again; length 0
+    ERROR      server   a google.rpc.Status, in place of RESULT or at any point of the answer to a
+               pull. After an ERROR during an upload the client sends END as its next frame, and
+               the server discards all frames up to END
+    FREE       both     with shared memory: the oldest filled piece has been read and may be
+               written again; length 0
 
-One stream (an upload or a pull) goes over a connection at a time. Pieces of shared memory are used
-in turn, by whichever side sends. Whatever breaks these rules ends the connection.
+A connection carries one stream (an upload or a pull) at a time. The side that sends uses the pieces
+of shared memory in turn. Any violation of these rules ends the connection.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ZEROS: Final = bytes(3)
 
 
 class Kind(enum.IntEnum):
-    """Kinds of frames."""
+    """Kind of a frame."""
 
     READY = 1
     INITIALIZE = 2
@@ -85,23 +85,23 @@ class Frame(NamedTuple):
 
 
 def greeting(ticket: bytes) -> bytes:
-    """Returns a client's first bytes."""
+    """Returns the bytes that a client sends first: the magic number and the ticket."""
     return MAGIC + ticket
 
 
 def ticket_of(greeted: bytes) -> bytes | None:
-    """Returns the ticket in a greeting of GREETING_BYTES; None if it is invalid."""
+    """Returns the ticket in a greeting of GREETING_BYTES; None if the greeting is invalid."""
     return greeted[len(MAGIC) :] if greeted.startswith(MAGIC) else None
 
 
 def head(kind: Kind, length: int = 0) -> bytes:
-    """Returns a frame's first bytes."""
+    """Encodes the head of a frame."""
     return _HEAD.pack(kind, _ZEROS, length)
 
 
 def parse_head(data: bytes | bytearray | memoryview) -> Frame:
-    """Parses a frame's head. Raises InvalidRequestError / STREAM_MALFORMED for an invalid head or a
-    length above the limit of its kind."""
+    """Parses a frame's head. Raises InvalidRequestError / STREAM_MALFORMED for an invalid head, or
+    if the length exceeds the limit for this kind of frame."""
     number, zeros, length = _HEAD.unpack(data)
     try:
         kind = Kind(number)
@@ -117,7 +117,7 @@ def parse_head(data: bytes | bytearray | memoryview) -> Frame:
 
 
 def malformed(what: str) -> InvalidRequestError:
-    """Returns the error for a peer that violates the protocol."""
+    """Returns the error for a peer that violates the bulk channel's protocol."""
     return InvalidRequestError(
         f"bulk channel: {what}; the peer uses another protocol, or the data was corrupted",
         reason="STREAM_MALFORMED",

@@ -14,13 +14,13 @@ _KEEPALIVE: Final = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 30_000,
 }
-"""Detects vanished peers after about as long as gRPC's keepalive. Options unsupported by the system
-are omitted."""
+"""TCP options that detect a vanished peer about as fast as gRPC's keepalive. Options unsupported by
+the system are omitted."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def connect(host: str, port: int, until: float) -> socket.socket:
-    """Opens a TCP connection to the first of a host's addresses that accepts one, before `until` on
+    """Opens a TCP connection to the first address of `host` that accepts one. `until`: deadline on
     the monotonic clock. Raises OSError."""
     failure = OSError(f"host {host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -47,7 +47,7 @@ def left_s(until: float) -> float:
 
 
 def configure(connected: socket.socket) -> None:
-    """Sets the options of a TCP connection; a local one needs none."""
+    """Sets the options of a TCP connection. Does nothing for a Unix socket."""
     if connected.family == socket.AF_UNIX:
         return
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -59,7 +59,7 @@ def configure(connected: socket.socket) -> None:
 
 def is_own_user(connected: socket.socket) -> bool:
     """Returns whether the process at the other end of a Unix socket belongs to this user or to
-    root. Any user may listen on, or connect to, a name outside of file systems."""
+    root. The check is needed because abstract socket names are open to every user."""
     _, user, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )

@@ -6,7 +6,8 @@ import enum
 
 
 class Transport(enum.StrEnum):
-    """Transport of pushes and pulls. All carry the same messages with the same checks."""
+    """Transport of pushes and pulls. All transports carry the same messages with the same
+    checks."""
 
     AUTO = "auto"
     """The fastest available: shared memory on one machine, otherwise TCP, otherwise gRPC."""

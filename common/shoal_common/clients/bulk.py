@@ -1,10 +1,10 @@
-"""A client's end of the bulk channel: connections opened with tickets, and the choice between them
-and gRPC for each push or pull.
+"""Client end of the bulk channel: opens connections with tickets, and chooses between the bulk
+channel and gRPC for each push or pull.
 
-Sockets block; each call may take the rest of the stream's deadline. Payloads are sent from the
-caller's buffers and received straight into them; shared memory costs one copy on each side. A
-connection is reused after a stream that ended well or was refused by the server, and closed after
-anything else.
+Sockets block, each call at most until the stream's deadline. Payloads are sent from the caller's
+buffers and received straight into them; shared memory costs one copy on each side. A connection is
+reused after a stream that succeeded or was refused by the server; any other failure closes the
+connection.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from shoal_common.settings import parse_address
 _log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 3.0
-"""Maximum time for a connection, its TLS handshake and the server's answer; a port blocked by a
+"""Maximum time for a connection, its TLS handshake and the server's answer. A port blocked by a
 firewall occasionally costs this much."""
 _AGAIN_AFTER_S: Final = 60.0
 """Interval after which an unavailable transport is tried again."""
@@ -63,14 +63,15 @@ _MORE: Final = getattr(socket, "MSG_MORE", 0)
 MessageT = TypeVar("MessageT", pb.PushResponse, pb.PullHeader)
 
 OpenData = Callable[[str, str, timedelta], pb.OpenDataResponse]
-"""(job, member, deadline) -> a ticket."""
+"""Function (job, member, deadline) -> ticket."""
 
 
 class OpenedConnection:
-    """One connection. Used by one thread at a time; `cut` may be called from any."""
+    """One connection of the bulk channel. Used by one thread at a time; any thread may call
+    `cut`."""
 
     def __init__(self, connected: socket.socket, address: str, member_id: str) -> None:
-        """Takes ownership of `connected`. `address`: for error messages."""
+        """Takes ownership of `connected`. `address`: server address for error messages."""
         self.member_id = member_id
         self.is_usable = True
         """True if the next stream can begin."""
@@ -91,8 +92,9 @@ class OpenedConnection:
         *,
         until: float,
     ) -> OpenedConnection:
-        """Connects, presents the ticket and waits for the server's answer, before `until` on the
-        monotonic clock. Raises OSError, and the server's refusal."""
+        """Connects, sends the ticket and waits for the server's answer. `until`: deadline on
+        the monotonic clock. Raises OSError, or the error with which the server refuses the
+        connection."""
         until = min(until, time.monotonic() + _CONNECT_S)
         host = parse_address(settings.address).host
         connected = (
@@ -128,8 +130,8 @@ class OpenedConnection:
     def upload(
         self, kind: Kind, partitions: Iterable[tuple[pb.PushHeader, memoryview]], until: float
     ) -> list[pb.PartitionResult]:
-        """Sends an upload of `kind`, INITIALIZE or PUSH; returns one result per partition. Raises
-        the server's refusal, UnavailableError, DeadlineError, and the errors of iterating over
+        """Uploads partitions and returns one result for each. `kind`: INITIALIZE or PUSH. Raises
+        the error sent by the server, UnavailableError, DeadlineError, and errors of the iterator
         `partitions`."""
         with self._stream(kind.name.title(), until):
             self._send(head(kind), more=True)
@@ -147,7 +149,8 @@ class OpenedConnection:
     def pull(
         self, request: pb.PullRequest, receiver: PullReceiver, until: float
     ) -> list[pb.PullHeader]:
-        """Receives the requested partitions. Raises like `upload`, and like `receiver`."""
+        """Receives the requested partitions into `receiver` and returns their headers. Raises the
+        error sent by the server, UnavailableError, DeadlineError, and errors of `receiver`."""
         with self._stream("Pull", until):
             message = request.SerializeToString()
             self._send(head(Kind.PULL, len(message)), message)
@@ -167,13 +170,14 @@ class OpenedConnection:
 
     @property
     def is_alive(self) -> bool:
-        """True if the server still holds the other end of an idle connection."""
+        """True if the server has not closed this idle connection."""
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
-        return not ready.poll(0)  # an idle server says nothing: what can be read is the end
+        # an idle server sends nothing, so only the end of the connection makes it readable
+        return not ready.poll(0)
 
     def cut(self) -> None:
-        """Makes the current stream fail. Idempotent."""
+        """Aborts the current stream. Idempotent."""
         with suppress(OSError):
             # Not SSLSocket's own method: a thread that is sending would continue without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
@@ -190,8 +194,8 @@ class OpenedConnection:
 
     @contextmanager
     def _stream(self, method: str, until: float) -> Iterator[None]:
-        """Keeps the connection usable if the enclosed block ends well or the server refuses the
-        stream."""
+        """Runs one stream in the enclosed block. The connection stays usable only if the block
+        succeeds or the server refuses the stream."""
         self._until = until
         self.is_usable = False
         call = f"{method} at {self._address}"
@@ -236,8 +240,8 @@ class OpenedConnection:
     def _send_partitions(
         self, partitions: Iterable[tuple[pb.PushHeader, memoryview]]
     ) -> bytes | None:
-        """Sends partitions. Returns the server's ERROR if it arrives before the end, after which
-        nothing more is sent."""
+        """Sends partitions. If the server sends an ERROR frame meanwhile, stops and returns its
+        message."""
         for header, payload in partitions:
             message = header.SerializeToString()
             self._send(head(Kind.PARTITION, len(message)), message, more=True)
@@ -248,7 +252,8 @@ class OpenedConnection:
         return None
 
     def _last_word(self) -> bytes | None:
-        """Returns the ERROR after which the server ended the connection; None if there is none."""
+        """Returns the message of the ERROR frame that the server sent before it closed the
+        connection; None without one."""
         with suppress(_Lost, InvalidRequestError):
             while (frame := self._frame_that_came()) is not None:
                 if (refusal := self._refusal_or_free(frame)) is not None:
@@ -256,7 +261,8 @@ class OpenedConnection:
         return None
 
     def _answer(self, refusal: bytes | None) -> bytes:
-        """Returns the server's answer to an upload. `refusal`: an ERROR received before its end."""
+        """Waits for the server's answer to an upload and returns the encoded PushResponse.
+        `refusal`: message of an ERROR frame received during the upload. Raises _Refused."""
         answer: bytes | None = None
         while answer is None and refusal is None:
             frame = self._next_frame()
@@ -271,8 +277,8 @@ class OpenedConnection:
         return answer
 
     def _refusal_or_free(self, frame: Frame) -> bytes | None:
-        """Handles a frame that the server sends while it reads an upload. Returns an ERROR's
-        message, or None if a piece of shared memory became free."""
+        """Processes a frame received during an upload. Returns the message of an ERROR frame, or
+        None for a FREE frame, which frees a piece of shared memory."""
         if frame.kind is Kind.ERROR:
             return self._message(frame)
         if frame.kind is not Kind.FREE or self._area is None or not self._area.freed():
@@ -282,7 +288,8 @@ class OpenedConnection:
     # ---------------------------------------------------------------------------------------- bytes
 
     def _send_data(self, data: memoryview) -> bytes | None:
-        """Sends one DATA frame. If the server's ERROR has arrived, returns that instead."""
+        """Sends one DATA frame. If the server has sent an ERROR frame, returns its message
+        instead."""
         while (frame := self._frame_that_came()) is not None or (
             self._area is not None and self._area.is_full
         ):
@@ -297,7 +304,7 @@ class OpenedConnection:
         return None
 
     def _frame_that_came(self) -> Frame | None:
-        """Returns the next frame if its beginning has already arrived."""
+        """Returns the next frame if at least its first byte has arrived; otherwise None."""
         data = bytearray(HEAD_BYTES)
         try:
             self._socket.settimeout(0)
@@ -357,8 +364,8 @@ class OpenedConnection:
 
     @contextmanager
     def _allowed(self) -> Iterator[None]:
-        """Limits one socket call to the rest of the stream's time. Raises _Lost, because the code
-        that produces payloads may raise OSErrors of its own."""
+        """Limits one socket call to the time left for the stream. Converts OSErrors to _Lost, since
+        code that produces payloads may raise OSErrors of its own."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise _Lost(TimeoutError())
@@ -380,14 +387,14 @@ class BulkChannel:
         transport: Transport,
         fell_back: Callable[[Transport], None],
     ) -> None:
-        """`fell_back`: called with a transport that should work but does not, when another one
+        """`fell_back`: called with a transport that fails unexpectedly when another transport
         replaces it."""
         self._settings = settings
         self._open_data = open_data
         self._transport = transport
         self._fell_back = fell_back
         self._not_before: dict[Transport, float] = {}
-        """Unavailable transport -> when it is tried again, on the monotonic clock."""
+        """Unavailable transport -> time of the next attempt, on the monotonic clock."""
         self._idle: list[OpenedConnection] = []
         self._used: set[OpenedConnection] = set()
         self._closed = False
@@ -398,7 +405,8 @@ class BulkChannel:
     def connection(
         self, job_id: str, member_id: str, until: float
     ) -> Iterator[OpenedConnection | None]:
-        """Yields a connection on behalf of `member_id` (empty: may only pull); None: use gRPC.
+        """Yields a connection for calls on behalf of `member_id`, or None if gRPC should be used.
+        With an empty `member_id` the connection may only pull.
 
         Raises UnavailableError / CLIENT_CLOSED, the errors of OpenData, DeadlineError at `until` on
         the monotonic clock, and UnavailableError / TRANSPORT_UNAVAILABLE if the only allowed
@@ -418,7 +426,7 @@ class BulkChannel:
             self._give_back(connection)
 
     def close(self) -> None:
-        """Makes current streams fail, and closes all connections. Idempotent."""
+        """Aborts current streams and closes all connections. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -490,7 +498,8 @@ class BulkChannel:
                 transport, opened, self._settings, member_id, until=until
             )
         except (OSError, ShoalError) as error:
-            if time.monotonic() >= until:  # which says nothing of the transport
+            if time.monotonic() >= until:
+                # the caller's deadline, which does not show whether the transport works
                 raise DeadlineError(
                     f"bulk connection to {self._settings.address}: Deadline Exceeded"
                 ) from error
@@ -526,8 +535,8 @@ class BulkChannel:
 
 
 class _Unsuitable(Exception):
-    """A transport is unavailable. `expected`: it was not expected to work, e.g. with a server on
-    another machine."""
+    """A transport is unavailable. `expected`: True if the failure was expected, e.g. for shared
+    memory with a server on another machine."""
 
     def __init__(self, message: str, *, expected: bool) -> None:
         super().__init__(message)
@@ -535,7 +544,7 @@ class _Unsuitable(Exception):
 
 
 class _Lost(Exception):
-    """The connection broke, or its time is over."""
+    """The connection broke, or the stream's deadline passed."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause) or type(cause).__name__)
@@ -543,7 +552,7 @@ class _Lost(Exception):
 
 
 class _Refused(Exception):
-    """The server has refused the stream, and is ready for the next one."""
+    """The server refused the stream; the connection remains usable."""
 
     def __init__(self, error: ShoalError) -> None:
         super().__init__(str(error))

@@ -1,4 +1,5 @@
-"""Code shared by both clients: calls and response streams with deadlines and ShoalErrors."""
+"""Code shared by the clients of both services: calls and response streams that have deadlines and
+raise ShoalErrors."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _RENEW_EVERY_S: Final = 0.5
 class Caller:
     """One channel to one server, with its stub. Thread-safe; `close()` cancels calls in progress.
 
-    If the server is addressed by name (`is_name`), a call that could not reach it makes later calls
-    use a fresh channel. Calls in progress keep theirs.
+    If the server's address is a host name (`is_name`), a call that fails to reach the server makes
+    later calls use a new channel. Calls in progress stay on the old channel.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Caller:
         interceptors: Sequence[Any],
         stub: Callable[[grpc.Channel], Any],
     ) -> None:
-        """`stub`: creates the service's methods on a channel."""
+        """`stub`: function that creates the service's stub for a channel."""
         self._interceptors = interceptors
         self._make_stub = stub
         self._settings = settings
@@ -59,8 +60,8 @@ class Caller:
         *,
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> ResponseT:
-        """Makes a unary call. `metadata`: for this call only. Raises DeadlineError after `deadline`
-        (None: that of the settings)."""
+        """Makes a unary call. `deadline`: maximum duration; None: the default of the settings.
+        `metadata`: entries for this call only. Raises DeadlineError after the deadline."""
         with self.errors(method):
             answer: ResponseT = getattr(self.stub, method)(
                 request, timeout=self.seconds(deadline), metadata=metadata
@@ -70,8 +71,8 @@ class Caller:
     def stream(
         self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None
     ) -> ResponseStream[ResponseT]:
-        """Makes a streaming call. Without a `deadline` the stream may stay open forever, guarded by
-        keepalive."""
+        """Makes a streaming call. Without `deadline` the stream may stay open indefinitely;
+        keepalive pings detect a lost server."""
         with self.errors(method):
             call = getattr(self.stub, method)(
                 request, timeout=None if deadline is None else deadline.total_seconds()
@@ -80,13 +81,13 @@ class Caller:
         with self._lock:
             self._streams.add(stream)
             closed = self._closed
-        if closed:  # in between
+        if closed:  # closed between the start of the call and its registration
             call.cancel()
         return stream
 
     def find_obstacle(self) -> Obstacle | None:
-        """Makes a new attempt to reach the server and returns the obstacle; None if there is none.
-        Blocks for a few seconds at most."""
+        """Tries to reach the server again and returns the obstacle; None if the server can be
+        reached. Blocks for a few seconds at most."""
         return find_obstacle(self._settings)
 
     def seconds(self, deadline: timedelta | None) -> float:
@@ -94,7 +95,8 @@ class Caller:
 
     @contextmanager
     def errors(self, method: str) -> Iterator[None]:
-        """Turns gRPC's errors into ShoalErrors that name the call and the server."""
+        """Converts gRPC errors raised in the enclosed block to ShoalErrors that name the call and
+        the server."""
         call = f"{method} at {self._settings.address}"
         try:
             yield
@@ -132,8 +134,8 @@ class Caller:
 
 
 class ResponseStream(Generic[ResponseT]):
-    """Response side of a streaming call: iterate over it on one thread; `cancel()` from any thread
-    ends the iteration without an error."""
+    """Responses of a streaming call. One thread iterates over the responses; `cancel()` from any
+    thread ends the iteration without an error."""
 
     def __init__(self, call: Any, caller: Caller, method: str) -> None:
         self._call = call
@@ -155,10 +157,10 @@ class ResponseStream(Generic[ResponseT]):
             return response
 
     def end(self) -> None:
-        """Ends the call; the iterating thread gets the error that `Caller.errors` makes of that."""
+        """Ends the call; the iterating thread raises a ShoalError."""
         self._call.cancel()
 
     def cancel(self) -> None:
-        """Ends the call. Idempotent."""
+        """Ends the call; the iteration stops without an error. Idempotent."""
         self._cancelled = True
         self._call.cancel()

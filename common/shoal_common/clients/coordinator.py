@@ -1,10 +1,10 @@
 """Client of the coordinator: one method per RPC of shoal.v1.Coordinator, with the same names in
 snake_case.
 
-Synchronous and thread-safe; never use one in a forked child. Every method raises ShoalErrors: those
-documented for each RPC in the .proto, and UnavailableError or DeadlineError if the coordinator
-cannot be reached. `deadline` overrides ChannelSettings.deadline. Requests are built here and
-validated by the coordinator.
+Clients are synchronous and thread-safe; never use a client in a forked child. Every method raises
+ShoalErrors: those documented for each RPC in the .proto, and UnavailableError or DeadlineError if
+the coordinator cannot be reached. `deadline` overrides ChannelSettings.deadline. Requests are built
+here and validated by the coordinator.
 
 A caller that belongs to a run of a job sets `run`; all its requests then refer to that run.
 """
@@ -26,19 +26,19 @@ from shoal_common.security.authentication import MEMBER_KEY
 
 
 class CoordinatorClient:
-    """A context manager; the first call opens the connection."""
+    """Synchronous client of the coordinator, as a context manager. The first call opens the
+    connection."""
 
     def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
         self._caller = Caller(settings, interceptors, CoordinatorStub)
         self.address = settings.address
         """host:port of the coordinator."""
         self.run: pb.RunId | None = None
-        """Run that the caller belongs to, for all jobs in its requests; None: none, so that
-        requests refer to the newest run."""
+        """Run to which all requests refer; None: the newest run."""
 
     def find_obstacle(self) -> Obstacle | None:
-        """Makes a new attempt to reach the coordinator and returns the obstacle, to explain an
-        UnavailableError; None if there is none."""
+        """Tries to reach the coordinator again and returns the obstacle, to explain an
+        UnavailableError. Returns None if the coordinator can be reached."""
         return self._caller.find_obstacle()
 
     # ----------------------------------------------------------------------------------------- jobs
@@ -52,10 +52,11 @@ class CoordinatorClient:
         follow: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.CreateJobResponse:
-        """Creates the job, joins its current run, or begins the next one. `number`: accept only
-        this run. `resume`: continue a run that failed or was stopped. `follow`: for the launchers'
-        own job, which follows the runs of the other job: `run`. Raises UnavailableError with reason
-        RUN_ENDING until the members of the previous run have left; retry."""
+        """Creates the job, joins its current run, or starts its next run. `number`: the only run to
+        accept. `resume`: True to continue a run that failed or was stopped. `follow`: True for the
+        launchers' own job, which follows the runs of another job; `self.run` is then the run to
+        follow. Raises UnavailableError with reason RUN_ENDING until the members of the previous run
+        have left; retry."""
         run = pb.RunId(number=number) if number else self.run
         request = pb.CreateJobRequest(spec=spec, run=run, resume=resume, follow=follow)
         return self._caller.unary("CreateJob", request, pb.CreateJobResponse, deadline)
@@ -68,8 +69,8 @@ class CoordinatorClient:
         below_step: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.GetJobResponse:
-        """Returns a job's state. `member_id`, `below_step`: restrict the members to this one, or to
-        those behind this step."""
+        """Returns a job's state. `member_id`: the only member to include. `below_step`: include
+        only members behind this step."""
         request = pb.GetJobRequest(
             job_id=job_id, run=self.run, member_id=member_id, below_step=below_step
         )
@@ -90,8 +91,9 @@ class CoordinatorClient:
         finished: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.ReportExitResponse:
-        """Reports the exit of a process. `key`: the member's, if it has one; not needed by an
-        admin. `failure`: if not empty, the job fails with it. `finished`: its script finished."""
+        """Reports the exit of a process. `key`: key of the member, if it has one; an admin needs
+        none. `failure`: if not empty, the job fails for this reason. `finished`: True if the script
+        finished."""
         request = pb.ReportExitRequest(
             job_id=job_id,
             member_id=member_id,
@@ -115,7 +117,7 @@ class CoordinatorClient:
         reason: str = "",
         deadline: timedelta | None = None,
     ) -> pb.DrainMemberResponse:
-        """Drains a member, given by `member_id` or `rank`."""
+        """Drains the member with this `member_id` or `rank`."""
         request = pb.DrainMemberRequest(
             job_id=job_id, member_id=member_id, rank=rank, reason=reason, run=self.run
         )
@@ -124,8 +126,8 @@ class CoordinatorClient:
     def drain_server(
         self, job_id: str, server_id: str, *, reason: str = "", deadline: timedelta | None = None
     ) -> pb.DrainServerResponse:
-        """Drains a server. Returns at once; `ServerStatus.draining` is true until the server has
-        handed over everything and has ended."""
+        """Drains a parameter server. Returns at once; `ServerStatus.draining` is true until the
+        server has handed over everything and has ended."""
         request = pb.DrainServerRequest(
             job_id=job_id, server_id=server_id, reason=reason, run=self.run
         )
@@ -139,7 +141,7 @@ class CoordinatorClient:
         ending: pb.JobEnding = pb.JOB_ENDING_UNSPECIFIED,
         deadline: timedelta | None = None,
     ) -> pb.StopJobResponse:
-        """Stops a job. `ending`: outcome of a plain script's run, which never had a member."""
+        """Stops a job. `ending`: outcome of a plain script's run, which has no members."""
         request = pb.StopJobRequest(job_id=job_id, reason=reason, run=self.run, ending=ending)
         return self._caller.unary("StopJob", request, pb.StopJobResponse, deadline)
 
@@ -148,8 +150,8 @@ class CoordinatorClient:
     def join_session(
         self, messages: Iterator[pb.MemberMessage]
     ) -> ResponseStream[pb.MemberDirective]:
-        """Opens a member's session. `messages` is read on a gRPC thread: it may block, and must end
-        after the stream has."""
+        """Opens a member's session. A gRPC thread reads `messages`, which may block and must end
+        after the stream has ended."""
         return self._caller.stream("JoinSession", messages, pb.MemberDirective, None)
 
     def get_ranks(
@@ -161,15 +163,16 @@ class CoordinatorClient:
         ranks: Iterable[int] = (),
         deadline: timedelta | None = None,
     ) -> pb.GetRanksResponse:
-        """Returns ranks of the newest generation; all if none are named. Raises
-        StaleGenerationError if it is no longer the newest."""
+        """Returns the given ranks of a generation; all if `ranks` is empty. Raises
+        StaleGenerationError if `generation` is not the newest."""
         request = pb.GetRanksRequest(job_id=job_id, generation=generation, nonce=nonce, ranks=ranks)
         return self._caller.unary("GetRanks", request, pb.GetRanksResponse, deadline)
 
     def server_session(
         self, messages: Iterator[pb.ServerMessage]
     ) -> ResponseStream[pb.ServerDirective]:
-        """Opens a parameter server's session, with the same rules."""
+        """Opens a parameter server's session. A gRPC thread reads `messages`, which may block and
+        must end after the stream has ended."""
         return self._caller.stream("ServerSession", messages, pb.ServerDirective, None)
 
     # ----------------------------------------------------------------------------------------- data
@@ -208,8 +211,8 @@ class CoordinatorClient:
         batch_ms: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.LeaseBatchesResponse:
-        """Leases batches. Not retried by gRPC. After an UnavailableError repeat it with the same
-        `sequence`; without one, unknown leases may remain."""
+        """Leases batches. gRPC does not retry this call. After an UnavailableError, repeat the call
+        with the same `sequence`; otherwise leases unknown to the caller may remain."""
         request = pb.LeaseBatchesRequest(
             job_id=job_id,
             member_id=member_id,
@@ -234,7 +237,8 @@ class CoordinatorClient:
         follow: bool = False,
         deadline: timedelta | None = None,
     ) -> ResponseStream[pb.Event]:
-        """Streams events, oldest first; with `follow` until cancelled. No deadline unless given."""
+        """Streams a job's events, oldest first. With `follow`, the stream continues until it is
+        cancelled. There is no default deadline."""
         request = pb.WatchEventsRequest(
             job_id=job_id, after_event_id=after_event_id, follow=follow, run=self.run
         )

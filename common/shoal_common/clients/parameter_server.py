@@ -2,13 +2,14 @@
 names in snake_case.
 
 Tensors travel over a bulk channel (shoal_common.clients.bulk) if one is available, otherwise over
-gRPC (shoal_common.formats.wire): payloads are sent from the caller's buffers and pulled straight
-into them. Synchronous and thread-safe; never use one in a forked child. Every method raises
-ShoalErrors: those documented for each RPC in the .proto, and UnavailableError or DeadlineError if
-the server cannot be reached. `deadline` overrides ChannelSettings.deadline.
+gRPC (shoal_common.formats.wire). In both cases payloads are sent from the caller's buffers, and
+pulled payloads are written straight into them. Clients are synchronous and thread-safe; never use a
+client in a forked child. Every method raises ShoalErrors: those documented for each RPC in the
+.proto, and UnavailableError or DeadlineError if the server cannot be reached. `deadline` overrides
+ChannelSettings.deadline.
 
-The caller knows the server of each partition and repeats failed pushes, which is safe because of
-their sequence numbers.
+The caller must know the server of each partition. It repeats failed pushes, which is safe because
+pushes have sequence numbers.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ DEFAULT_STREAM_DEADLINE: Final = timedelta(seconds=60)
 ResponseT = TypeVar("ResponseT")
 
 Partitions = Iterable[tuple[pb.PushHeader, memoryview]]
-"""Partitions to push: each one's header (with payload_bytes and checksum set by the caller) and its
-encoded payload."""
+"""Partitions to push, as pairs of header and encoded payload. The caller sets payload_bytes and
+checksum in each header."""
 
 
 class _Stub:
-    """Methods of the service: generated ones, and those that carry tensors, which use Shoal's own
-    codec."""
+    """Methods of the service. Methods that carry tensors use Shoal's own codec instead of the
+    generated one."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._generated = ParameterServerStub(channel)
@@ -91,7 +92,8 @@ class _Stub:
 
 
 class ParameterServerClient:
-    """A context manager; the first call opens the connection.
+    """Synchronous client of one parameter server, as a context manager. The first call opens the
+    connection.
 
     The first client in a process configures malloc to keep freed memory
     (shoal_common.system.allocator).
@@ -106,11 +108,11 @@ class ParameterServerClient:
         member_id: str = "",
         fell_back: Callable[[Transport], None] = lambda transport: None,
     ) -> None:
-        """`transport`: for tensors. With AUTO, unavailable transports are skipped, logged once and
-        retried after a minute; any other value is the only transport, and UnavailableError /
-        TRANSPORT_UNAVAILABLE reports that it is unavailable. `member_id`: the member on whose
-        behalf this client is mostly used; connections for others are opened on demand. `fell_back`:
-        called with each transport that should work but does not."""
+        """`transport`: transport for tensors. With AUTO, an unavailable transport is skipped,
+        logged once and retried after a minute. Any other value is the only transport allowed; if it
+        is unavailable, calls raise UnavailableError / TRANSPORT_UNAVAILABLE. `member_id`: member on
+        whose behalf most calls are made; connections for other members are opened on demand.
+        `fell_back`: called with each transport that fails unexpectedly."""
         keep_freed_memory()
         self._member_id = member_id
         self.address = settings.address
@@ -133,7 +135,7 @@ class ParameterServerClient:
 
     @property
     def is_closed(self) -> bool:
-        """True after `close`."""
+        """True if the client has been closed."""
         return self._closed
 
     @property
@@ -143,8 +145,8 @@ class ParameterServerClient:
             return time.monotonic() - min(self._calls.values()) if self._calls else 0.0
 
     def answers(self, deadline: timedelta) -> bool:
-        """Returns whether the server answers a health check in time, whatever the answer. Does not
-        count as a call in progress."""
+        """Returns whether the server answers a health check within `deadline`, whatever the answer.
+        The health check does not count as a call in progress."""
         try:
             self._caller.stub.health.Check(
                 health_pb2.HealthCheckRequest(), timeout=deadline.total_seconds()
@@ -180,8 +182,8 @@ class ParameterServerClient:
     def initialize(
         self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
     ) -> list[pb.PartitionResult]:
-        """Offers first values; the first writer of each partition wins. Returns one result per
-        partition, in order."""
+        """Sends first values of partitions; the first writer of each partition wins. Returns one
+        result per partition, in order."""
         with self._in_progress():
             return self._upload(Kind.INITIALIZE, self._caller.stub.initialize, partitions, deadline)
 
@@ -190,9 +192,10 @@ class ParameterServerClient:
     ) -> list[pb.PartitionResult]:
         """Pushes gradients. Returns one result per partition, in order.
 
-        After an error some partitions may have been applied: push them all again with the same
-        sequence numbers; partitions already applied are acknowledged and not applied twice. Buffers
-        must not change until the call returns. `partitions` may be read on another thread.
+        After an error some partitions may have been applied. Push all of them again with the same
+        sequence numbers: the server acknowledges partitions that it has already applied, but does
+        not apply them twice. Buffers must not change until the call returns. `partitions` may be
+        read on another thread.
         """
         with self._in_progress():
             return self._upload(Kind.PUSH, self._caller.stub.push, partitions, deadline)
@@ -204,14 +207,13 @@ class ParameterServerClient:
         *,
         deadline: timedelta | None = None,
     ) -> list[pb.PullHeader]:
-        """Writes each partition straight into the buffer that `into` returns for its header; None:
-        the payload is discarded.
+        """Pulls partitions and returns their headers in the order sent. `into`: function that
+        returns the destination buffer for a header; None discards the payload.
 
         `into` is not called for `unchanged` partitions. Buffers must be writable, C-contiguous and
-        of exactly `payload_bytes`. Returns every header, in the order sent. After an error, buffers
-        may contain incomplete partitions and it is unknown which ones are complete: pull again.
-        Raises CorruptDataError for truncated or damaged payloads. `deadline` None: 60 s beyond the
-        request's own wait_ms.
+        of exactly `payload_bytes`. After an error, buffers may contain incomplete partitions; pull
+        all of them again. Raises CorruptDataError for truncated or damaged payloads. `deadline`:
+        None means 60 s more than the request's wait_ms.
         """
         if deadline is None:
             deadline = DEFAULT_STREAM_DEADLINE + timedelta(milliseconds=request.wait_ms)
@@ -243,10 +245,10 @@ class ParameterServerClient:
         *,
         deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RowsHeader:
-        """Passes the file of one bucket to `write`, piece by piece. When this returns, the file is
-        complete and matches its header.
+        """Reads one bucket of a sparse table as a file, and passes the file to `write` in pieces.
+        Returns the header; size and checksum of the file match it.
 
-        Raises CorruptDataError (PAYLOAD_TRUNCATED, CHECKSUM_MISMATCH) otherwise.
+        Raises CorruptDataError (PAYLOAD_TRUNCATED, CHECKSUM_MISMATCH) if the file is damaged.
         """
         header: pb.RowsHeader | None = None
         digest, came = xxhash.xxh3_64(), 0
@@ -279,8 +281,8 @@ class ParameterServerClient:
         *,
         deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RestoreRowsResponse:
-        """Replaces a bucket with the one in a file. `payload`: the file's bytes, in pieces of at
-        most 4 MiB."""
+        """Replaces a bucket of a sparse table with the content of a file. `payload`: the file's
+        bytes, in pieces of at most 4 MiB."""
         outgoing = chain([(header, memoryview(b""))], ((None, piece) for piece in payload))
         with self._in_progress(), self._caller.errors("RestoreRows"):
             answer: pb.RestoreRowsResponse = self._caller.stub.restore_rows(
@@ -297,7 +299,7 @@ class ParameterServerClient:
     ) -> list[pb.PartitionResult]:
         until = time.monotonic() + deadline.total_seconds()
         coming = iter(partitions)
-        if (first := next(coming, None)) is not None:  # it says whose upload this is
+        if (first := next(coming, None)) is not None:  # contains the job and member of the upload
             coming = chain((first,), coming)
             with self._bulk.connection(first[0].job_id, first[0].member_id, until) as connection:
                 if connection is not None:
@@ -345,7 +347,8 @@ class ParameterServerClient:
     def open_data(
         self, job_id: str, member_id: str = "", *, deadline: timedelta | None = None
     ) -> pb.OpenDataResponse:
-        """Requests a ticket. `push`, `initialize` and `pull` do this by themselves."""
+        """Requests a ticket for the bulk channel. `push`, `initialize` and `pull` request tickets
+        by themselves."""
         request = pb.OpenDataRequest(job_id=job_id, member_id=member_id)
         return self._unary("OpenData", request, pb.OpenDataResponse, deadline)
 
@@ -361,9 +364,9 @@ class ParameterServerClient:
         shard_map_epoch: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.AdvanceClockResponse:
-        """Reports that the member has finished iteration `clock` or, with `has_read`, that it has
-        read the values at the end of that iteration (bsp). `place`, `generation`,
-        `shard_map_epoch`: as in AdvanceClockRequest."""
+        """Reports that the member has finished iteration `clock`. With `has_read`, reports instead
+        that the member has read the values at the end of that iteration (bsp). `place`,
+        `generation`, `shard_map_epoch`: as in AdvanceClockRequest."""
         request = pb.AdvanceClockRequest(
             job_id=job_id,
             member_id=member_id,
@@ -410,8 +413,8 @@ class ParameterServerClient:
 
 
 class _Outgoing:
-    """Chunks of an upload, and the error raised while producing them, of which gRPC only reports
-    that it occurred."""
+    """Chunks of an upload, and the error raised while producing the chunks. gRPC reports only that
+    such an error occurred, not the error itself."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions

@@ -12,8 +12,9 @@ from shoal_common.formats.wire import as_bytes, checksum
 
 
 class PullReceiver:
-    """State of one Pull, used by the thread that reads it. Either call `receive` for each chunk, or
-    call `begin` for each partition and put its payload into its `room`; then call `finish`."""
+    """State of one Pull, used by the thread that reads the stream. Either call `receive` for
+    each chunk, or call `begin` for each partition and copy its payload into `room`. Then call
+    `finish`."""
 
     def __init__(self, into: Callable[[pb.PullHeader], memoryview | None]) -> None:
         self._into = into
@@ -22,8 +23,8 @@ class PullReceiver:
         self._received = 0
 
     def receive(self, header: pb.PullHeader | None, payload: memoryview) -> None:
-        """Handles one chunk: with a header it opens a partition, without one it continues the
-        previous partition."""
+        """Adds one chunk. A chunk with a header starts a partition; a chunk without one continues
+        the previous partition."""
         if header is not None:
             self.begin(header)
         room = self.room(payload.nbytes)
@@ -32,8 +33,8 @@ class PullReceiver:
         self.came(payload.nbytes)
 
     def room(self, nbytes: int) -> memoryview | None:
-        """Returns the memory for the next bytes of the payload, or None if nobody wants them. Call
-        `came` after filling it."""
+        """Returns the memory for the next `nbytes` of the payload, or None if the payload is
+        discarded. Call `came` after filling the memory."""
         if not self._headers:
             raise CorruptDataError(
                 "the server's stream does not begin with a header", reason="STREAM_MALFORMED"
@@ -49,16 +50,18 @@ class PullReceiver:
         return None if self._target is None else self._target[self._received : end]
 
     def came(self, nbytes: int) -> None:
-        """Records that the next bytes have been written."""
+        """Records that the next `nbytes` of the payload have been received."""
         self._received += nbytes
 
     def finish(self) -> list[pb.PullHeader]:
-        """Returns all headers, once the stream has ended."""
+        """Returns all headers after the end of the stream. Raises CorruptDataError if the last
+        partition is incomplete."""
         self._check_complete()
         return self._headers
 
     def begin(self, header: pb.PullHeader) -> None:
-        """Opens the next partition."""
+        """Starts the next partition. Raises CorruptDataError if the previous partition is
+        incomplete."""
         self._check_complete()
         if header.payload_bytes < 0 or (header.unchanged and header.payload_bytes):
             raise CorruptDataError(

@@ -2,11 +2,11 @@
 wait for it.
 
 A stopped process (SIGSTOP, a frozen virtual machine) keeps its connections open, so a call to it
-lasts until its deadline of a minute or more. The coordinator is faster: it promotes the backup when
-the lease has expired. A thread of this module checks long calls. It asks the coordinator only while
-a server does not answer a health check, and closes that server's client once the shard map names
-another address in its place. The calls then fail and are repeated with the same sequence numbers at
-the new address.
+lasts until its deadline of a minute or more. The coordinator is faster: it promotes the backup as
+soon as the server's lease has expired. A thread of this module checks long calls. It asks the
+coordinator only while a server does not answer a health check, and closes that server's client once
+the shard map contains another address for the server. The calls then fail and are repeated with the
+same sequence numbers at the new address.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.25
 _LONG_S: Final = 1.0
-"""A call that takes this long may be waiting for a stopped server."""
+"""Duration after which a call may be waiting for a stopped server."""
 _CHECK_EVERY_TICKS: Final = 4
 _CHECK_DEADLINE: Final = timedelta(seconds=0.5)
 
@@ -36,8 +36,8 @@ class TakeoverWatch:
     """Watches the clients of one job's parameter servers in one process. Thread-safe."""
 
     def __init__(self, shard_map: Callable[[], pb.ShardMap | None]) -> None:
-        """`shard_map`: asks the coordinator for the servers' addresses; None: unknown. Called on
-        the watch's thread."""
+        """`shard_map`: function that asks the coordinator for the servers' addresses, called on the
+        watch's thread. Returns None if the addresses are unknown."""
         self._shard_map = shard_map
         self._lock = threading.Lock()
         self._clients: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
@@ -71,8 +71,8 @@ class TakeoverWatch:
             self._wake.wait(_TICK_S)
 
     def _open_clients(self) -> list[ParameterServerClient]:
-        """Returns the open clients. Without any, the thread ends; adding a client starts another
-        thread."""
+        """Returns the open clients. Without any, the watch's thread ends; adding a client starts
+        another thread."""
         with self._lock:
             clients = [client for client in self._clients if not client.is_closed]
             self._clients = weakref.WeakSet(clients)

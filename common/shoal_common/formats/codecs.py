@@ -1,42 +1,43 @@
 """Compressed gradients as bytes: the layout of each `shoal.v1.Codec`, read and written with numpy.
 
-The one definition of these layouts. Parameter servers decode pushes with it; clients without torch
-encode with it; the worker's compressors (shoal_worker.compression) write the same bytes from torch
-tensors, on the CPU or a device. What is lost by a codec, and how that is made up for, is said
-there.
+Only this module defines the layouts. Parameter servers decode pushes with it, and clients without
+torch encode with it. The worker's compressors (shoal_worker.compression) write the same bytes from
+torch tensors, on the CPU or a device; their docstrings describe what a codec loses and how the loss
+is compensated.
 
-Every codec is of float32 values. All numbers are little-endian. A payload ends with zero bytes up
-to a multiple of 4. n: number of values.
+Every codec encodes float32 values. All numbers are little-endian. A payload is padded with zero
+bytes to a multiple of 4. n: number of values.
 
-    RAW       float32[n]                       (of other dtypes where a header says so; those are
-              not for this module)
+    RAW       float32[n]                       (other dtypes if a header says so; this module does
+              not handle those)
     FLOAT16   float16[n]
     BFLOAT16  uint16[n]                        the upper halves of the float32s, rounded to nearest
               even
     INT8      float32[ceil(n / 256)]           a scale per block of 256 values
-              int8[n]                          value = scale * this
+              int8[n]                          value = scale * int8
     SIGN      float32[ceil(n / 1024)]          a magnitude per block of 1024 values
               bits[n], lowest first            1: value = -magnitude; 0: value = +magnitude
-    TOPK      uint32[ceil(n / 65536)]          how many of the k kept values lie in each block of
-              65536
-              float32[k]                       the kept values, in ascending order of their places
-              uint16[k]                        place within its block
+    TOPK      uint32[ceil(n / 65536)]          number of the k kept values in each block of 65536
+              float32[k]                       the kept values, in ascending order of their indices
+              uint16[k]                        index within the block
     RANDOMK   uint64 start, uint64 stride      start < n; stride and n have no common divisor
-              float32[k]                       the j-th lies at (start + j * stride) mod n
-    POWERSGD  uint32[pieces]                   the rank r of each piece; 0: it comes as it is
-              float32 ..., of one piece after the other: all its values where r is 0, else P, rows x
-              r, and Q, r x columns, by rows; the piece is P Q, a sum of r products in the order of
-              r
+              float32[k]                       value j has the index (start + j * stride) mod n
+    POWERSGD  uint32[pieces]                   the rank r of each piece; 0: uncompressed
+              float32 ..., piece after piece: all values if r is 0, otherwise P (rows x r) and Q
+              (r x columns), row by row; the piece is P Q, a sum of r products in the order of r
 
-POWERSGD's values are pieces of tensors, and `shapes` has the rows and columns of each
-(`piece_shape`); to the others they are one vector.
+For POWERSGD the values are pieces of tensors, and `shapes` contains the rows and columns of each
+piece (`piece_shape`). For the other codecs the values are one vector.
 
-A value that was NaN or infinite comes out as NaN or infinite, with INT8 and SIGN together with the
-rest of its block, with POWERSGD of its piece; RANDOMK, which may not send that value, then sends
-NaN for all. Decoding writes into memory that the caller gives: no payload can make it allocate
-more. Equal payloads are decoded to equal bits by every machine: a push is decoded again when a
-server recovers, by its backup, and by its sender, who keeps what it left out. So POWERSGD's
-products are added up one by one: how BLAS rounds a matrix product depends on the kind of processor.
+A NaN or infinite value is decoded as NaN or infinite. With INT8 and SIGN the rest of its block
+becomes NaN or infinite too, with POWERSGD the rest of its piece. RANDOMK might omit the value and
+therefore sends NaN for all values.
+
+Decoding writes into memory provided by the caller, so no payload can cause further allocations.
+Every machine decodes equal payloads to equal bits: a push is decoded again by a recovering server,
+by the server's backup, and by the sender, which keeps the omitted remainder. The products of
+POWERSGD are therefore added one by one, since the rounding of a BLAS matrix product depends on the
+processor.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ SIGN_BLOCK: Final = 1024
 TOPK_BLOCK: Final = 65536
 RANDOMK_HEADER_BYTES: Final = 16
 POWERSGD_LARGEST_RANK: Final = 64
-"""Decoding takes this many passes over a piece, during which a server does nothing else."""
+"""Maximum rank of a piece. Decoding takes this many passes over a piece, during which a server does
+nothing else."""
 _TILE: Final = 1 << 16
 """Number of values processed at a time, so that they stay in the processor's cache."""
 
@@ -87,22 +89,23 @@ _NAN_BFLOAT16: Final = 0x7FC0
 
 
 def blocks(length: int, block: int) -> int:
-    """Returns how many blocks `length` values fill."""
+    """Returns the number of blocks that `length` values occupy. `block`: number of values per
+    block."""
     return -(-length // block)
 
 
 def piece_shape(*, offset: int, length: int, row: int) -> tuple[int, int]:
-    """Returns rows and columns of a range of elements of a flattened tensor. `row`: number of
+    """Returns the rows and columns of a range of elements of a flattened tensor. `row`: number of
     elements selected by one index of the tensor's first dimension. A range that splits a row counts
-    as one row, as does one of a vector, since factoring it gains nothing."""
+    as one row. Any range of a vector counts as one row too: factoring it would gain nothing."""
     return (
         (length // row, row) if row > 1 and offset % row == 0 and length % row == 0 else (1, length)
     )
 
 
 def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
-    """Returns the size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK. The size
-    for POWERSGD depends on the ranks: `powersgd_bytes`.
+    """Returns the size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK. For
+    POWERSGD call `powersgd_bytes`, since the size depends on the ranks.
 
     Raises:
         InvalidRequestError (CODEC_UNSUPPORTED): not one of the codecs above, or POWERSGD.
@@ -122,8 +125,8 @@ def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
 
 
 def powersgd_bytes(shapes: Shapes, ranks: Sequence[int]) -> int:
-    """Returns the size of a POWERSGD payload with pieces of these shapes and ranks; rank 0: an
-    uncompressed piece."""
+    """Returns the size of a POWERSGD payload. `shapes`: rows and columns of each piece. `ranks`:
+    rank of each piece; 0: an uncompressed piece."""
     floats = (
         rank * (rows + columns) if rank else rows * columns
         for (rows, columns), rank in zip(shapes, ranks, strict=True)
@@ -136,9 +139,10 @@ def powersgd_bytes(shapes: Shapes, ranks: Sequence[int]) -> int:
 
 def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes = ()) -> None:
     """Writes the values of a payload into `out`, a contiguous float32 array with the known length
-    of the tensor. `shapes`: those of the pieces in `out`, for POWERSGD; empty: a single vector.
+    of the tensor. `shapes`: for POWERSGD, the shapes of the pieces in `out`; empty: a single
+    vector.
 
-    The caller must check that the values are finite. If it raises, the contents of `out` are
+    The caller must check that the values are finite. After an error the contents of `out` are
     undefined.
 
     Raises:
@@ -167,9 +171,9 @@ def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes 
 
 
 def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
-    """Checks that a payload of `length` values in `pieces` pieces may have `size` bytes. Sparse
-    codecs may hold any number of the values; the exact size for POWERSGD is known only once the
-    ranks are.
+    """Checks that a payload of `length` values in `pieces` pieces may have `size` bytes. A sparse
+    codec may keep any number of the values. The exact size for POWERSGD is known only after the
+    ranks are read.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED or PAYLOAD_SIZE_MISMATCH.
@@ -193,7 +197,8 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
 
 
 def _kept(codec: int, size: int, length: int) -> int:
-    """Returns how many values a payload of that size holds; the size is verified afterwards."""
+    """Computes how many values a payload of `size` bytes contains. The caller verifies the size
+    afterwards."""
     if codec == TOPK:
         return max(0, size - 4 * blocks(length, TOPK_BLOCK)) // 6
     return max(0, size - RANDOMK_HEADER_BYTES) // 4 if codec == RANDOMK else 0
@@ -233,7 +238,7 @@ def _decode_sign(data: memoryview, out: Values) -> None:
 
 def _scale_blocks(out: Values, scales: NDArray[Any], block: int) -> None:
     whole = out.size // block
-    with np.errstate(all="ignore"):  # what is not finite is meant to pass
+    with np.errstate(all="ignore"):  # infinities and NaN are passed on without warnings
         out[: whole * block].reshape(whole, block)[:] *= scales[:whole, None]
         out[whole * block :] *= scales[whole:]
 
@@ -307,12 +312,12 @@ def _decode_powersgd(data: memoryview, out: Values, shapes: Shapes) -> None:
 
 
 def _multiply(left: NDArray[Any], right: NDArray[Any], out: Values) -> None:
-    """Computes `left` times `right`, adding the products in the order of the rank, so that each
-    operation rounds according to IEEE 754 on any machine."""
+    """Computes the matrix product of `left` and `right`. The products are added in the order of the
+    rank, so that each operation rounds according to IEEE 754 on any machine."""
     rows, columns = out.shape
     step = max(1, _TILE // columns)
     product = np.empty((min(step, rows), columns), np.float32)
-    with np.errstate(all="ignore"):  # what is not finite is meant to pass
+    with np.errstate(all="ignore"):  # infinities and NaN are passed on without warnings
         for start in range(0, rows, step):
             tile, factors = out[start : start + step], left[start : start + step]
             np.multiply(factors[:, :1], right[:1], out=tile)
@@ -339,10 +344,10 @@ _DECODERS: Final[Mapping[int, Callable[[memoryview, Values], None]]] = {
 
 
 def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memoryview:
-    """Returns the payload of a one-dimensional float32 array. `kept`: k of TOPK and RANDOMK;
-    `seed`: for INT8's rounding and RANDOMK's indices.
+    """Encodes a one-dimensional float32 array. `kept`: k, for TOPK and RANDOMK. `seed`: seed for
+    INT8's rounding and RANDOMK's indices.
 
-    For POWERSGD see `encode_powersgd`.
+    For POWERSGD call `encode_powersgd`.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED; or `kept` is not between 0 and the number of values.
@@ -359,8 +364,8 @@ def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memor
 
 
 def encode_powersgd(pieces: Sequence[Values | tuple[Values, Values]]) -> memoryview:
-    """Returns the POWERSGD payload of pieces given either uncompressed, in one dimension, or as P,
-    rows x r, and Q, r x columns."""
+    """Encodes pieces as a POWERSGD payload. A piece is either an uncompressed one-dimensional array
+    or a pair of P (rows x r) and Q (r x columns)."""
     ranks = [piece[0].shape[1] if isinstance(piece, tuple) else 0 for piece in pieces]
     parts = [part for piece in pieces for part in (piece if isinstance(piece, tuple) else (piece,))]
     return (
@@ -376,7 +381,7 @@ def encode_powersgd(pieces: Sequence[Values | tuple[Values, Values]]) -> memoryv
 
 
 def _encode_float16(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
-    with np.errstate(over="ignore"):  # what is too large becomes infinite
+    with np.errstate(over="ignore"):  # values that are too large become infinite without a warning
         return [values.astype(_F2)]
 
 
@@ -443,8 +448,8 @@ _ENCODERS: Final[Mapping[int, Callable[[Values, int, np.random.Generator], list[
 
 
 def randomk_draw(random: np.random.Generator, length: int) -> tuple[int, int]:
-    """Returns a start and a stride for `length` values such that each index is equally likely to be
-    among the first k, for any k."""
+    """Draws a start and a stride for RANDOMK over `length` values. For any k, each index is equally
+    likely to be among the first k."""
     if length < 2:
         return 0, 1
     start = int(random.integers(length))
@@ -455,13 +460,14 @@ def randomk_draw(random: np.random.Generator, length: int) -> tuple[int, int]:
 
 
 def randomk_places(start: int, stride: int, kept: int, length: int) -> NDArray[np.int64]:
-    """Returns the distinct indices of RANDOMK's values. Tensors have fewer than 2^31 values, so the
-    products stay below 2^63."""
+    """Returns the indices of the values that RANDOMK keeps. The indices are distinct. Tensors have
+    fewer than 2^31 values, so the products stay below 2^63."""
     return (start + np.arange(kept, dtype=np.int64) * stride) % max(1, length)
 
 
 def _in_blocks(values: Values, block: int) -> Values:
-    """Returns the values with one block per row, the last one padded with zeros."""
+    """Returns the values as an array with one block per row; the last block is padded with
+    zeros."""
     rows = np.zeros((blocks(values.size, block), block), np.float32)
     rows.reshape(-1)[: values.size] = values
     return rows

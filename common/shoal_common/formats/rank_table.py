@@ -1,9 +1,9 @@
 """Rank table of a generation, as shared by coordinator and members: its digest, and the changes
 from one table to the next.
 
-Members of a generation of thousands of ranks receive only the changes since the previous one, with
-a digest of the full table. This module alone defines the contents of the digest and the meaning of
-a change; the coordinator decides who receives which.
+Members of a generation of thousands of ranks receive only the changes since the previous
+generation, with a digest of the full table. Only this module defines the contents of the digest and
+the meaning of a change; the coordinator decides which members receive a change.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from shoal_common.errors import CorruptDataError
 T = TypeVar("T")
 
 MOST_SENT_WHOLE: Final = 64
-"""Worlds of up to this many ranks are always sent in full: that takes a few kilobytes and avoids
-requests for the table."""
+"""Maximum world size for which the full table is always sent. A table of this size has a few
+kilobytes, and members need not request it."""
 DIGEST_BYTES: Final = 16
 
 
 def line(member_id: str, host: str, donor_address: str, donor_key: str) -> str:
-    """Returns the part of the digest's input for one rank. None of the four values may contain a
+    """Returns the line of the digest's input for one rank. None of the four values may contain a
     line break."""
     return f"{member_id}\t{host}\t{donor_address}\t{donor_key}"
 
 
 def digest(lines: Iterable[str]) -> bytes:
-    """Returns the digest of a table, from the lines of its ranks in rank order."""
+    """Returns the digest of a rank table. `lines`: results of `line` for all ranks, in rank
+    order."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int, T]]) -> list[T]:
-    """Returns the table without the ranks `removed` (of the old table, ascending) and with those in
-    `added`, each at its new rank, ascending.
+    """Applies a change to a rank table and returns the new table. `removed`: ranks in the old
+    table, ascending. `added`: pairs of new rank and entry, ascending.
 
     Raises:
         CorruptDataError: the change does not fit this table.
@@ -78,8 +79,8 @@ def runs(ranks: Iterable[int]) -> list[int]:
 
 
 def of_runs(found: Sequence[int], world_size: int) -> Iterator[int]:
-    """Yields the ranks encoded by `runs`. Raises CorruptDataError if they are invalid in a world of
-    `world_size`."""
+    """Yields the ranks encoded by `runs`. Raises CorruptDataError if a rank is not below
+    `world_size`, or the encoding is invalid."""
     if len(found) % 2:
         raise CorruptDataError(f"runs of ranks are encoded by {len(found)} numbers; expected pairs")
     for first, count in zip(found[::2], found[1::2], strict=True):

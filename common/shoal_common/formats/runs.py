@@ -1,8 +1,8 @@
-"""Text form of a job's run, used by a launcher for its workers and by a server for its data
-directory.
+"""Text form of a job's run. Launchers pass it to their workers, and parameter servers store it in
+their data directories.
 
-Free of protobuf, which code that reads files and environments does not need; messages are created
-in the gRPC code.
+This module does not import protobuf, which code that reads files and environments does not need.
+The gRPC code creates the messages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shoal_common.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run: its number in the job, and its start time, which distinguishes it from one with the
-    same number before the coordinator lost its data."""
+    """A run: its number in the job, and its start time. The start time distinguishes the run from a
+    run with the same number before the coordinator lost its data."""
 
     number: int
     began_unix_ms: int = 0
@@ -24,7 +24,8 @@ class Run:
 
     @classmethod
     def parse(cls, text: str, *, what: str) -> Run:
-        """Parses the result of `str`. Raises ConfigurationError, which names the source `what`."""
+        """Parses the result of `str(run)`. `what`: source of the text, named in errors. Raises
+        ConfigurationError."""
         found = re.fullmatch(r"([1-9]\d{0,8}):(\d{1,18})", text, re.ASCII)
         if found is None:
             raise ConfigurationError(

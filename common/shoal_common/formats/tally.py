@@ -1,11 +1,11 @@
-"""A worker's counts of committed work in a fixed-size file that its launcher reads. They are exact
-whenever the worker dies.
+"""A worker's counts of committed work, in a fixed-size file that its launcher reads. The counts are
+exact even if the worker is killed.
 
 The worker maps the file into its memory and writes a few numbers at each commit, without a system
-call; the kernel keeps them if the process gets SIGKILL. Each commit overwrites the older one of two
-slots, with a checksum, so that one slot is always complete. A *span* is a period in which the
-worker committed step after step in one generation; training may have paused between two spans.
-Times are those of `time.monotonic_ns`, which is one clock for all processes of a machine.
+call; the kernel keeps them if the process receives SIGKILL. The file has two slots with checksums.
+Each commit overwrites the older slot, so that one slot is always complete. A *span* is a period in
+which the worker committed step after step in one generation; training may have paused between two
+spans. Times are from `time.monotonic_ns`, a clock shared by all processes of a machine.
 
 Progress reports to the coordinator are `shoal.v1.Progress`; this file is only for the launcher on
 the same machine.
@@ -50,7 +50,7 @@ _SIZE: Final = _STRATEGY_AT + _STRATEGY_BYTES
 
 
 class Span(NamedTuple):
-    """Consecutive commits in one generation."""
+    """A period of consecutive commits in one generation."""
 
     generation: int
     began_after: int
@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Totals over all spans. Samples are those of all ranks; only those of this worker if
+    """Totals over all spans. Samples are counted over all ranks, or only for this worker if
     `asynchronous`."""
 
     commits: int = 0
@@ -95,12 +95,12 @@ class Counts(NamedTuple):
     unpushed_steps: int = 0
     """Inner steps since the last push, included in `commits`: the servers do not have them yet."""
     unpushed_samples: int = 0
-    """Samples of those steps."""
+    """Samples of the `unpushed_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """A worker's commits at one moment."""
+    """Counts of a worker's committed work at one moment."""
 
     counts: Counts
     spans: tuple[Span, ...]
@@ -108,12 +108,12 @@ class Tally:
     spans_before: int
     """Number of earlier spans."""
     in_doubt: int = 0
-    """Key of a batch whose push has begun and is not among the commits: a worker that died may have
-    pushed it. 0 if none."""
+    """Key of a batch whose push has started and is not counted as a commit; 0 if there is none. If
+    the worker dies, the push may have reached the servers."""
     known: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Key -> steps and samples of batches that the servers already had from another worker. They
-    are not among the commits: if that worker committed them, it has counted them; otherwise they
-    are its `in_doubt`."""
+    """Key -> steps and samples of batches that the servers had already received from another
+    worker. These batches are not among the commits: the other worker has either counted them or has
+    them `in_doubt`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Last values of the numbers that the script reports besides the loss, by name; finite."""
     strategy: str = ""
@@ -126,20 +126,21 @@ class Tally:
 
     @property
     def own_steps(self) -> int:
-        """Steps of this worker that the servers have."""
+        """Steps of this worker that the servers have received."""
         return self.steps - self.counts.steps_before - self.counts.unpushed_steps
 
     @property
     def own_samples(self) -> int:
-        """Samples of those steps."""
+        """Samples of this worker that the servers have received."""
         return self.counts.samples - self.counts.samples_before - self.counts.unpushed_samples
 
 
 class TallyWriter:
-    """Worker's side of the file. Used only by its training thread."""
+    """Writer of a worker's tally file. Used only by the worker's training thread."""
 
     def __init__(self, path: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """Creates the file. Raises OSError if there is no space for it or no such directory."""
+        """Creates the tally file. Raises OSError if there is no space for the file or its directory
+        does not exist."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             # raises an error here; writing to an unavailable page would raise a signal
@@ -155,12 +156,12 @@ class TallyWriter:
         self._known = 0
 
     def pushing(self, batch: int) -> None:
-        """Records the start of a push of the batch with this key; 0: none is in progress."""
+        """Records the start of a push. `batch`: key of the batch; 0: no push is in progress."""
         struct.pack_into("<Q", self._memory, _PUSHING_AT, batch)
 
     def known(self, batch: int, steps: int, samples: int) -> None:
-        """Records that the servers already had the batch, or the round of `steps` steps with this
-        key, from another worker."""
+        """Records that the servers had already received a batch, or a round of `steps` steps, from
+        another worker. `batch`: key of the batch or the round."""
         self.pushing(0)
         _KNOWN.pack_into(
             self._memory, _KNOWN_AT + self._known % _MOST_KNOWN * _KNOWN.size, batch, steps, samples
@@ -168,7 +169,8 @@ class TallyWriter:
         self._known += 1
 
     def committed(self, counts: Counts, *, generation: int, steps: int) -> None:
-        """Records a step committed in `generation`, after which the run has `steps`."""
+        """Records a step committed in `generation`. `steps`: committed steps of the run, including
+        this one."""
         now, span = self._clock_ns(), self._span
         if (
             span is not None
@@ -188,8 +190,8 @@ class TallyWriter:
         self.recount(counts)
 
     def metrics(self, values: Iterable[tuple[str, float]]) -> None:
-        """Overwrites the reported numbers: at most `MOST_METRICS`, in an order that never changes,
-        with new names at the end."""
+        """Overwrites the reported metrics. `values`: at most `MOST_METRICS` names and values in an
+        order that never changes, with new names at the end."""
         for place, (name, value) in enumerate(values):
             encoded = name.encode()[:256]
             _METRIC.pack_into(self._memory, _METRICS_AT + place * _METRIC.size, encoded, value)
@@ -216,7 +218,8 @@ class TallyWriter:
 
 
 def read_tally(path: Path) -> Tally | None:
-    """Returns the worker's commits so far; None if there are none or there is no such file."""
+    """Reads a worker's tally from its file; returns None if the file does not exist or contains no
+    commits."""
     try:
         content = path.read_bytes()
     except OSError:

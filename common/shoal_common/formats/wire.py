@@ -7,9 +7,9 @@ copy to encode (gRPC sends only `bytes`), none to decode. Other clients exchange
 their generated classes: valid but unusual encodings (unknown fields, other orders) are left to
 protobuf itself.
 
-The functions are gRPC serializers: `(header or None, payload)` in, `bytes` out, and back. numpy
-only; bfloat16, which numpy lacks, is represented as uint16. Nothing here checks a header against a
-payload: the receivers do.
+The functions are gRPC serializers and deserializers: they convert `(header or None, payload)` to
+`bytes` and back. The module needs only numpy; bfloat16, which numpy lacks, is represented as
+uint16. Receivers check headers against payloads; this module does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader, pb.R
 
 @dataclass(frozen=True)
 class DtypeInfo:
-    """One element type."""
+    """Properties of one element type."""
 
     dtype: int
     """shoal.v1.Dtype."""
@@ -67,14 +67,14 @@ DTYPES: Final[Mapping[int, DtypeInfo]] = {
         DtypeInfo(pb.DTYPE_BFLOAT16, "bfloat16", np.dtype("<u2")),
     )
 }
-"""All Dtypes except UNSPECIFIED."""
+"""Properties of all Dtypes except UNSPECIFIED."""
 
 _BY_NAME: Final = {info.name: info for info in DTYPES.values()}
 
 
 def dtype_info(dtype: int | str) -> DtypeInfo:
-    """Returns the entry for a shoal.v1.Dtype or a name ("bfloat16"). Raises InvalidRequestError /
-    DTYPE_UNSUPPORTED for others."""
+    """Returns the properties of a shoal.v1.Dtype, given by number or by name ("bfloat16"). Raises
+    InvalidRequestError / DTYPE_UNSUPPORTED for an unknown type."""
     info = _BY_NAME.get(dtype) if isinstance(dtype, str) else DTYPES.get(dtype)
     if info is None:
         raise InvalidRequestError(
@@ -87,8 +87,8 @@ def dtype_info(dtype: int | str) -> DtypeInfo:
 
 
 def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """Yields the buffer's bytes in pieces of at most `size`; an empty buffer gives one empty piece,
-    since its header needs a chunk."""
+    """Yields the buffer's bytes in pieces of at most `size` bytes. An empty buffer yields one empty
+    piece, since every header needs a chunk."""
     if size < 1:
         raise ValueError(f"size={size}: expected at least 1 byte")
     data = as_bytes(buffer)
@@ -100,7 +100,8 @@ def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
 def framed(
     header: HeaderT, payload: memoryview, size: int = CHUNK_BYTES
 ) -> Iterator[tuple[HeaderT | None, memoryview]]:
-    """Yields the chunks that carry one partition: the first with the header, the rest without."""
+    """Yields the chunks that carry one partition: the first one with the header, the others
+    without."""
     opening: HeaderT | None = header
     for piece in chunks(payload, size):
         yield opening, piece
@@ -114,7 +115,8 @@ def checksum(buffer: memoryview | bytes) -> int:
 
 
 def as_bytes(buffer: memoryview) -> memoryview:
-    """Returns the same memory as flat bytes. Raises ValueError unless it is C-contiguous."""
+    """Returns a view of the buffer as flat bytes. Raises ValueError unless the buffer is
+    C-contiguous."""
     if not buffer.c_contiguous:
         raise ValueError(
             "the buffer is not C-contiguous; convert it with numpy.ascontiguousarray or "
@@ -192,8 +194,8 @@ def _encode(
 
 
 def _prefix(tag: int, length: int) -> bytes:
-    """Returns a field's tag and its length as a varint: seven bits per byte, lowest first, the high
-    bit set on all but the last."""
+    """Encodes a field's tag and length. The length is a varint: seven bits per byte, lowest first,
+    with the high bit set on all bytes but the last."""
     out = bytearray((tag,))
     while length > 0x7F:
         out.append(length & 0x7F | 0x80)
@@ -224,7 +226,7 @@ def _decode_canonical(
     data: bytes, header_type: type[HeaderT]
 ) -> tuple[HeaderT | None, memoryview] | None:
     """Decodes the encoding used by every protobuf library: the header, then the payload, each at
-    most once. Returns None for any other."""
+    most once. Returns None for any other encoding."""
     view = memoryview(data)
     end = len(data)
     position = 0
@@ -246,8 +248,8 @@ def _decode_canonical(
 
 
 def _field(data: bytes, position: int) -> tuple[int, int] | None:
-    """Returns start and end of the field whose length begins at `position`; None if it reaches
-    beyond `data`."""
+    """Returns the start and end of the field whose encoded length begins at `position`; None if the
+    field exceeds `data`."""
     length = 0
     for shift in range(0, 35, 7):
         if position >= len(data):

@@ -1,1 +1,1 @@
-"""Optimizers that torch lacks, and those of parameter servers."""
+"""Optimizers that torch lacks, and declarations of the optimizers of parameter servers."""

@@ -1,4 +1,4 @@
-"""Optimizers of parameter servers, by name. Each is added by a declaration here.
+"""Declarations of the optimizers that parameter servers support, by name.
 
 A worker uses the declaration to extract the settings of a user's torch optimizer, and a server to
 create an optimizer from them. Hyperparameters are sent as numbers by name; a pair in torch
@@ -20,7 +20,7 @@ Hyperparameters = Mapping[str, float]
 
 
 class Unit(enum.Enum):
-    """Unit that an optimizer updates together."""
+    """Granularity at which an optimizer updates values."""
 
     ELEMENT = "element"
     """Each element separately, so that adjacent tensors can be merged."""
@@ -42,7 +42,7 @@ class OptimizerDeclaration:
     module: str = "torch.optim"
     """Module of that class."""
     unit: Unit = Unit.ELEMENT
-    """Unit updated together, and so how much of a tensor it must have at once."""
+    """Granularity of the update, which limits how a tensor may be split."""
     defaults: Hyperparameters
     """Default value of each hyperparameter: torch's own."""
     switches: frozenset[str] = frozenset()
@@ -55,7 +55,7 @@ class OptimizerDeclaration:
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Keys of a torch parameter group that contain two hyperparameters."""
     state: frozenset[str]
-    """Names of the state tensors that it may keep for a parameter."""
+    """Names of the state tensors that the optimizer may keep for a parameter."""
     state_tensors: Callable[[Hyperparameters], int]
     """Returns the number of state tensors for given hyperparameters; each is as large as the
     parameter, or has one number per row."""
@@ -65,23 +65,25 @@ class OptimizerDeclaration:
     """torch's fused implementation is used for values of at least this many bytes each; None:
     never."""
     not_for: frozenset[str] = frozenset()
-    """Dtypes whose values it turns into NaN, by numpy's names."""
+    """Dtypes whose values the optimizer turns into NaN, by numpy's names."""
     always_tried: Callable[[Hyperparameters], bool] = lambda values: False
-    """Returns whether a valid update may produce NaN, so that each is tried on a copy first."""
+    """Returns whether a valid update may produce NaN, so that each update is first tried on a
+    copy."""
     growth: Callable[[Hyperparameters], float] = lambda values: 1.0
     """Returns the largest factor by which one update may multiply the norm of a parameter, for
     given hyperparameters; 1: an update only adds the gradient times the learning rate."""
     contradiction: Callable[[Hyperparameters], str] = lambda values: ""
-    """Returns what is wrong with a combination of values that are individually valid; empty if
-    nothing."""
+    """Returns the problem of a combination of values that are individually valid; empty if there is
+    none."""
 
     def optimizer_class(self) -> Any:
-        """Returns the class that computes the update. Imports torch."""
+        """Imports torch and returns the class that computes the update."""
         return getattr(import_module(self.module), self.torch_class)
 
     def cuts_rows(self, *, row: int, offset: int, length: int) -> bool:
-        """Returns whether a piece of a tensor, whose rows have `row` elements, contains an
-        incomplete row although this optimizer needs complete ones."""
+        """Returns whether a piece of a tensor contains an incomplete row although this optimizer
+        needs complete rows. `row`: number of elements per row. `offset`, `length`: position and
+        size of the piece, in elements."""
         return self.unit is Unit.ROW and bool(offset % row or length % row)
 
     def arguments(self, values: Hyperparameters) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class OptimizerDeclaration:
         }
 
     def read(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Extracts the hyperparameters from a torch parameter group: the inverse of `arguments`."""
+        """Extracts the hyperparameters from a torch parameter group. Inverse of `arguments`."""
         pairs = {
             name: value
             for key, names in self.pairs.items()
@@ -332,9 +334,10 @@ Shoal's row-wise ones."""
 
 
 def in_words() -> str:
-    """Lists the classes that a server supports, for people: "torch.optim.SGD and
+    """Returns a readable list of the supported optimizer classes: "torch.optim.SGD and
     shoal.optim.LAMB"."""
-    homes = {"shoal_common.optimizers.for_torch": "shoal.optim"}  # where users find them
+    # modules under which users import them
+    homes = {"shoal_common.optimizers.for_torch": "shoal.optim"}
     *others, last = [
         f"{homes.get(each.module, each.module)}.{each.torch_class}"
         for each in SERVER_OPTIMIZERS.values()

@@ -1,9 +1,9 @@
-"""Optimizers missing in torch, as `torch.optim.Optimizer`s: `shoal.optim`. Workers accept them from
-users, and parameter servers run them.
+"""Optimizers that torch lacks, as subclasses of `torch.optim.Optimizer`, exported as `shoal.optim`.
+Workers accept them from users, and parameter servers run them.
 
-The only module of this package that imports torch. `LAMB` and `RowWiseAdagrad` combine several
-elements: an entire tensor, or a row of it. They are therefore correct only for unsplit tensors (on
-a single process, or under strategies that replicate the model), and strategies that split tensors
+The only module of this package that imports torch. `LAMB` combines all elements of a tensor, and
+`RowWiseAdagrad` all elements of a row. Both are therefore correct only for unsplit tensors (on a
+single process, or under strategies that replicate the model), and strategies that split tensors
 refuse them.
 
 Values and state of 16-bit types are computed in float32 and rounded once. Norms do not depend on
@@ -28,8 +28,8 @@ class _OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. `closure` recomputes the loss, which is
-        returned.
+        """Updates all parameters that have a gradient. `closure`: recomputes the loss, which `step`
+        returns.
 
         Raises:
             ConfigurationError: a gradient is sparse.
@@ -66,14 +66,13 @@ class _OwnOptimizer(torch.optim.Optimizer):
         gradients: list[torch.Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        """Makes one step for parameters of one device and type. `gradients`: descent directions in
-        the type used for computation; read only."""
+        """Updates parameters of one device and type. `gradients`: descent directions in the type
+        used for computation; read only."""
         raise NotImplementedError
 
 
 class LAMB(_OwnOptimizer):
-    """Adam with a step for each tensor whose length is the learning rate times the tensor's own
-    norm.
+    """Adam that scales the step of each tensor to the learning rate times the tensor's own norm.
 
     Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
     minutes", ICLR 2020, with its bias correction and phi(z) = z: with r = m' / (sqrt(v') + eps) and
@@ -94,7 +93,7 @@ class LAMB(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.Adam`; `maximize` ascends instead of descending.
+        """The arguments are those of `torch.optim.Adam`; `maximize` ascends instead of descending.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -179,7 +178,8 @@ class RowWiseAdagrad(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.Adagrad`; `maximize` ascends instead of descending.
+        """The arguments are those of `torch.optim.Adagrad`; `maximize` ascends instead of
+        descending.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -245,7 +245,7 @@ class RowWiseAdagrad(_OwnOptimizer):
 
 class DelayedNesterov(_OwnOptimizer):
     """SGD with Nesterov momentum for gradients that arrive one after another from several workers,
-    as in outer steps.
+    as in the outer steps of local SGD.
 
     Algorithm 3 of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, with c
     = 0: each gradient g immediately moves the values by `lr * g / every`. After every `every`
@@ -270,8 +270,8 @@ class DelayedNesterov(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.SGD`; `every`: number of gradients per momentum step,
-        >= 1.
+        """The arguments are those of `torch.optim.SGD`. `every`: number of gradients per momentum
+        step, >= 1.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -331,7 +331,8 @@ def _wide_type(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor itself, or for a 16-bit one a float32 copy to compute with."""
+    """Returns a float32 copy of a 16-bit tensor, for computations; returns other tensors
+    unchanged."""
     return tensor.to(_wide_type(tensor))
 
 

@@ -1,5 +1,4 @@
-"""Redis (or Valkey): connections with one clear error, and an embedded server if nobody runs
-one."""
+"""Redis (or Valkey): connections, and an embedded server for machines without one."""
 
 from shoal_common.redis.connection import (
     RedisSettings,

@@ -1,9 +1,9 @@
 """Connections to a running Redis-protocol server.
 
-Every function here returns once the server has answered a PING, or raises one ShoalError that names
-the server (without its password) and the remedy. Replies are bytes: Shoal stores protobuf in Redis.
-This module does not start servers (see embedded.py) and defines no keys. redis-py's clients are
-thread-safe; the asynchronous one belongs to the loop that created it.
+`connect` and `connect_async` return once the server has answered a PING, or raise one ShoalError
+that names the server (without its password) and the remedy. Replies are bytes: Shoal stores
+protobuf in Redis. This module does not start servers (see embedded.py) and defines no keys.
+redis-py's clients are thread-safe; the asynchronous client belongs to the loop that created it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SCHEMES: Final = ("redis", "rediss", "unix")
 
 @dataclass(frozen=True, kw_only=True)
 class RedisSettings:
-    """Address of the server, and timeouts."""
+    """Address of a Redis server, and timeouts."""
 
     url: str
     """redis://[user:password@]host:port[/db], rediss:// (TLS) or unix:///path."""
@@ -72,7 +72,7 @@ def connect(
     connect_timeout: timedelta | None = None,
     command_timeout: timedelta | None = None,
 ) -> redis.Redis:
-    """Returns a synchronous client whose server has answered.
+    """Connects to Redis and returns a synchronous client once the server has answered.
 
     Raises ConfigurationError (bad URL), AuthenticationError (refused credentials), UnavailableError
     (no answer).
@@ -94,8 +94,8 @@ async def connect_async(
     connect_timeout: timedelta | None = None,
     command_timeout: timedelta | None = None,
 ) -> redis.asyncio.Redis:
-    """Returns an asyncio client whose server has answered; close it with `await
-    client.aclose()`."""
+    """Connects to Redis and returns an asyncio client once the server has answered. Close it with
+    `await client.aclose()`."""
     settings = _settings(url, connect_timeout, command_timeout)
     backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
     client: redis.asyncio.Redis = _from_url(
@@ -110,8 +110,8 @@ async def connect_async(
 
 
 def with_authority(url: str, authority: Path | None) -> str:
-    """Returns the URL with `authority` as the CA of a TLS server (rediss://); other URLs are
-    unchanged. None: the CA in the URL, or the system's."""
+    """Adds `authority` as the CA of a TLS server to a rediss:// URL; returns other URLs unchanged.
+    With None, the CA in the URL or the system's CAs remain in use."""
     parts = _split(url)
     if authority is None or parts.scheme != "rediss" or "ssl_ca_certs=" in parts.query:
         return url
@@ -120,7 +120,7 @@ def with_authority(url: str, authority: Path | None) -> str:
 
 
 def redacted(url: str) -> str:
-    """Returns the URL without its password, for messages and logs."""
+    """Returns a Redis URL without its password, for messages and logs."""
     parts = _split(url)
     if "@" not in parts.netloc:
         return url

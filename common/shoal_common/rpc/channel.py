@@ -1,9 +1,9 @@
 """Client channels: TLS, bearer token, keepalive, message limits, retries; the same for synchronous
 and asyncio callers.
 
-Deadlines are per call and belong to the clients (shoal_common.clients). Channels of the synchronous
-kind may be shared between threads and must never be used in a forked child; asynchronous ones
-belong to the running loop.
+Deadlines are per call and belong to the clients (shoal_common.clients). Synchronous channels may be
+shared between threads and must never be used in a forked child; asynchronous channels belong to the
+running loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ChannelSettings:
     """host:port."""
 
     tls: TlsSettings | None = None
-    """None: plain text, for loopback and trusted networks."""
+    """TLS settings; None: plain text, for loopback and trusted networks."""
 
     token: str | None = field(default=None, repr=False)
     """Bearer token sent with every call; None if there is none."""
@@ -66,10 +66,10 @@ class ChannelSettings:
     """Total number of attempts for an idempotent call on UNAVAILABLE; 1 to 5. 1: no retries."""
 
     first_backoff: timedelta = timedelta(milliseconds=100)
-    """Wait before the second attempt; doubles, with jitter."""
+    """Wait before the second attempt. The wait doubles with each attempt and has jitter."""
 
     longest_backoff: timedelta = timedelta(seconds=2)
-    """Upper limit of the wait."""
+    """Maximum wait between two attempts."""
 
     def __post_init__(self) -> None:
         if parse_address(self.address).port == 0:
@@ -114,7 +114,7 @@ def channel(settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> g
 def aio_channel(
     settings: ChannelSettings, *, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()
 ) -> grpc.aio.Channel:
-    """Returns a channel for the running event loop."""
+    """Returns an asyncio channel for the running event loop."""
     credentials = _credentials(settings)
     options = _options(settings)
     entries = _entries(settings)
@@ -180,9 +180,9 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
 def is_name(address: str) -> bool:
     """Returns whether the host of `address`, host:port, is a name and not an IP address.
 
-    A channel that could not resolve its name waits up to two minutes before it tries again, which
-    no option shortens. A container that is restarted has no name meanwhile, and another address
-    afterwards; callers that use a name therefore take a fresh channel after a failure.
+    A channel that failed to resolve a name waits up to two minutes before its next attempt, which
+    no option shortens. A container has no name while it restarts, and another address afterwards.
+    Callers that use a name therefore create a new channel after a failure.
     """
     try:
         ipaddress.ip_address(parse_address(address).host.strip("[]"))
@@ -192,5 +192,5 @@ def is_name(address: str) -> bool:
 
 
 def milliseconds(duration: timedelta) -> int:
-    """Returns the duration for gRPC's options, in milliseconds; at least 1."""
+    """Converts a duration to milliseconds for gRPC's options; at least 1."""
     return max(1, round(duration.total_seconds() * 1000))

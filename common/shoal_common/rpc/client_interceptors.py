@@ -89,13 +89,14 @@ class _AsyncStreamStream(_AsyncMetadata, grpc.aio.StreamStreamClientInterceptor)
 
 
 def sync_metadata(entries: Entries) -> grpc.UnaryUnaryClientInterceptor:
-    """Returns one interceptor for all four kinds of call."""
+    """Returns an interceptor for synchronous channels that adds `entries` to all four kinds of
+    calls."""
     return _SyncMetadata(entries)
 
 
 def async_metadata(entries: Entries) -> tuple[grpc.aio.ClientInterceptor, ...]:
-    """Returns four interceptors, since grpc.aio registers each under the first kind that it
-    recognizes."""
+    """Returns interceptors for asyncio channels that add `entries` to calls. There are four, since
+    grpc.aio uses an interceptor only for the first kind of call that it recognizes."""
     return (
         _AsyncUnaryUnary(entries),
         _AsyncUnaryStream(entries),

@@ -1,5 +1,5 @@
-"""Lists the RPCs that are safe to retry when it is unknown whether the first attempt arrived, and
-the service config that lets gRPC do so.
+"""RPCs that are safe to retry if it is unknown whether the first attempt arrived, and the service
+config that makes gRPC retry them.
 
 A test compares the tables with the services' descriptors: every RPC is listed exactly once.
 """
@@ -39,7 +39,7 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
         }
     ),
 }
-"""Retried by gRPC itself on UNAVAILABLE."""
+"""Methods, by service, that gRPC itself retries on UNAVAILABLE."""
 
 NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
     # Sessions and events have state that the caller must rebuild. A lost answer to LeaseBatches
@@ -54,7 +54,7 @@ NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
         {"Initialize", "Push", "RestoreRows", "Follow", "TakePartitions"}
     ),
 }
-"""Retries of these are left to the caller."""
+"""Methods, by service, whose retries are left to the caller."""
 
 
 def service_config(*, attempts: int, first_backoff: timedelta, longest_backoff: timedelta) -> str:

@@ -51,7 +51,7 @@ _GO_CODES: Final[Mapping[int | None, str]] = {
 
 
 class ServerMetrics:
-    """Metrics of a server's calls. One per registry."""
+    """Metrics of a server's calls. Create one object per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *more: str) -> Counter:
@@ -72,8 +72,8 @@ class ServerMetrics:
         )
 
     def of(self, method: str, handler: grpc.RpcMethodHandler) -> MethodMetrics:
-        """Returns the counters of one method. The caller has verified that it exists, since names
-        sent by strangers must not become label values."""
+        """Returns the metrics of one method. The caller must have verified that the method exists,
+        since names sent by strangers must not become label values."""
         labels = (
             _TYPES[bool(handler.request_streaming), bool(handler.response_streaming)],
             *split_method(method),
@@ -89,7 +89,7 @@ class ServerMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodMetrics:
-    """One method's metrics, with its labels bound."""
+    """Metrics of one gRPC method, with its labels bound."""
 
     started: Counter
     handled: Callable[[str], Counter]
@@ -104,10 +104,10 @@ class ClientMetricsInterceptor(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Interceptor for synchronous channels: `channel(settings,
+    """Counts the calls of synchronous channels: `channel(settings,
     interceptors=[ClientMetricsInterceptor(registry)])`.
 
-    One per registry, shared by a process's channels. Thread-safe.
+    Create one interceptor per registry and share it between the process's channels. Thread-safe.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

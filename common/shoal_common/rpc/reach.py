@@ -41,8 +41,7 @@ class Obstacle:
 def find_obstacle(
     settings: ChannelSettings, *, timeout: timedelta = timedelta(seconds=2)
 ) -> Obstacle | None:
-    """Tries to reach the server and returns the obstacle; None if there is none and the server
-    speaks HTTP/2.
+    """Tries to reach the server and returns the obstacle; None if the server answers with HTTP/2.
 
     Blocks for the system's name lookup and then for at most `timeout` per step.
     """
@@ -187,8 +186,8 @@ def _unwanted_certificate(tls: TlsSettings) -> str:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """Returns the first bytes of the answer, at least a frame's header; fewer if the server hangs
-    up."""
+    """Returns the first bytes of the server's answer, at least a frame's header. Returns fewer
+    bytes if the server hangs up."""
     answer = b""
     while len(answer) < _FRAME_HEADER:
         try:

@@ -1,8 +1,8 @@
 """gRPC server of every Shoal service: TLS, bearer tokens, health, reflection, metrics, errors as
 statuses, graceful drain.
 
-A service provides its servicer and the roles that may call each method; handlers raise ShoalErrors
-and need nothing else. Everything here belongs to the event loop that called `start`. Signals are
+A service provides its servicer and the roles that may call each method; its handlers report errors
+by raising ShoalErrors. All objects belong to the event loop that called `start`. Signals are
 handled by the service's main, which calls `drain_and_stop`.
 """
 
@@ -39,8 +39,9 @@ ALL_AT_ONCE: Final = (
     ("grpc.server.max_pending_requests", 30_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
 )
-"""gRPC cancels calls at random when more than a thousand (at most three thousand) wait for the
-handler. Ten thousand members may arrive at once, e.g. after a restart of the coordinator."""
+"""Options that raise gRPC's limits on waiting calls. By default gRPC cancels calls at random when
+more than a thousand (at most three thousand) wait for the handler. Ten thousand members may arrive
+at once, e.g. after a restart of the coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,10 @@ class ServerSettings:
     """host:port; port 0: chosen by the operating system and returned by `RpcServer.start`."""
 
     tls: TlsSettings | None = None
-    """None: plain text."""
+    """TLS settings; None: plain text."""
 
     tokens: TokenTable = field(default_factory=TokenTable.open)
-    """An open table lets everyone do everything."""
+    """Tokens with their roles. An open table lets every caller do everything."""
 
     insecure: bool = False
     """Allows a `listen` address that other machines can reach without TLS or without tokens."""
@@ -73,8 +74,8 @@ class ServerSettings:
     """Time for which a ping may remain unanswered before the connection is abandoned."""
 
     shortest_keepalive: timedelta = timedelta(seconds=5)
-    """Clients that ping more often are disconnected. At most the clients'
-    `ChannelSettings.keepalive`."""
+    """Minimum interval between a client's pings; clients that ping more often are disconnected. At
+    most the clients' `ChannelSettings.keepalive`."""
 
     def __post_init__(self) -> None:
         address = parse_address(self.listen)
@@ -119,12 +120,12 @@ class RpcServer:
         metrics_registry: CollectorRegistry,
         job: str | None = None,
     ) -> None:
-        """`service_name`: e.g. "shoal.v1.Coordinator". `register`: adds the servicer.
-        `allowed_roles`: full method name, e.g. "/shoal.v1.Coordinator/CreateJob" -> roles besides
-        ADMIN that may call it; raises ConfigurationError unless it names exactly the service's
-        methods, so that none is open or closed by oversight. `job`: the only job that the service
-        is for, so that tokens for other jobs are refused; None: the service is for many jobs, and
-        its handlers check `caller()`."""
+        """`service_name`: e.g. "shoal.v1.Coordinator". `register`: function that adds the servicer
+        to the server. `allowed_roles`: full method name, e.g. "/shoal.v1.Coordinator/CreateJob" ->
+        roles besides ADMIN that may call the method. Raises ConfigurationError unless
+        `allowed_roles` names exactly the service's methods, so that no method is open or closed by
+        oversight. `job`: the service's only job; tokens for other jobs are refused. None: the
+        service is for many jobs, and its handlers check `caller()`."""
         _check_completeness(service_name, allowed_roles)
         self.draining = asyncio.Event()
         """Set when a drain begins: long-lived streams should then end by themselves."""
@@ -139,8 +140,8 @@ class RpcServer:
         self._expiry_check: asyncio.TimerHandle | None = None
 
     async def start(self) -> int:
-        """Binds, serves and reports SERVING; returns the port. Raises ConfigurationError if the
-        address cannot be bound."""
+        """Starts the server, reports SERVING, and returns the port. Raises ConfigurationError if
+        the address cannot be bound."""
         if self._server is not None:
             raise RuntimeError("this RpcServer was already started; create a new one")
         server = grpc.aio.server(
@@ -161,8 +162,8 @@ class RpcServer:
         return port
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets the answer to health checks, for the service and the entire server. Not after a
-        drain has begun."""
+        """Sets the answer to health checks, for the service and the entire server. Must not be
+        called after a drain has begun."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving
@@ -172,8 +173,8 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def drain_and_stop(self) -> None:
-        """Reports NOT_SERVING, refuses new calls, waits up to `drain_timeout` for calls in progress
-        and then cancels them. Idempotent."""
+        """Reports NOT_SERVING, refuses new calls, waits up to `drain_timeout` for calls in
+        progress, and then cancels them. Idempotent."""
         if self._server is None:
             return
         self.draining.set()
@@ -185,7 +186,8 @@ class RpcServer:
     def _watch_expiry(self) -> None:
         """Logs a warning while the certificate has expired or soon will, now and once a day.
 
-        The file may be renewed meanwhile, but only the certificate read at the start matters.
+        Checks the certificate that was read at the start, even if its file has been renewed
+        meanwhile.
         """
         tls = self._settings.tls
         if tls is None or tls.certificate is None:

@@ -1,4 +1,4 @@
-"""Wraps every handler of an RpcServer: counts calls, authenticates callers, and turns errors into
+"""Wraps every handler of an RpcServer: counts calls, authenticates callers, and converts errors to
 statuses.
 
 A single interceptor does all of this and creates the wrapper of a method only once, because ten
@@ -41,19 +41,19 @@ _member_key: ContextVar[str] = ContextVar("member_key", default="")
 
 
 def caller() -> Holder:
-    """Returns the caller of the call being handled. Only within a handler."""
+    """Returns the caller of the current RPC. Valid only within a handler."""
     return _caller.get()
 
 
 def member_key() -> str:
-    """Returns the member key presented by the call being handled; empty if none. Only within a
+    """Returns the member key sent with the current RPC; empty if there is none. Valid only within a
     handler."""
     return _member_key.get()
 
 
 class Admission:
-    """Admits a call if its bearer token's role permits it. Health checks are open; reflection
-    requires any known token. With an open token table everyone may do everything."""
+    """Admits a call if its bearer token's role permits the method. Health checks need no token;
+    reflection requires any known token. With an open token table every caller may do everything."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class Admission:
         *,
         job: str | None = None,
     ) -> None:
-        """`job`: as in RpcServer."""
+        """`job`: the service's only job; None: the service is for many jobs."""
         self._tokens = tokens
         self._allowed_roles = allowed_roles
         self._job = job
 
     def admit(self, method: str, context: grpc.aio.ServicerContext) -> None:
-        """Sets the values of `caller` and `member_key` in the call's own task. Raises
-        AuthenticationError, PermissionDeniedError."""
+        """Authenticates a call, and sets the values of `caller` and `member_key` in its task.
+        Raises AuthenticationError, PermissionDeniedError."""
         if method.startswith(_HEALTH):
             return
         metadata = context.invocation_metadata() or ()
@@ -105,7 +105,8 @@ class Admission:
 
 
 class ServerInterceptor(grpc.aio.ServerInterceptor):
-    """The server's only interceptor."""
+    """Interceptor that counts calls, authenticates callers and converts errors. It is the server's
+    only interceptor."""
 
     def __init__(self, metrics: ServerMetrics, admission: Admission) -> None:
         self._metrics = metrics
@@ -128,9 +129,10 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return served
 
     def _serve(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns the wrapped handler. Requests are decoded only after admission. A single request
-        is decoded explicitly, so that a malformed one gets a proper status (grpc.aio itself answers
-        UNKNOWN); streamed requests are decoded while the handler reads them."""
+        """Returns the wrapped handler of a method. Requests are decoded only after admission. A
+        single request is decoded explicitly, so that a malformed one receives a proper status
+        (grpc.aio itself answers UNKNOWN). Streamed requests are decoded while the handler reads
+        them."""
         behaviour, metrics, admission = (
             behaviour_of(handler),
             self._metrics.of(method, handler),

@@ -2,7 +2,8 @@
 rpc/.
 
 Tokens are compared in constant time and never appear in messages, reprs or logs. An empty table is
-open: it admits everyone, which servers allow only on loopback unless configured otherwise.
+open, which means that it admits everyone. Servers allow an open table only on loopback unless
+configured otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Role(StrEnum):
-    """Role of a token's holder. ADMIN may do everything; the others what each method's
+    """Role of a token's holder. ADMIN may do everything; the other roles may do what each method's
     `allowed_roles` permits."""
 
     ADMIN = "admin"
@@ -45,21 +46,21 @@ class Role(StrEnum):
 ANY_ROLE: Final = frozenset(Role)
 
 COMPANIONS: Final = (".nodes", ".torchrun")
-"""Suffixes of the jobs in which a job's launchers meet: anyone who may act in a job may also act in
-these."""
+"""Suffixes of the auxiliary jobs through which a job's launchers coordinate. A token for a job is
+also valid for its auxiliary jobs."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Identity conferred by a token."""
+    """Identity and permissions conferred by a token."""
 
     role: Role
     job: str | None = None
-    """Only job that it is for, including those in which that job's launchers meet; None: all
-    jobs."""
+    """The only job that the token is valid for, including the auxiliary jobs of its launchers;
+    None: all jobs."""
 
     def may_touch(self, job_id: str) -> bool:
-        """Returns whether the token is for this job."""
+        """Returns whether the token is valid for this job."""
         return (
             self.job is None
             or job_id == self.job
@@ -67,7 +68,7 @@ class Holder:
         )
 
     def check_job(self, job_id: str) -> None:
-        """Raises PermissionDeniedError (JOB_NOT_ALLOWED) unless the token is for this job."""
+        """Raises PermissionDeniedError (JOB_NOT_ALLOWED) unless the token is valid for this job."""
         if not self.may_touch(job_id):
             raise PermissionDeniedError(
                 f"this token with role {self.role} is for job {self.job!r}, not {job_id!r}; use a "
@@ -80,7 +81,7 @@ class Holder:
 
 
 ANYONE: Final = Holder(Role.ADMIN)
-"""Caller of a service without tokens."""
+"""Identity of every caller of a service without tokens."""
 
 
 class TokenTable:
@@ -98,7 +99,7 @@ class TokenTable:
 
     @classmethod
     def open(cls) -> TokenTable:
-        """Returns the empty table: no authentication."""
+        """Returns the empty table, which requires no authentication."""
         return cls()
 
     @classmethod
@@ -134,8 +135,8 @@ class TokenTable:
         return not self._holders
 
     def holder_of(self, authorization: str | None) -> Holder:
-        """Returns the holder of the token in an `authorization` header, `Bearer TOKEN`. Not for
-        open tables, which have no holders.
+        """Returns the holder of the token in an `authorization` header, `Bearer TOKEN`. Must not be
+        called on an open table, which has no holders.
 
         Raises AuthenticationError: TOKEN_MISSING or TOKEN_INVALID.
         """
@@ -203,7 +204,7 @@ class TlsSettings:
     """This side's certificate chain."""
 
     key: Path | None = None
-    """Its private key."""
+    """Private key of `certificate`."""
 
     authority: Path | None = None
     """Client only: CA certificates that verify the server; None: the system's."""
@@ -218,7 +219,7 @@ class TlsSettings:
             raise ConfigurationError(f"the TLS {given} is set without its {missing}; set both")
 
     def load(self) -> TlsMaterial:
-        """Reads and checks the files, so that an invalid one is named here instead of causing a
+        """Reads and checks the files, so that an error names an invalid file instead of causing a
         failed handshake. Raises ConfigurationError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         for what, path in (
@@ -239,8 +240,8 @@ class TlsSettings:
         return TlsMaterial(*(None if path is None else path.read_bytes() for path in paths))
 
     def server_context(self) -> ssl.SSLContext:
-        """Returns a context for sockets served without gRPC, with the same certificates and
-        requirements. Raises ConfigurationError."""
+        """Returns an SSL context for a server's sockets outside of gRPC, with the same certificates
+        and requirements. Raises ConfigurationError."""
         self.load()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # nobody resumes sessions
@@ -252,8 +253,8 @@ class TlsSettings:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Returns a context for sockets opened without gRPC; it checks the server's name. Raises
-        ConfigurationError."""
+        """Returns an SSL context for a client's sockets outside of gRPC. The context checks the
+        server's name. Raises ConfigurationError."""
         self.load()
         context = ssl.create_default_context(cafile=self.authority)
         # Python 3.13 sets this flag: certificates that gRPC accepts would fail
@@ -286,14 +287,14 @@ def _checked(what: str, path: Path, load: Callable[[], object]) -> None:
 
 
 def member_key_digest(key: str) -> str:
-    """Returns the digest by which others recognize a member's key: 32 hexadecimal digits; empty for
+    """Returns the digest by which services verify a member's key: 32 hexadecimal digits; empty for
     an empty key."""
     return hashlib.sha256(b"member\0" + key.encode()).hexdigest()[:32] if key else ""
 
 
 def check_member_key(member_id: str, known: str, key: str) -> None:
-    """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `known` is the digest of `key` or
-    empty, for members without a key."""
+    """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `known` is the digest of `key`. An
+    empty `known` is accepted; it belongs to a member without a key."""
     if known and not hmac.compare_digest(known, member_key_digest(key)):
         raise PermissionDeniedError(
             f"the caller does not have the key of member {member_id!r}; a process may act only "

@@ -1,7 +1,7 @@
 """Creates certificates: an authority for development, and ephemeral ones for connections between
 members of a job.
 
-Permanent clusters usually have their own authority; the certificates created here serve those
+Permanent clusters usually have their own authority; the certificates created here are for clusters
 without one. `cryptography` is imported on demand, since most processes never need it.
 """
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 WARN_BEFORE_EXPIRY: Final = timedelta(days=30)
 _BACKDATED: Final = timedelta(minutes=10)
-"""Larger than the clock differences between a cluster's machines."""
+"""Time by which certificates are backdated. It is larger than the clock differences between a
+cluster's machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,8 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
     """Creates an authority, one certificate for all services and one for all clients. Returns the
     files to write: name -> content.
 
-    The authority's own key is not among them, so nothing more can be issued with it; renew all
-    files together.
+    The authority's private key is not among the files, so it can issue no further certificates;
+    renew all files together.
 
     Args:
         names: names and addresses under which the services are reached.
@@ -136,8 +137,8 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
 
 
 def expiry_of(certificate: bytes) -> datetime | None:
-    """Returns the expiry of a PEM certificate, the first one of a chain. None if only OpenSSL can
-    read it."""
+    """Returns the expiry of a PEM certificate, or of the first certificate in a chain. Returns None
+    if only OpenSSL can read the certificate."""
     from cryptography import x509
 
     try:
@@ -149,7 +150,7 @@ def expiry_of(certificate: bytes) -> datetime | None:
 def expiry_warning(path: Path, ends: datetime, *, now: datetime) -> str | None:
     """Returns a warning for operators if a certificate has expired or is about to; otherwise None.
 
-    `path`: file it was read from. `ends`: its expiry.
+    `path`: file of the certificate. `ends`: expiry of the certificate.
     """
     if ends > now + WARN_BEFORE_EXPIRY:
         return None
@@ -165,8 +166,8 @@ def expiry_warning(path: Path, ends: datetime, *, now: datetime) -> str | None:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Writes all files, readable only by their owner, or none. Raises ConfigurationError if one
-    exists already or cannot be written."""
+    """Writes all files, readable only by their owner, or none of them. Raises ConfigurationError if
+    a file already exists or cannot be written."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     there = sorted(name for name in files if (directory / name).exists())
     if there:
@@ -235,7 +236,7 @@ class PairContexts:
 
     @staticmethod
     def listener(secret: str) -> ssl.SSLContext:
-        """Returns the listener's context."""
+        """Returns the listener's SSL context. Its key is derived from `secret`."""
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
         from cryptography.x509.oid import NameOID
@@ -272,8 +273,8 @@ class PairContexts:
 
     @staticmethod
     def caller() -> ssl.SSLContext:
-        """Returns the context of connecting processes. They call `check` after the handshake,
-        before they send anything."""
+        """Returns the SSL context of connecting processes, which call `check` after the handshake
+        and before they send anything."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
@@ -284,7 +285,7 @@ class PairContexts:
 
     @staticmethod
     def check(connection: ssl.SSLSocket, secret: str) -> None:
-        """Raises ssl.SSLError unless the listener knows `secret`."""
+        """Raises ssl.SSLError unless the listener at the other end knows `secret`."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

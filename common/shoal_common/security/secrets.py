@@ -1,6 +1,7 @@
 """Removes secrets from this process's environment, so that its child processes do not inherit them.
 
-Imports nothing: every command calls it before anything else.
+This module imports only the standard library, since every command calls `take_secrets` before
+anything else.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Mapping
 from typing import Final
 
 SECRETS: Final = ("SHOAL_TOKEN", "SHOAL_STORE_URL")
-"""Callers' variables with secret values. For each there is another one with the suffix _FILE that
-names a file with the secret."""
+"""Environment variables of callers that contain secrets. A variable with the suffix _FILE may name
+a file with the secret instead."""
 
 _OF_ONE_PROCESS: Final = ("SHOAL_MEMBER_KEY",)
 """Variables with secrets of a single process, which are never passed on."""
@@ -28,19 +29,19 @@ _taken: dict[str, str] = {}
 
 
 def take_secrets() -> None:
-    """Moves secrets from this process's environment into its memory. Settings
-    (shoal_common.credentials) still find them. Other users of this machine can read at most the
-    environment with which a process started, and not even that for processes of this user."""
+    """Moves secrets from this process's environment into its memory, where the settings
+    (shoal_common.credentials) still find them. The environment with which the process started stays
+    readable in /proc for this user and root."""
     for name in (*SECRETS, *_OF_ONE_PROCESS):
         if value := os.environ.pop(name, ""):
             _taken[name] = value
 
 
 def taken_secrets() -> Mapping[str, str]:
-    """Returns the secrets taken by `take_secrets`, by variable."""
+    """Returns the secrets removed by `take_secrets`, by variable."""
     return dict(_taken)
 
 
 def secrets_to_hand_on() -> Mapping[str, str]:
-    """Returns the secrets that are meant for other processes of the same job too."""
+    """Returns the secrets that other processes of the same job may receive too, by variable."""
     return {name: value for name, value in _taken.items() if name in SECRETS}

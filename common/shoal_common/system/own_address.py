@@ -1,11 +1,12 @@
-"""Addresses of this machine: the one announced to other machines, and the one its processes listen
-on.
+"""Addresses of this machine: the address announced to other machines, and the address that its
+processes listen on.
 
 By default both are the address of the route to the coordinator, without resolving the machine's own
-name (which often gives 127.0.1.1, or nothing). Users override it with `--local-addr` or
-SHOAL_LOCAL_ADDR, as an address, an interface or a host name; and with `--listen-addr` or
-SHOAL_LISTEN_ADDR if processes listen on another address than the one under which others reach them
-(NAT). Announced addresses are numeric, so no other machine has to resolve a name. Linux only.
+name (which often gives 127.0.1.1, or nothing). Users override them with `--local-addr` or
+SHOAL_LOCAL_ADDR, as an address, an interface or a host name. If processes listen on another address
+than the one under which others reach them (NAT), users also give `--listen-addr` or
+SHOAL_LISTEN_ADDR. Announced addresses are numeric, so no other machine has to resolve a name. Linux
+only.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REACHED_ELSEWHERE: Final = (
     "each worker reports its own machine's address; if others reach the machine at a different "
     "address, start its launcher with " + LOCAL_ADDR
 )
-"""Text in errors about connections to other workers that explains the addresses that were tried."""
+"""Explanation of the addresses that were tried, for errors about connections to other workers."""
 ELSEWHERE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))
 """Addresses that belong to no host (RFC 5737, RFC 3849): the route to them is the route to other
 machines."""
@@ -40,17 +41,18 @@ _UNSPECIFIED: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAddress:
-    """Address under which other machines reach this one, and the address its processes listen on.
-    Both are numeric."""
+    """Address under which other machines reach this machine, and the address that its processes
+    listen on. Both are numeric."""
 
     announced: str
     bound: str
-    """0.0.0.0 or :: means all addresses."""
+    """Address to listen on; 0.0.0.0 or :: means all addresses."""
 
     @classmethod
     def find(cls, local: str | None, listen: str | None, *, towards: tuple[str, int]) -> OwnAddress:
-        """Resolves the values of `--local-addr` and `--listen-addr`, None if not given. `towards`:
-        host and port of the coordinator, whose route is the default.
+        """Resolves the values of `--local-addr` and `--listen-addr`, which are None if not given.
+        `towards`: host and port of the coordinator. The default address is the one on the route to
+        this host.
 
         Raises:
             ConfigurationError: this machine does not have such an address, or others cannot reach
@@ -155,16 +157,16 @@ def resolved(name: str) -> list[str]:
 
 
 def name_for_others() -> str | None:
-    """Returns this machine's own name if it resolves to an address that others may reach; None if
-    it cannot be resolved or is loopback."""
+    """Returns this machine's own name if other machines may be able to use it. Returns None if the
+    name cannot be resolved or resolves only to loopback addresses."""
     name = socket.gethostname()
     return name if any(not is_loopback(address) for address in resolved(name)) else None
 
 
 def own_host(given: str) -> str:
-    """Returns the name of this machine for others, for a service that listens there: an interface's
-    address, or whatever else is given. If nothing is given, this machine's name, or its address on
-    the route to other machines if that name is unusable."""
+    """Returns the host under which other machines reach a service on this machine. `given`: an
+    interface, whose address is returned, or a host, returned unchanged. If empty, returns this
+    machine's name, or its address on the route to other machines if that name is unusable."""
     if given:
         return of_interface(given) or given
     return (
@@ -175,7 +177,7 @@ def own_host(given: str) -> str:
 
 
 def _own(given: str, flag: str, preferred: str | None) -> str:
-    """Returns the address of this machine that `given` resolves to. Raises ConfigurationError if
+    """Returns the address of this machine to which `given` resolves. Raises ConfigurationError if
     there is none."""
     candidates = _candidates(given, flag)
     own = [address for address in candidates if is_own(address)]
@@ -196,14 +198,14 @@ def _own(given: str, flag: str, preferred: str | None) -> str:
 
 
 def _announced(given: str, preferred: str | None) -> str:
-    """Returns the address that `given` resolves to. Another machine may own it, if traffic sent
-    there arrives here."""
+    """Returns the address that `given` resolves to. The address may belong to another machine, if
+    traffic sent there arrives here (NAT)."""
     return _chosen(_candidates(given, LOCAL_ADDR), preferred)
 
 
 def _candidates(given: str, flag: str) -> list[str]:
     """Returns the numeric addresses for an address, an interface or a host name. Raises
-    ConfigurationError if it is none of these, or if others could not use it."""
+    ConfigurationError if `given` is none of these, or if other machines could not use it."""
     given = given[1:-1] if given.startswith("[") and given.endswith("]") else given
     parsed = _parsed(given)
     if parsed is not None:
@@ -238,8 +240,8 @@ def _candidates(given: str, flag: str) -> list[str]:
 
 
 def _chosen(addresses: list[str], preferred: str | None) -> str:
-    """Returns the preferred address, otherwise the first one of its family, since all machines must
-    use the same family."""
+    """Returns `preferred` if it is among the addresses, otherwise the first address of the same
+    family, since all machines must use the same family."""
     if preferred is None or preferred in addresses:
         return preferred or addresses[0]
     return next(

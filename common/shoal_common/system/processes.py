@@ -1,12 +1,12 @@
 """Starts child processes that cannot outlive the process that started them, and measures the
 processor time of children.
 
-Linux only (prctl). Used for the embedded Redis-protocol server and by launchers. It does not
-supervise: restarts, output and exit codes are left to the caller.
+Linux only (prctl). Used for the embedded Redis-protocol server and by launchers. This module does
+not supervise the children: restarts, output and exit codes are left to the caller.
 
 The kernel ties PR_SET_PDEATHSIG to the *thread* that started the child, not to its process: when
-that thread ends, the child gets the signal. Start such children from a thread that lives as long as
-they may.
+that thread ends, the child receives the signal. Start such children from a thread that lives at
+least as long as the children may.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ os.execvp(sys.argv[3], sys.argv[3:])
 def tied_to_parent(
     command: Sequence[str], *, death_signal: signal.Signals = signal.SIGKILL
 ) -> list[str]:
-    """Wraps `command` so that the kernel sends it `death_signal` when the thread that starts it
+    """Wraps `command` so that its process receives `death_signal` when the thread that starts it
     ends for any reason.
 
     The wrapper execs the program, so its pid is the pid that Popen reports. It inherits file

@@ -1,17 +1,18 @@
-"""Temporary directories that are removed with their owner, even one that was killed.
+"""Temporary directories that are removed when the process that owns them ends, even if it is
+killed.
 
-Each has a keeper: a separate process that waits for the owner's end and then removes the remaining
-directory. It is started before the directory is created, in a session of its own, so that signals
-to the owner's group or terminal do not reach it. An owner that closes normally removes the
-directory itself and ends the keeper.
+Each directory has a keeper: a separate process that waits for the owner's end and then removes the
+directory if it still exists. The keeper is started before the directory is created, in a session of
+its own, so that signals to the owner's process group or terminal do not reach it. An owner that
+closes normally removes the directory itself and ends the keeper.
 
 If the keeper was killed too (power failure, end of a container), the next process that creates a
-directory removes those of dead owners. An owner holds a lock on its directory, and on a file in it,
-for as long as it lives; the kernel releases them however the owner ends. The file gets its name
-only after it is locked, so a file that can be locked belongs to a dead owner. So does a directory
-without such a file that can be locked after a minute (a living owner's file may be gone, since
-systems remove old files from /tmp). Only directories of this user are ever removed: shoal-* with
-such a file in them, and shoal-scratch-* without one.
+directory removes the directories of dead owners. A living owner holds locks on its directory and on
+a file in the directory; the kernel releases the locks however the owner ends. The file receives its
+name only after it is locked, so a file that can be locked belongs to a dead owner. A directory
+without the file belongs to a dead owner if it can be locked after a minute (the file of a living
+owner may be gone, since systems remove old files from /tmp). Only directories of this user are ever
+removed: shoal-* with the file, and shoal-scratch-* without it.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ while quiet < 5 and time.monotonic() < give_up_at:
 
 
 def temporary_directory() -> Path:
-    """Returns the system's temporary directory. Raises ConfigurationError if this user can write to
-    none."""
+    """Returns the system's temporary directory. Raises ConfigurationError if this user cannot write
+    to any."""
     try:
         return Path(tempfile.gettempdir()).absolute()
     except OSError as error:
@@ -66,11 +67,11 @@ def temporary_directory() -> Path:
 
 
 class ScratchDirectory:
-    """A directory below the system's temporary one, removed by `close`."""
+    """A directory in the system's temporary directory, removed by `close`."""
 
     def __init__(self, purpose: str) -> None:
-        """Creates it; `purpose` becomes part of its name. Raises ConfigurationError if there is no
-        space or no writable directory."""
+        """Creates the directory. `purpose`: part of its name. Raises ConfigurationError if there is
+        no space or no writable directory."""
         temporary = temporary_directory()
         self.path = temporary / f"{_OWN_PREFIX}{purpose}-{secrets.token_hex(8)}"
         try:
@@ -85,7 +86,8 @@ class ScratchDirectory:
         remove_orphans()
         with contextlib.ExitStack() as undo:
             keeper = _Keeper(self.path)
-            undo.callback(keeper.close)  # where the name is taken, it must not remove what has it
+            # if mkdir fails, the helper process must not remove the existing directory
+            undo.callback(keeper.close)
             self.path.mkdir(mode=0o700)
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             locks = _lock(self.path)
@@ -93,17 +95,17 @@ class ScratchDirectory:
         self._finalizer = weakref.finalize(self, _remove, self.path, locks, keeper, os.getpid())
 
     def close(self) -> None:
-        """Removes it with its contents. Idempotent; happens automatically when this object is
-        garbage-collected, and at exit."""
+        """Removes the directory with its contents. Idempotent; happens automatically when this
+        object is garbage-collected, and at exit."""
         self._finalizer()
 
 
 class _Keeper:
-    """Helper process that removes `path` if the process that started it ends without calling
-    `close`."""
+    """Helper process that removes `path` if the process that started the helper ends without
+    calling `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Starts the process. Raises OSError."""
+        """Starts the helper process. Raises OSError."""
         # Nothing is ever written to it: the pipe ends with this process.
         self._process = subprocess.Popen(
             [sys.executable or "python3", "-I", "-S", "-c", _KEEPER, str(path)],
@@ -114,14 +116,14 @@ class _Keeper:
         )
 
     def close(self) -> None:
-        """Ends the process, since nothing is left to remove."""
+        """Ends the helper process after the directory has been removed."""
         self._process.kill()
         self._process.wait()
         self._close_pipe()
 
     def leave(self) -> None:
-        """Detaches from the process in a forked child, which does not own it."""
-        self._process.returncode = 0  # else it would be warned of
+        """Detaches a forked child from the helper process, which belongs to the parent."""
+        self._process.returncode = 0  # prevents Popen's warning about a process that still runs
         self._close_pipe()
 
     def _close_pipe(self) -> None:
@@ -141,7 +143,8 @@ def remove_orphans() -> None:
 
 
 def _lock(path: Path) -> tuple[int, int]:
-    """Locks a directory and the file in it for its owner. Returns their descriptors."""
+    """Locks a scratch directory and a file in it on behalf of the owner. Returns the descriptors of
+    both."""
     with contextlib.ExitStack() as undo:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         undo.callback(os.close, directory)

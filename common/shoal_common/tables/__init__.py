@@ -3,6 +3,6 @@
 
 `declaration` defines a table's initialization, optimizer and eviction; `values` computes the hash
 of each id and the initial values of untrained rows, from id and seed alone; `rows` stores the
-trained rows, on a parameter server or in a local process; `wire` defines the format for transfers,
-and `file` that of an entire bucket in transfers and checkpoints.
+trained rows, on a parameter server or in a local process; `wire` defines the format for transfers;
+`file` defines the format of an entire bucket in transfers and checkpoints.
 """

@@ -17,15 +17,16 @@ DEFAULT_BUCKETS: Final = 16
 MOST_BUCKETS: Final = 1024
 LARGEST_ROW_BYTES: Final = 64 << 10
 _LIMITLESS: Final = 1 << 62
-"""Limits of rows and ages are below this."""
+"""Upper bound for limits of rows and ages."""
 _ROW_UNCHANGED: Final = ("momentum", "dampening", "nesterov", "weight_decay")
-"""Hyperparameters that change rows even without a gradient, so that every step would have to touch
-all rows."""
+"""Hyperparameters that must be 0. They change rows even without a gradient, so that every step
+would have to touch all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """A declared table, without its name and shape. `contradiction` finds invalid values."""
+    """Declaration of a sparse table, without its name and shape. `contradiction` finds invalid
+    values."""
 
     buckets: int = DEFAULT_BUCKETS
     """Number of partitions over which the table's rows are spread, by a hash of their ids."""
@@ -47,7 +48,7 @@ class TableSpec:
 
     @property
     def declared(self) -> OptimizerDeclaration:
-        """Declaration of its optimizer."""
+        """Declaration of the table's optimizer."""
         return TABLE_OPTIMIZERS[self.optimizer]
 
     @property
@@ -59,8 +60,8 @@ class TableSpec:
     def with_defaults(
         cls, *, optimizer: str, hyperparameters: Mapping[str, float], **others: Any
     ) -> TableSpec:
-        """Returns a specification with all hyperparameters, so that equal tables compare equal; an
-        unknown optimizer keeps those given."""
+        """Creates a specification and fills in default hyperparameters, so that equal tables
+        compare equal. An unknown optimizer keeps the given hyperparameters."""
         declared = TABLE_OPTIMIZERS.get(optimizer)
         values = {
             **(declared.defaults if declared is not None else {}),
@@ -70,7 +71,7 @@ class TableSpec:
 
     @classmethod
     def of_message(cls, message: coordinator_pb2.TableSpec) -> TableSpec:
-        """Returns the contents of a message, valid or not, with all hyperparameters."""
+        """Converts a message, valid or not, to a specification with all hyperparameters."""
         return cls.with_defaults(
             buckets=message.buckets,
             seed=message.seed,
@@ -83,24 +84,25 @@ class TableSpec:
         )
 
     def message(self) -> coordinator_pb2.TableSpec:
-        """Converts to a message."""
+        """Converts the specification to a message."""
         return coordinator_pb2.TableSpec(
             **{**asdict(self), "hyperparameters": dict(self.hyperparameters)}
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TableSpec:
-        """Restores from the result of `to_json`. Raises KeyError, TypeError or ValueError."""
+        """Restores a specification from the result of `to_json`. Raises KeyError, TypeError or
+        ValueError."""
         pairs = tuple((str(name), float(number)) for name, number in value["hyperparameters"])
         return cls(**{**value, "hyperparameters": pairs})
 
     def to_json(self) -> dict[str, Any]:
-        """Converts to plain JSON values."""
+        """Converts the specification to plain JSON values."""
         return asdict(self)
 
     def contradiction(self) -> str:
-        """Returns what is wrong with it: the field's name, its value and the expectation; empty if
-        nothing."""
+        """Returns what is wrong with the first invalid field: its name, its value and the
+        expectation. Returns an empty string if all fields are valid."""
         if not 1 <= self.buckets <= MOST_BUCKETS:
             return f"buckets={self.buckets}: expected 1 to {MOST_BUCKETS}"
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
@@ -154,7 +156,7 @@ class TableSpec:
 
 
 def wrong_shape(shape: tuple[int, ...]) -> str:
-    """Returns what is wrong with a table's shape; empty if nothing."""
+    """Returns what is wrong with a table's shape; empty if the shape is valid."""
     if len(shape) != 2 or shape[0] < 0 or not 1 <= shape[1] * 4 <= LARGEST_ROW_BYTES:
         return (
             f"shape {list(shape)}: expected [rows, dim] with rows 0 for any 64-bit id, and dim 1 "

@@ -31,17 +31,17 @@ _STATE: Final = "state/"
 
 @dataclass(frozen=True, kw_only=True)
 class BucketImage:
-    """State of a bucket at one moment."""
+    """State of a bucket of a sparse table at one moment."""
 
     table: str
     number: int
-    """Index among the table's `buckets`."""
+    """Index of the bucket among the table's `buckets`."""
     buckets: int
     version: int
     rows: RowsImage
 
     def encoded(self) -> EncodedBucket:
-        """Returns the file, which shares memory with the rows."""
+        """Encodes the bucket as a file, which shares memory with the rows."""
         arrays: dict[str, npt.NDArray[Any]] = {
             "ids": self.rows.ids,
             "updated_at": self.rows.updated_at,
@@ -73,32 +73,32 @@ class BucketImage:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBucket:
-    """Bytes of a file, in their original memory."""
+    """Encoded bucket file, as a sequence of buffers in their original memory."""
 
     parts: tuple[memoryview, ...]
 
     @property
     def nbytes(self) -> int:
-        """Total number of bytes."""
+        """Total size of the file in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     def checksum(self) -> int:
-        """Returns the xxh3-64 of all bytes."""
+        """Returns the xxh3-64 of all bytes of the file."""
         digest = xxhash.xxh3_64()
         for part in self.parts:
             digest.update(part)
         return int(digest.intdigest())
 
     def chunks(self, size: int) -> Iterator[memoryview]:
-        """Yields all bytes in pieces of at most `size`."""
+        """Yields all bytes of the file in pieces of at most `size` bytes."""
         for part in self.parts:
             for start in range(0, part.nbytes, size):
                 yield part[start : start + size]
 
 
 def read_bucket(data: memoryview) -> BucketImage:
-    """Parses the result of `BucketImage.encoded`; the arrays are views of `data`. Raises ValueError
-    for invalid data."""
+    """Parses a bucket file created by `BucketImage.encoded`. The arrays are views of `data`. Raises
+    ValueError for invalid data."""
     try:
         begin = 8 + int.from_bytes(data[:8], "little")
         if begin > min(data.nbytes, 8 + _LONGEST_HEADER):

@@ -1,12 +1,12 @@
 """Trained rows of a table, or of one of its buckets: values, optimizer state, and the step of each
-one's last update.
+row's last update.
 
 Rows are in slots 0 to n - 1 of growing arrays; an open-addressing hash table finds the slots of an
 entire batch at a time. Results depend only on ids and never on slots, so that saved and restored
 rows continue identically to the last bit. The arithmetic is torch's own: the rows of an update are
 gathered, stepped by a torch optimizer as one tensor, and written back.
 
-Belongs to one thread.
+A `Rows` object belongs to one thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal_common.tables.values import Ids, Values, hashed, initial_rows, mixed
 _FEWEST: Final = 64
 _NO_SLOT: Final = -1
 _SECRET: Final = np.uint64(secrets.randbits(64))
-"""Random number of this process."""
+"""Random number of this process, which makes positions in the hash table unpredictable."""
 Slots = npt.NDArray[np.int64]
 _PARTS: Final = 16
 """Number of batches into which the limit is divided for eviction. Each eviction scans all rows, so
@@ -38,7 +38,7 @@ it removes a sixteenth of the limit at once."""
 
 @dataclass(frozen=True, kw_only=True)
 class RowsImage:
-    """Rows at one moment, by ascending id, in arrays of their own."""
+    """Copy of rows at one moment, by ascending id."""
 
     ids: Ids
     values: Values
@@ -51,17 +51,18 @@ class RowsImage:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsUpdate:
-    """Result of an update for the affected rows."""
+    """New values and state of the rows affected by an update."""
 
     values: Values
     state: Mapping[str, Values]
 
 
 class Rows:
-    """The owner numbers steps from 1; each has one update, and steps without rows count too."""
+    """Trained rows by id. The owner numbers steps from 1 and makes one update per step; steps
+    without rows count too."""
 
     def __init__(self, spec: TableSpec, dim: int, image: RowsImage | None = None) -> None:
-        """`image`: existing rows; None: there are none yet."""
+        """`image`: rows to start with; None: no rows."""
         self._spec = spec
         self._dim = dim
         declared = spec.declared
@@ -92,18 +93,18 @@ class Rows:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row, including its entry in the hash table."""
+        """Bytes per row, including the row's entry in the hash table."""
         state = sum(4 * math.prod(self.state_shape(name)) for name in self._state)
         return 4 * self._dim + state + 2 * 8 + 4 * 4
 
     @property
     def nbytes(self) -> int:
-        """Memory of all rows, including spare capacity."""
+        """Bytes of memory of all rows, including spare capacity."""
         return self._table.nbytes + sum(array.nbytes for array in self._arrays())
 
     @property
     def largest(self) -> float:
-        """Largest magnitude among the values of all rows; 0 without any."""
+        """Largest magnitude among the values of all rows; 0 if there are no rows."""
         values = self._values[: self._count]
         return float(max(values.max(), -values.min())) if values.size else 0.0
 
@@ -113,12 +114,13 @@ class Rows:
         return tuple(self._state)
 
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of one row's part: `(dim,)`, or `()` for one number."""
+        """Returns the shape of one row's part of a state tensor: `(dim,)`, or `()` for one
+        number."""
         return tuple(self._state[name].shape[1:])
 
     def values(self, ids: Ids) -> Values:
-        """Returns rows by id, `[len(ids), dim]`, in a new array; rows that are not stored have
-        their initial values. Ids may repeat."""
+        """Returns the values of rows by id, `[len(ids), dim]`, in a new array. Rows that are not
+        stored have their initial values. Ids may repeat."""
         return self._values_at(ids, self._find(ids))
 
     def _values_at(self, ids: Ids, slots: Slots) -> Values:
@@ -142,7 +144,7 @@ class Rows:
 
     def misfit(self, image: RowsImage) -> str:
         """Returns why an image cannot belong to this table: shapes or types of its arrays,
-        duplicate or unsorted ids. Empty if it can."""
+        duplicate or unsorted ids. Empty if the image fits."""
         count = len(image.ids)
         expected: dict[str, tuple[tuple[int, ...], Any]] = {
             "ids": ((count,), np.int64),
@@ -176,12 +178,11 @@ class Rows:
     # ------------------------------------------------------------------------------------- changing
 
     def count_new(self, ids: Ids) -> int:
-        """Returns how many of these ids are not stored yet."""
+        """Returns the number of ids whose rows are not stored yet."""
         return int((self._find(ids) < 0).sum())
 
     def reserve(self, more: int) -> None:
-        """Reserves space for additional rows. Raises MemoryError, in which case nothing has
-        changed."""
+        """Reserves space for additional rows. After a MemoryError nothing has changed."""
         needed = self._count + more
         if needed > len(self._ids):
             room = max(needed, len(self._ids) * 3 // 2, _FEWEST)
@@ -194,8 +195,8 @@ class Rows:
             self._table = _SlotTable(self._ids[: self._count], room=needed)
 
     def updated(self, ids: Ids, gradients: Values, step: int) -> RowsUpdate:
-        """Computes the result of step `step` for these rows, each named once; changes nothing.
-        `gradients`: `[len(ids), dim]`."""
+        """Computes the result of an update without changing any row. `ids`: distinct ids.
+        `gradients`: `[len(ids), dim]`. `step`: number of the step."""
         return self._updated(ids, self._find(ids), gradients, step)
 
     def _updated(self, ids: Ids, slots: Slots, gradients: Values, step: int) -> RowsUpdate:
@@ -212,8 +213,8 @@ class Rows:
         )
 
     def update(self, ids: Ids, gradients: Values, step: int) -> None:
-        """Makes step `step`, and evicts rows that are due. Raises MemoryError if the space was not
-        reserved."""
+        """Applies the update with number `step`, and evicts rows that are due. Raises MemoryError
+        if the space was not reserved."""
         if len(ids):
             slots = self._find(ids)
             made = self._updated(ids, slots, gradients, step)
@@ -227,7 +228,7 @@ class Rows:
     def _step(
         self, values: torch.Tensor, state: dict[str, Any], gradients: torch.Tensor, step: int
     ) -> None:
-        """Updates `values` and `state` in place."""
+        """Performs a step of the torch optimizer, which updates `values` and `state` in place."""
         if not len(values):
             return
         optimizer, name = self._torch, self._spec.optimizer
@@ -253,8 +254,8 @@ class Rows:
     # ------------------------------------------------------------------------------------- evicting
 
     def _evict(self, step: int) -> None:
-        """Evicts rows. The result depends only on the times of updates and on `step`, so a
-        repetition gives the same."""
+        """Evicts rows beyond the limits of age and number. The result depends only on the steps of
+        the last updates and on `step`, so a repetition evicts the same rows."""
         age = self._spec.max_age
         if age and step % max(1, age // _PARTS) == 0:
             self._drop(self._updated_at[: self._count] <= step - age)
@@ -263,8 +264,8 @@ class Rows:
             self._drop(self._oldest(self._count - most + most // _PARTS))
 
     def _oldest(self, count: int) -> npt.NDArray[np.bool_]:
-        """Returns a mask of the slots of the `count` rows whose last update is oldest; among
-        equals, those with the smallest ids."""
+        """Returns a mask of the slots of the `count` least recently updated rows. Among rows
+        updated in the same step, those with the smallest ids are selected."""
         updated_at = self._updated_at[: self._count]
         border = np.partition(updated_at, count - 1)[count - 1]
         chosen: npt.NDArray[np.bool_] = updated_at < border
@@ -274,7 +275,8 @@ class Rows:
         return chosen
 
     def _drop(self, gone: npt.NDArray[np.bool_]) -> None:
-        """Removes rows; rows of the last slots move into the gaps."""
+        """Removes the rows selected by the mask `gone`; rows of the last slots move into the
+        gaps."""
         if not gone.any():
             return
         left = self._count - int(gone.sum())
@@ -283,20 +285,21 @@ class Rows:
         for array in self._arrays():
             array[holes] = array[movers]
         self._count = left
-        # as large as the space for rows, which may already be promised
+        # as large as the space for rows, which may already be reserved
         self._table = _SlotTable(self._ids[:left], room=len(self._ids))
 
     # -------------------------------------------------------------------------------------- finding
 
     def _arrays(self) -> list[npt.NDArray[Any]]:
-        """Returns all arrays of row data; a row's entry in each is at its slot."""
+        """Returns all arrays of row data. In each array, the entry of a row is at the row's
+        slot."""
         return [self._ids, self._values, self._updated_at, *self._state.values()]
 
     def _find(self, ids: Ids) -> Slots:
         return self._table.find(ids, self._ids)
 
     def _add(self, ids: Ids, slots: Slots) -> None:
-        """Assigns slots to rows without one, also in `slots`."""
+        """Assigns a slot to each id without one, and writes it to `slots`."""
         fresh = np.flatnonzero(slots < 0)
         if len(fresh):
             self.reserve(len(fresh))
@@ -324,10 +327,10 @@ class Rows:
 
 class _SlotTable:
     """Finds slots by id: open addressing with linear probing, in arrays. The ids themselves are
-    stored with the rows."""
+    stored by `Rows`."""
 
     def __init__(self, ids: Ids, *, room: int) -> None:
-        """`ids`: those of slots 0, 1, 2, ... `room`: maximum number of rows."""
+        """`ids`: ids of the slots 0, 1, 2, ... `room`: maximum number of rows."""
         # At most half full, so that few lookups need more than one probe.
         self._slots = np.full(
             1 << (2 * max(room, len(ids), _FEWEST) - 1).bit_length(), _NO_SLOT, dtype=np.int32
@@ -340,11 +343,11 @@ class _SlotTable:
         return self._slots.nbytes
 
     def has_room(self, rows: int) -> bool:
-        """Returns whether this many rows fit."""
+        """Returns whether the table has space for `rows` rows in total."""
         return 2 * rows <= len(self._slots)
 
     def find(self, wanted: Ids, ids: Ids) -> Slots:
-        """Returns the slot of each id; _NO_SLOT if missing. `ids`: by slot."""
+        """Returns the slot of each wanted id; _NO_SLOT for a missing id. `ids`: ids by slot."""
         found = np.full(len(wanted), _NO_SLOT, dtype=np.int64)
         places = self._first(wanted)
         searching = np.arange(len(wanted))
@@ -359,20 +362,21 @@ class _SlotTable:
         return found
 
     def enter(self, ids: Ids, slots: Slots) -> None:
-        """Inserts ids that are not in the table yet."""
+        """Inserts ids with their slots. The ids must not be in the table yet."""
         places = self._first(ids)
         waiting = np.arange(len(ids))
         while len(waiting):
             at = places[waiting]
             free = self._slots[at] == _NO_SLOT
             self._slots[at[free]] = slots[waiting[free]]
-            # Where several wanted one place, one of them has it now.
+            # If several ids wanted the same place, one of them has it now.
             waiting = waiting[self._slots[at] != slots[waiting]]
             places[waiting] = (places[waiting] + 1) & (len(self._slots) - 1)
 
     def _first(self, ids: Ids) -> Slots:
-        """Returns the first place to probe. It depends on a secret, so that nobody who chooses ids
-        can make them all collide. It affects only where a row is stored, not any visible result."""
+        """Returns the first place to probe for each id. The places depend on a secret, so that
+        nobody can choose ids that all collide. The secret affects only where rows are stored, not
+        any visible result."""
         return (mixed(hashed(ids) ^ _SECRET) >> np.uint64(32)).astype(np.int64) & (
             len(self._slots) - 1
         )

@@ -1,9 +1,9 @@
-"""Functions of ids alone: the bucket of a row, and its values before it is first trained.
+"""Functions of row ids alone: the bucket of a row, and its initial values.
 
-Both give the same bits on every machine: they use only integers, and one float64 product that is
-rounded to float32. The generator is counter-based: splitmix64's last mixing step (Steele, Lea and
-Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) over seed, id and the
-element's index, so that any row can be generated independently.
+Both functions return the same bits on every machine: they use only integers, and one float64
+product that is rounded to float32. The generator is counter-based: splitmix64's last mixing step
+(Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) over seed, id
+and the element's index, so that any row can be generated independently.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _Words = npt.NDArray[np.uint64]
 
 _GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _TWELVE: Final = 12
-"""Number of uniform numbers whose sum is approximately normal: of variance 1, and never beyond six
-deviations."""
+"""Number of uniform numbers that are added to approximate a normal distribution. Their sum has
+variance 1 and never exceeds six standard deviations."""
 _MOST_AT_ONCE: Final = 1 << 18
 """Number of elements generated at a time, so that temporaries stay in the processor's cache."""
 
@@ -38,12 +38,12 @@ def hashed(ids: Ids) -> _Words:
 
 
 def buckets_of(ids: Ids, buckets: int) -> npt.NDArray[np.int64]:
-    """Returns the index of each id's bucket."""
+    """Returns for each id the index of its bucket."""
     return (hashed(ids) % np.uint64(buckets)).astype(np.int64)
 
 
 def initial_rows(ids: Ids, dim: int, *, seed: int, initializer: str, scale: float) -> Values:
-    """Returns the untrained rows, `[len(ids), dim]`.
+    """Returns the initial values of rows, `[len(ids), dim]`.
 
     "uniform": 24 random bits each, in [-scale, scale). "normal": the centered sum of twelve numbers
     of 16 random bits each, of variance 1 to a billionth; times `scale`. "zeros": zeros.
@@ -76,6 +76,6 @@ def _normal(keys: _Words, dim: int, scale: float) -> npt.NDArray[Any]:
 
 
 def _drawn(keys: _Words, count: int) -> _Words:
-    """Returns `count` random words for each key."""
+    """Returns `count` random words for each key, computed from the key."""
     counter = np.arange(1, count + 1, dtype=np.uint64) * _GAMMA
     return mixed(keys[:, None] + counter)

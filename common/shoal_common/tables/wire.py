@@ -10,8 +10,8 @@ from shoal_common.tables.values import Ids, Values, buckets_of
 
 
 def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
-    """Returns each id once, ascending, and the sum of its gradients `[n, dim]`, added in the given
-    order."""
+    """Adds the gradients of repeated ids in the given order. Returns the distinct ids, ascending,
+    and their gradients `[n, dim]`."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     first = (
@@ -25,7 +25,8 @@ def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
 
 
 def by_bucket(ids: Ids, buckets: int) -> list[npt.NDArray[np.int64]]:
-    """Returns the indices of each bucket's ids, in order."""
+    """Groups ids by bucket. Returns, for each bucket, the indices of its ids in the original
+    order."""
     numbers = buckets_of(ids, buckets)
     order = np.argsort(numbers, kind="stable")
     bounds = np.searchsorted(numbers[order], np.arange(1, buckets))
@@ -41,5 +42,5 @@ def pushed_payload(ids: Ids, gradients: Values) -> memoryview:
 
 
 def pulled_ids(ids: Ids) -> bytes:
-    """Returns the ids of a pull."""
+    """Encodes the ids of a pull."""
     return ids.astype("<i8", copy=False).tobytes()

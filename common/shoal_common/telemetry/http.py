@@ -44,8 +44,8 @@ _BACKLOG: Final = 128
 """Maximum number of connections waiting to be accepted. A burst beyond the backlog loses its first
 packets, which clients repeat after a second."""
 _MOST_OPEN: Final = 64
-"""Maximum number of open connections without time pressure. Beyond it, the oldest ones are closed,
-so that clients that send their requests slowly or never cannot keep others out."""
+"""Number of open connections up to which slow ones are tolerated. Beyond it, the oldest connections
+are closed, so that clients that send their requests slowly or never cannot keep others out."""
 _MOST_SERVED: Final = 256
 """Maximum number of connections with a thread, including closed ones whose routes are still
 waiting. Further ones are closed at once."""
@@ -59,12 +59,12 @@ class HttpRequest:
     query: Mapping[str, str]
     headers: Mapping[str, str]
     holder: Holder = ANYONE
-    """Holder of the token sent with it."""
+    """Holder of the token sent with the request."""
 
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """An answer."""
+    """Response to a GET request."""
 
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
@@ -81,13 +81,14 @@ class HttpResponse:
 
 
 Route = Callable[[HttpRequest], HttpResponse]
-"""Runs on a thread of the HTTP server. UnknownResourceError becomes 404, InvalidRequestError 400,
-UnavailableError 503, everything else 500."""
+"""Function that answers the GET requests of one path, on a thread of the HTTP server.
+UnknownResourceError becomes 404, InvalidRequestError 400, UnavailableError 503, everything else
+500."""
 
 
 class HttpServer:
-    """A running server; a context manager. `close()` is idempotent and waits for the listening
-    thread."""
+    """A running HTTP server, as a context manager. `close()` is idempotent and waits for the
+    listening thread."""
 
     def __init__(self, server: ThreadingHTTPServer) -> None:
         self._server = server
@@ -101,7 +102,7 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """host:port as listened on."""
+        """Address that the server listens on, host:port."""
         return str(Address(str(self._server.server_address[0]), self.port))
 
     def close(self) -> None:
@@ -141,13 +142,14 @@ def serve_metrics(
     without_token: Collection[str] = (),
     checking_job: Collection[str] = (),
 ) -> HttpServer:
-    """Serves until closed. `listen`: host:port, port 0 picks one (`.port`).
+    """Starts an HTTP server, which serves until it is closed. `listen`: host:port; port 0 means a
+    free port (`.port`).
 
-    `unhealthy` answers /healthz: None for 200, otherwise the reason, sent with 503. `tokens`,
-    unless open, are required on every path except /healthz and `without_token`, in any role. `job`:
-    the only job shown by the pages; None: they show all jobs, and a token for one job is refused,
-    except for the paths `checking_job`, whose routes check the request's holder themselves. Raises
-    ConfigurationError if the address cannot be bound.
+    `unhealthy`: returns the reason for which /healthz answers 503; None: it answers 200. `tokens`:
+    unless open, every path except /healthz and `without_token` requires a token, of any role.
+    `job`: the only job shown by the pages; None: they show all jobs, and a token for a single job
+    is refused. `checking_job`: paths that accept such a token, because their routes check the
+    request's holder. Raises ConfigurationError if the address cannot be bound.
     """
     address = parse_address(listen)
     table: dict[str, Route] = {
@@ -178,7 +180,7 @@ def serve_metrics(
 
 
 class _BoundedServer(ThreadingHTTPServer):
-    """Uses one thread per connection, up to a limit."""
+    """HTTP server with one thread per connection, up to a limit."""
 
     daemon_threads = True
     block_on_close = False
@@ -191,7 +193,8 @@ class _BoundedServer(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a connection's thread. Called on the listening thread."""
+        """Starts a thread for a connection. If there are too many connections, closes this one or
+        the oldest ones. Called on the listening thread."""
         with self._lock:
             too_many = len(self._served) >= _MOST_SERVED
             slow = list(self._served)[: max(0, len(self._served) + 1 - _MOST_OPEN)]
@@ -206,7 +209,7 @@ class _BoundedServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a connection. Called on its own thread."""
+        """Ends a connection. Called on the connection's own thread."""
         with self._lock:
             self._served.pop(request, None)
         super().shutdown_request(request)

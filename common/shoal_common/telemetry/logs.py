@@ -1,4 +1,4 @@
-"""Log lines: one line per record on stderr, with `key=value` for what `extra=` gives.
+"""Formats log records for stderr: one line per record, with `key=value` for each entry of `extra=`.
 
     2026-03-01T12:00:00.123Z INFO coordinator shoal_coordinator.sessions member joined job_id=mnist
     member_id=4f2c
@@ -25,7 +25,7 @@ _LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class LineFormatter(logging.Formatter):
-    """Formats one record as one line."""
+    """Formats a log record as one line."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def configure_logging(service: str, level: str = "INFO") -> None:
 
 
 def _value(value: object) -> str:
-    """Returns the text of a value, quoted if its end would be ambiguous."""
+    """Returns the text of a value, in quotes if its end would otherwise be ambiguous."""
     text = str(value)
     if text and not any(character.isspace() or character in '"=' for character in text):
         return text

@@ -1,4 +1,4 @@
-"""Leases batches to members: folds one request into the job's ledgers (batches.py)."""
+"""Leases batches to members: applies one request to the job's ledgers (batches.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal_coordinator.membership.model.reasons import Refusal
 
 @dataclass(frozen=True, kw_only=True)
 class Leased:
-    """Outcome of BatchesLeased."""
+    """Outcome of a BatchesLeased event."""
 
     batches: tuple[int, ...]
     epoch_done: bool
@@ -24,8 +24,8 @@ class Leased:
 
 
 def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
-    """Handles a member's request: acknowledges batches and leases more, first come, first served. A
-    request for none returns the member's leases."""
+    """Applies a member's request: acknowledges finished batches and leases more, first come, first
+    served. A request for no batches returns the member's leases to the pool."""
     live_member(draft, event.member_id)
     epochs = draft.epochs_of(event.loader)
     newest = max(epochs, default=0)

@@ -1,10 +1,10 @@
-"""Runs of a job: decides when the next one begins and who belongs to which
+"""Rules about a job's runs: when the next run begins, and to which run a caller belongs
 (docs/explanation/membership.md#runs).
 
-A run ends when its script finishes, when it fails, or when it is stopped, and for no other reason.
-A caller that creates the job before its newest run has ended joins that run; a run whose processes
-were all killed therefore continues with the processes that are started next. A caller that creates
-the job afterwards begins the next run.
+A run ends only when its script finishes, when it fails, or when it is stopped. A caller that
+creates the job before its newest run has ended joins that run; a run whose processes were all
+killed therefore continues with the processes that are started next. A caller that creates the job
+after the end of the newest run begins the next run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Runs = Draft | JobState
 
 @dataclass(frozen=True, kw_only=True)
 class RunGranted:
-    """Outcome of RunWanted: the caller belongs to this run from now on."""
+    """Outcome of a RunWanted event: the caller belongs to this run from now on."""
 
     run: RunId
     begun: bool
@@ -60,15 +60,15 @@ class RunGranted:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnding:
-    """Outcome of RunWanted when the newest run has ended but some of its members are still there:
-    the caller should retry."""
+    """Outcome of a RunWanted event if the newest run has ended but has remaining members. The
+    caller should retry."""
 
     why: str
 
 
 def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Handles the creation of an existing job: the caller joins the newest run or begins the next
-    one."""
+    """Decides which run the creator of an existing job receives: the newest run, or the next one,
+    which then begins."""
     if event.follow and event.run is not None:
         return _follow(draft, event, event.run)
     asked, newest = event.run, draft.run.number
@@ -90,12 +90,12 @@ def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def check_run(draft: Draft, event: OfRun) -> None:
-    """Raises PreconditionError unless the event's originator belongs to the newest run; raises
-    UnavailableError for a server that may belong to it later.
+    """Raises PreconditionError unless the event's originator belongs to the newest run. Raises
+    UnavailableError for a server that may belong to the newest run later.
 
     A member that worked in a run lost by Redis makes that run the newest again, as long as nobody
-    has trained in a later one. A server of such a run meanwhile waits for those members or, if no
-    run continues, for whatever is started next.
+    has trained in a later run. Meanwhile a server of the lost run waits for its members or, if no
+    run continues, for the run that is started next.
     """
     run, reported = event.run, event.event
     if is_current(draft, run):
@@ -114,7 +114,7 @@ def check_run(draft: Draft, event: OfRun) -> None:
 
 
 def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Begins the run after the newest one."""
+    """Begins the run that follows the newest one."""
     if _goes_on(draft):
         if draft.members:
             raise PreconditionError(
@@ -135,7 +135,7 @@ def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Resumes the newest run after it has ended, unless it completed."""
+    """Resumes the newest run after it has ended. A completed run cannot be resumed."""
     if draft.ending is JobEnding.COMPLETED:
         raise PreconditionError(
             f"run {draft.run} of job {draft.spec.job_id} has completed ({draft.stop_reason}), so "
@@ -163,7 +163,8 @@ def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEnding:
-    """Follows the run of the job for which launchers start workers, in the launchers' own job."""
+    """Makes the launchers' own job follow a run of the job for which the launchers start workers.
+    `run`: the run to follow."""
     if is_current(draft, run):
         if _goes_on(draft):
             _check_spec(draft, event.spec)
@@ -186,8 +187,8 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
 
 
 def _may_come_back(draft: Draft, run: RunId) -> bool:
-    """Returns whether Redis may have lost a run that is newer than all runs in which anybody is
-    known to have trained."""
+    """Returns whether `run` may be a run that Redis has lost and that is newer than every run in
+    which anybody is known to have trained."""
     known_ends = [past.ended_unix_ms for past in draft.past_runs]
     if not _goes_on(draft):
         known_ends.append(draft.ended_unix_ms)
@@ -201,8 +202,8 @@ def _may_come_back(draft: Draft, run: RunId) -> bool:
 
 
 def _has_worked_in_it(draft: Draft, event: MemberJoined) -> bool:
-    """Returns whether a member of a run lost by Redis is admitted. A refused member changes
-    nothing, including the current run."""
+    """Returns whether a member of a run lost by Redis is admitted and makes the run current again.
+    A refused member changes nothing, including the current run."""
     lost = event.last_generation - draft.number
     known = _goes_on(draft) and (
         event.identity.member_id in draft.members or event.identity.member_id in draft.departed
@@ -226,7 +227,8 @@ def _goes_on(draft: Draft) -> bool:
 
 
 def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:
-    """Begins a run. Everybody who is still connected belongs to the previous one."""
+    """Begins a run. Members and servers that are still connected belong to the previous run, so
+    their sessions end."""
     before, members, servers = (
         draft.run,
         list(draft.members),
@@ -249,8 +251,8 @@ def _reopen(draft: Draft, spec: JobSpec) -> None:
 
 
 def _ending(draft: Draft) -> RunEnding:
-    """Returns the answer for a run with remaining members, and stops waiting for members that were
-    silent for a lease."""
+    """Returns the answer for an ended run with remaining members, and evicts members that were
+    silent for longer than a lease."""
     why = (
         f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), "
         f"but {len(draft.members)} of its members have not left yet ({_members(draft)})"
@@ -273,7 +275,7 @@ def _ending(draft: Draft) -> RunEnding:
 
 
 def same_run(one: RunId, other: RunId) -> bool:
-    """Returns whether both ids name the same run, as far as they are known."""
+    """Returns whether both ids name the same run. An unknown start time matches any other."""
     known = one.began_unix_ms == other.began_unix_ms or 0 in (
         one.began_unix_ms,
         other.began_unix_ms,
@@ -282,12 +284,13 @@ def same_run(one: RunId, other: RunId) -> bool:
 
 
 def is_current(job: Runs, run: RunId) -> bool:
-    """Returns whether this is the newest run."""
+    """Returns whether `run` is the newest run."""
     return any(same_run(run, each) for each in (job.run, *job.run_aliases))
 
 
 def find_past(job: Runs, run: RunId) -> PastRun | None:
-    """Returns how a past run ended, or None if it is the newest one or is not on record."""
+    """Returns the record of a past run. Returns None if `run` is the newest run or is not on
+    record."""
     if is_current(job, run):
         return None
     return next((past for past in job.past_runs if same_run(past.run, run)), None)
@@ -323,7 +326,7 @@ def _granted(draft: Draft, *, begun: bool) -> RunGranted:
 
 
 def _ended(draft: Draft, run: RunId) -> PreconditionError:
-    """Returns the error for a request to use the newest run after it has ended."""
+    """Returns the error for a request that needs the newest run after that run has ended."""
     return PreconditionError(
         f"run {run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and "
         "no newer run has begun",
@@ -350,6 +353,6 @@ def _check_spec(draft: Draft, spec: JobSpec) -> None:
 
 
 def _members(draft: Draft) -> str:
-    """Returns the hosts of the members as text for people."""
+    """Returns a list of the members' hosts, for people."""
     hosts = sorted({member.identity.host for member in draft.members.values()})
     return ", ".join(hosts[:_MOST_NAMED]) + (", ..." if len(hosts) > _MOST_NAMED else "")

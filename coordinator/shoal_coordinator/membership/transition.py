@@ -82,10 +82,10 @@ Granted = (
     | Leased
     | None
 )
-"""Answer to a granted event; None if there is nothing to say."""
+"""Answer to a granted event; None if the event has no answer."""
 
 Outcome = Granted | ShoalError
-"""Answer to an event. A ShoalError means that it was refused and changed nothing."""
+"""Answer to an event. A ShoalError means that the event was refused and changed nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +96,12 @@ class Transition:
     outcomes: tuple[Outcome, ...]
     """One outcome per event, in order."""
     effects: tuple[Effect, ...]
-    """Effects to carry out in order, once the changes are on disk."""
+    """Effects to carry out, in order, once the changes are on disk."""
     records: tuple[Record, ...]
     """Entries for the event log."""
     changes: Changes
     reasons: tuple[str, ...]
-    """Explanations for people."""
+    """Explanations of the decisions, for people."""
 
 
 def transition(
@@ -113,12 +113,12 @@ def transition(
     nonce: str,
     policy: Policy | None = None,
 ) -> Transition:
-    """Folds the events since the last transition into the state, in order, and then forms a
+    """Applies the events since the last transition to the state, in order, and then forms a
     generation if one is due.
 
     Also called without events when a deadline has passed (`next_wake_ms`) or a member has adopted a
-    generation. `nonce`: 32 hexadecimal digits for the generation that may be formed; there is at
-    most one, however many events led to it. Never raises because of an event's contents.
+    generation. `nonce`: 32 hexadecimal digits for the generation that may be formed; a transition
+    forms at most one, however many events require it. Never raises because of an event's contents.
     """
     draft = Draft(state, now=now, pulses=pulses, nonce=nonce, policy=policy or Policy())
     continue_recovery(draft)
@@ -144,14 +144,14 @@ def transition(
 
 
 def job_created(spec: JobSpec, run: RunId) -> JobState:
-    """Returns the state of a new job. `run`: its first run or, if the job was lost, the run to
-    which the caller belongs."""
+    """Returns the state of a new job. `run`: first run of the job or, if Redis has lost the job,
+    the run to which the caller belongs."""
     return JobState(spec=spec, run=run)
 
 
 def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> int | None:
-    """Returns when to call `transition` again even without events, on the clock of Now.ms. Leases
-    are checked separately (pulse.expired)."""
+    """Returns the time at which `transition` must be called again even without events, on the clock
+    of Now.ms; None if there is none. Leases are checked separately (pulse.expired)."""
     policy = policy or Policy()
     wakes = (
         [max(state.broken_streams.values()) + policy.break_window_ms]
@@ -166,7 +166,7 @@ def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> 
 
 
 def _generation_wakes(state: JobState, policy: Policy) -> list[int]:
-    """Returns the times at which a generation may become due."""
+    """Returns the times at which a generation may become due, on the clock of Now.ms."""
     wakes = [] if state.incident is None else [state.incident.due_ms]
     if state.recovery is not None and state.recovery.until_ms is not None:
         wakes.append(state.recovery.until_ms)
@@ -200,7 +200,7 @@ def _handle(draft: Draft, event: Event) -> Granted:
         case MemberLost():
             member_lost(draft, event)
         case LeaseEnded():
-            pass  # judged once all events are in: what peers say counts
+            pass  # judged after all events, since the peers' reports count too
         case StreamBroken():
             stream_broken(draft, event)
         case MemberLeft():

@@ -1,2 +1,2 @@
-"""The status page of a cluster for browsers, and the JSON that it reads. Decides and changes
+"""Status page of a cluster for browsers, and the JSON that it reads. The page decides and changes
 nothing."""

@@ -1,7 +1,7 @@
 """Recent history of jobs for the status page: loss, speed and ranks over time.
 
-In memory only, and coarser the longer a run lasts; long-term storage is left to Prometheus. Written
-on the event loop; other threads may read `points`.
+The history is kept in memory only, and its resolution decreases the longer a run lasts; long-term
+storage is left to Prometheus. It is written on the event loop; other threads may read `points`.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _MOST: Final = 600
 """Maximum number of points per job. When it is reached, every second point is dropped and the
 sampling interval doubles."""
 _MOST_JOBS: Final = 1_000
-"""Maximum number of deserted jobs whose history is kept; those that ended last are kept."""
+"""Maximum number of deserted jobs whose history is kept; jobs that ended last are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A job at one moment."""
+    """State of a job at one moment: loss, speed and ranks."""
 
     unix_ms: int
     step: int
     loss: float
-    """Mean of the losses last reported by its ranks; NaN if none was reported."""
+    """Mean of the losses last reported by the ranks; NaN if none was reported."""
     samples_per_s: float
-    """Sum over its ranks."""
+    """Samples per second, summed over the ranks."""
     ranks: int
 
 
 class History:
-    """The points of one run."""
+    """Points of one run."""
 
     def __init__(self, run: RunId) -> None:
         self.run = run
         self.points: list[Point] = []
-        """Oldest first; replaced by a new list on each change. The last point is always the
-        newest."""
+        """Points, oldest first, in a list that each change replaces by a new one. The last point is
+        always the newest."""
         self._interval_ms = _INTERVAL_MS
 
     def add(self, point: Point) -> None:
-        """Adds a point. It replaces the newest one unless that is far enough from its predecessor
-        to stay."""
+        """Adds a point. The point replaces the newest one unless that one is far enough from its
+        predecessor to be kept."""
         kept = self.points
         if len(kept) >= 2 and kept[-1].unix_ms < kept[-2].unix_ms + self._interval_ms:
             kept = kept[:-1]
@@ -62,15 +62,15 @@ class History:
 
 
 class Histories:
-    """Job id -> history of its newest run."""
+    """Histories of the newest run of each job, by job id."""
 
     def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
         self._observed = observed
         self._of: dict[str, History] = {}
 
     def of(self, job_id: str, run: RunId) -> list[Point]:
-        """Returns the points of that run; none if the history belongs to another run or is empty.
-        May be called on any thread."""
+        """Returns the points of a job's run; none if the history belongs to another run or is
+        empty. May be called on any thread."""
         history = self._of.get(job_id)
         return history.points if history is not None and history.run == run else []
 

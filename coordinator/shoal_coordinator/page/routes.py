@@ -3,10 +3,10 @@
     /              the page: one file without data about the cluster, so no token is needed
     /api/jobs      all jobs that the caller's token covers
     /api/job       ?job=ID: one job, with the history of its newest run
-    /api/events    ?job=ID[&after=EVENT]: its newest events, or those after one
+    /api/events    ?job=ID[&after=EVENT]: the job's newest events, or the events after EVENT
 
-All run on threads of the HTTP server. Events are in Redis, which only the event loop accesses;
-their route waits for it.
+All routes run on threads of the HTTP server. Events are in Redis, which only the event loop
+accesses; the route of events waits for the loop.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from shoal_coordinator.state.store import JobStore, StoredEvent
 
 PAGE: Final = "/"
 OF_ONE_JOB: Final = frozenset({"/api/jobs", "/api/job", "/api/events"})
-"""Paths that show only that job to the holder of a token for one job."""
+"""Paths that show only the token's job to the holder of a token for one job."""
 _MOST_EVENTS: Final = 500
 _OLDEST: Final = "0"
 """Result of parse_event_id for an empty id."""
 
 
 class StatusPage:
-    """The page of one coordinator. Made on the event loop; its routes run on other threads."""
+    """Status page of one coordinator. Created on the event loop; its routes run on other
+    threads."""
 
     def __init__(self, jobs: Jobs, store: JobStore, *, timeout_s: float) -> None:
-        """`timeout_s`: how long to wait for Redis to return events."""
+        """`timeout_s`: maximum wait in seconds for Redis to return events."""
         self.histories = Histories(jobs.observed)
         self._jobs = jobs
         self._store = store
@@ -53,7 +54,7 @@ class StatusPage:
 
     @property
     def routes(self) -> Mapping[str, Route]:
-        """Path -> its handler. All except PAGE reveal information about the cluster."""
+        """Path -> handler. All paths except PAGE reveal information about the cluster."""
         return {
             PAGE: lambda request: self._page,
             "/api/jobs": self._all_jobs,

@@ -1,5 +1,5 @@
-"""Converts jobs, events and points to plain values for JSON. Names match `shoal status --json`
-where both have the same value.
+"""Converts jobs, events and points to plain values for JSON. The names match `shoal status --json`
+for values that both contain.
 
 Unknown and missing values are null; times are milliseconds of the Unix epoch by the Redis server's
 clock.
@@ -24,7 +24,7 @@ MOST_MEMBERS: Final = 256
 
 
 def job_summary(job: ObservedJob) -> dict[str, Any]:
-    """Returns the values of a job in a list."""
+    """Returns the values of a job for the list of jobs."""
     state = job.state
     return {
         "job_id": state.spec.job_id,
@@ -39,7 +39,7 @@ def job_summary(job: ObservedJob) -> dict[str, Any]:
 
 
 def job_values(job: ObservedJob) -> dict[str, Any]:
-    """Returns all values shown of one job, except its events and its history."""
+    """Returns all values shown of one job, except for its events and history."""
     state, spec = job.state, job.state.spec
     places = {} if state.generation is None or not job.trains else state.generation.rank_of
     members = [
@@ -96,7 +96,7 @@ def job_values(job: ObservedJob) -> dict[str, Any]:
 
 
 def events_values(events: Iterable[StoredEvent]) -> list[dict[str, Any]]:
-    """Returns the values of events, in their order."""
+    """Returns the values of events, in the given order."""
     return [
         {
             "event_id": event.event_id,
@@ -112,7 +112,7 @@ def events_values(events: Iterable[StoredEvent]) -> list[dict[str, Any]]:
 
 
 def points_values(points: Iterable[Point]) -> list[list[float | None]]:
-    """Returns points as [unix_ms, step, loss, samples_per_s, ranks]."""
+    """Returns each point as [unix_ms, step, loss, samples_per_s, ranks]."""
     return [
         [point.unix_ms, point.step, _finite(point.loss), point.samples_per_s, point.ranks]
         for point in points

@@ -1,6 +1,5 @@
-"""The shell around the core: gRPC, clocks, and one loop per job that folds events, commits and
+"""Shell around the pure core: gRPC, clocks, and one loop per job that applies events, commits and
 announces.
 
-Everything here runs on one event loop; only /metrics, /healthz and /sd are served on threads, from
-immutable states.
+The shell runs on one event loop. Only the HTTP pages are served on threads, from immutable states.
 """

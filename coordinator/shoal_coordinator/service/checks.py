@@ -1,5 +1,5 @@
-"""Checks of single fields. Each raises an InvalidRequestError that names the field, its value and
-the expected value."""
+"""Checks of single fields. Each check raises an InvalidRequestError that names the field, its value
+and the expectation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def job_id(value: str) -> str:
-    """Checks a job id. Raises PermissionDeniedError if the caller's token is for another job: every
-    request names its job here."""
+    """Checks a job id. Raises PermissionDeniedError if the caller's token is for another job. Every
+    request passes its job id through this check."""
     if not _JOB_ID.fullmatch(value):
         raise wrong(
             "job_id",
@@ -30,7 +30,7 @@ def job_id(value: str) -> str:
 
 
 def identifier(field: str, value: str, *, required: bool = True) -> str:
-    """Checks an id of up to 128 characters, safe in keys, logs and labels."""
+    """Checks an id: up to 128 characters that are safe in keys, logs and labels."""
     if not value and not required:
         return value
     if len(value) > 128 or not _ID.fullmatch(value):
@@ -43,7 +43,7 @@ def identifier(field: str, value: str, *, required: bool = True) -> str:
 
 
 def text(field: str, value: str, *, longest: int, required: bool = False) -> str:
-    """Checks text for people."""
+    """Checks the length of a text for people."""
     if len(value) > longest or (required and not value):
         raise wrong(field, value, f"{'1' if required else '0'} to {longest} characters")
     return value
@@ -57,7 +57,7 @@ def host(field: str, value: str) -> str:
 
 
 def address(field: str, value: str, *, required: bool = False) -> str:
-    """Checks a host:port to connect to."""
+    """Checks an address (host:port) to connect to."""
     if not value and not required:
         return value
     try:
@@ -70,7 +70,7 @@ def address(field: str, value: str, *, required: bool = False) -> str:
 
 
 def secret(field: str, value: str) -> str:
-    """Checks a secret: 32 hexadecimal digits, or empty. The error does not reveal it."""
+    """Checks a secret: 32 hexadecimal digits, or empty. The error does not reveal the secret."""
     if value and not _SECRET.fullmatch(value):
         raise InvalidRequestError(
             f"{field} has {len(value)} characters; expected 32 hexadecimal digits (0-9, a-f), or "
@@ -80,14 +80,14 @@ def secret(field: str, value: str) -> str:
 
 
 def number(field: str, value: int, *, low: int = 0, high: int = LARGEST_INT64) -> int:
-    """Checks an integer against inclusive bounds."""
+    """Checks that an integer lies within inclusive bounds."""
     if not low <= value <= high:
         raise wrong(field, value, f"{low} to {high}" if high < LARGEST_INT64 else f"{low} or more")
     return value
 
 
 def wrong(field: str, value: object, expected: str) -> InvalidRequestError:
-    """Returns the error for a field."""
+    """Returns the error for a field with an invalid value."""
     shown = repr(value)
     return InvalidRequestError(
         f"{field}={shown if len(shown) <= 100 else shown[:97] + '...'}: expected {expected}"

@@ -1,12 +1,12 @@
-"""The two clocks used by decisions: the time that this process was running, and Redis's time,
+"""The two clocks used by decisions: the time for which this process was running, and Redis's time,
 synchronized at each commit.
 
 A coordinator that was paused (SIGSTOP, a suspended machine) has read no heartbeats meanwhile. If
-that time counted, every lease would have expired on its return although the members were well. The
-clock is therefore read continuously, by the loops and by `tick`, and advances by at most a short
-interval from one reading to the next.
+that time counted, every lease would expire when the coordinator continues, although the members
+were healthy. The clock is therefore read continuously, by the loops and by `tick`, and advances by
+at most a short interval from one reading to the next.
 
-Belongs to the event loop; other threads may read `last_read`.
+The clock belongs to the event loop; other threads may read `last_read`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_MS: Final = 100
 _LONGEST_STEP_MS: Final = 2 * _TICK_MS
-"""Less than half of the shortest lease, so that a member heard from just before a pause is not
-given up right after it."""
+"""Maximum advance between two readings. It is less than half of the shortest lease, so that a
+member heard from just before a pause is not evicted right after it."""
 _LOGGED_FROM_MS: Final = 1_000
 
 
@@ -43,10 +43,10 @@ class Clock:
         self._paused_ms = 0
         self._offset_ms = unix_ms - self._read_ms
         self.last_read = Now(ms=self._read_ms, unix_ms=unix_ms)
-        """Last reading of both clocks: at most about a tenth of a second old."""
+        """Last reading of both clocks, at most about a tenth of a second old."""
 
     def now(self) -> Now:
-        """Returns both clocks."""
+        """Reads and returns both clocks."""
         read_ms = self._monotonic_ms()
         pause_ms = read_ms - self._read_ms - _LONGEST_STEP_MS
         if pause_ms > 0:
@@ -62,12 +62,12 @@ class Clock:
         return self.last_read
 
     def adjust(self, unix_ms: int) -> None:
-        """Synchronizes with the time that Redis has just returned."""
+        """Synchronizes the Unix clock with the time that Redis has just returned."""
         self._offset_ms = unix_ms - self._monotonic_ms()
 
     async def tick(self) -> NoReturn:
-        """Reads the clock until cancelled, so that an interval without readings indicates a pause
-        rather than idleness."""
+        """Reads the clock regularly until cancelled. An interval without readings therefore
+        indicates a pause of the process rather than idleness."""
         while True:
             await asyncio.sleep(_TICK_MS / 1000)
             self.now()

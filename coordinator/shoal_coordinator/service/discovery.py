@@ -1,10 +1,10 @@
-"""`/sd`: service discovery (http_sd) through which Prometheus finds the metrics of workers and
+"""Service discovery at `/sd` (http_sd), through which Prometheus finds the metrics of workers and
 parameter servers as they come and go.
 
-A target's labels name a place that outlives its process: a worker's host and its index there, or a
-server's id. The time series of that place therefore continue when ranks are reassigned or the
-process is restarted, and `rate()` sees one counter. The current member and its rank are exported by
-the process itself: shoal_worker_info, shoal_worker_rank, shoal_worker_generation.
+A target's labels name a place that outlives its process: a worker's host and its index on the host,
+or a server's id. The time series of that place therefore continue when ranks are reassigned or the
+process is restarted, and `rate()` sees one counter. The process itself exports its current member
+and rank: shoal_worker_info, shoal_worker_rank, shoal_worker_generation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shoal_coordinator.membership.model.state import JobState, Member
 
 
 def targets(states: Iterable[JobState]) -> list[dict[str, Any]]:
-    """Returns Prometheus's http_sd document: one target per place whose process has a metrics
-    address, with labels job_id, role and instance."""
+    """Returns Prometheus's http_sd document. It contains one target per place whose process has a
+    metrics address, with labels job_id, role and instance."""
     found: list[dict[str, Any]] = []
     for state in states:
         job_id = state.spec.job_id
@@ -50,9 +50,10 @@ def targets(states: Iterable[JobState]) -> list[dict[str, Any]]:
 
 
 def _places(state: JobState) -> Iterator[tuple[str, Member]]:
-    """Yields the instance and the member of each place; the newer member if a process was started
-    in the place of one that is not given up yet. Launchers of one host, and members without a
-    launcher, may use the same index; a further distinguishing part is then added to the name."""
+    """Yields the instance name and the member of each place. If two members have the same place,
+    because a process was replaced before its member was evicted, yields the newer one. Launchers of
+    one host, and members without a launcher, may use the same index; the name then also contains
+    the launcher."""
     launchers: defaultdict[str, set[str]] = defaultdict(set)
     places: dict[tuple[str, str, str], Member] = {}
     for member in state.members.values():

@@ -1,11 +1,11 @@
-"""Loop of one job: queues events, folds them through the core, writes the result to Redis once, and
+"""Loop of one job: queues events, applies them with the core, writes the result to Redis once, and
 only then answers and announces.
 
 Events that arrive during a commit go into the next one (group commit), which shares the cost of
-Redis's disk and gives events a single order. When many members arrive at once, their joins gather
-for a moment longer; nothing else ever waits for that. Heartbeats do not pass through here: they
-only update the pulses in memory, and continue while Redis is away. Everything belongs to the event
-loop; other threads may read `state`, which is immutable.
+Redis's disk and gives events a single order. When many members arrive at once, the loop waits a
+moment longer to gather their joins; nothing else ever waits for that. Heartbeats do not pass
+through the loop: they only update the pulses in memory, and continue while Redis is away. All state
+belongs to the event loop; other threads may read `state`, which is immutable.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""Time for which members that arrive in a rush wait for each other: ten times the cost of a commit
-for this process. Four times as long in a throng."""
+"""Time for which the loop gathers members that arrive in a rush: ten times the cost of a commit for
+this process. Four times as long in a throng."""
 _RUSH = 3
-"""Number of arrivals in one commit that make a rush."""
+"""Number of arrivals in one commit that count as a rush."""
 _THRONG = 20
-"""Number of arrivals in one commit that make a throng."""
+"""Number of arrivals in one commit that count as a throng."""
 _MOST_REQUESTS = 50_000
 """Maximum number of queued requests: five per member of the largest world."""
 _RETRY_AFTER = timedelta(seconds=1)
@@ -84,7 +84,7 @@ _RETRY_AFTER = timedelta(seconds=1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submitted:
-    """An event until its outcome is known."""
+    """A queued event whose outcome is not known yet."""
 
     event: Event
     done: Callable[[Outcome], None] | None
@@ -92,8 +92,8 @@ class Submitted:
 
 
 class JobLoop:
-    """Owner of one job's state. `run` is its task, which ends only with an error after which this
-    coordinator cannot continue."""
+    """Owner of one job's state. `run` is the loop's task, which ends only with an error after which
+    this coordinator cannot continue."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class JobLoop:
         metrics: CoordinatorMetrics,
     ) -> None:
         self.state: JobState = stored.state
-        """The job's state on disk."""
+        """State of the job on disk."""
         self.sessions = Sessions()
         self._store = store
         self._clock = clock
@@ -118,7 +118,7 @@ class JobLoop:
         self._urgent = asyncio.Event()
         """Set when an event other than an arrival is queued."""
         self._gather_s = 0.0
-        """Time for which the next events wait for others, unless they are urgent."""
+        """Time for which the next events wait for further ones, unless they are urgent."""
         self._committed = asyncio.Event()
         self._failure: ShoalError | None = None
         self._stepping = False
@@ -137,13 +137,13 @@ class JobLoop:
         self._folded_ms = now_ms
         self._next_scan_ms = now_ms
         self._loss_noticed_s: float | None = None
-        """Time since which an undecided loss is known."""
+        """Time at which an undecided loss of a member was noticed."""
 
     # --------------------------------------------------------------------- what others tell and ask
 
     @property
     def pulses(self) -> Pulses:
-        """A live view of the heartbeat state."""
+        """Live view of the heartbeat state."""
         return Pulses(members=self._members, servers=self._servers, newest=self._newest_progress)
 
     @property
@@ -160,8 +160,8 @@ class JobLoop:
         return ObservedJob(state=self.state, pulses=pulses, now=self._clock.last_read)
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> Submitted:
-        """Queues an event. Calls `done` with its outcome once that is on disk, before anything is
-        announced."""
+        """Queues an event. Once its outcome is on disk, and before anything is announced, calls
+        `done` with the outcome."""
         submitted = Submitted(event, done, time.monotonic())
         if self._failure is None:
             self._queue[submitted] = None
@@ -173,8 +173,8 @@ class JobLoop:
         return submitted
 
     def request(self, event: Event, done: Callable[[Outcome], None]) -> Submitted:
-        """Queues a request that any client may send and repeat. Refuses it with an UnavailableError
-        if the queue is full."""
+        """Queues a request that any client may send and repeat. Refuses the request with an
+        UnavailableError if the queue is full."""
         if len(self._queue) < _MOST_REQUESTS:
             return self.submit(event, done)
         refused = Submitted(event, done, time.monotonic())
@@ -188,7 +188,8 @@ class JobLoop:
         return refused
 
     def withdraw(self, submitted: Submitted) -> None:
-        """Cancels an event that is still queued; its `done` receives an UnavailableError."""
+        """Cancels an event that is still queued. Its `done` callback receives an
+        UnavailableError."""
         if submitted in self._queue:
             del self._queue[submitted]
             _answer_all(
@@ -199,10 +200,10 @@ class JobLoop:
             )
 
     async def ask(self, event: Event, *, timeout_s: float, keep: bool = False) -> Granted:
-        """Queues a request and returns its outcome. Raises the refusal; UnavailableError if Redis
-        does not accept it in time.
+        """Queues a request and returns its outcome. Raises the error with which the request is
+        refused, or UnavailableError if Redis does not accept the change in time.
 
-        `keep`: carry it out even if its caller has given up.
+        `keep`: True if the request must be carried out even after the caller has given up.
         """
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
 
@@ -222,7 +223,7 @@ class JobLoop:
                 self.withdraw(submitted)
 
     def poke(self) -> None:
-        """Wakes the loop after a heartbeat that a decision may depend on."""
+        """Wakes the loop after a heartbeat that may affect a decision."""
         self._woken.set()
 
     def set_pulse(self, member_id: str, pulse: Pulse) -> None:
@@ -237,12 +238,12 @@ class JobLoop:
 
     def next_commit(self) -> asyncio.Event:
         """Returns an event for followers of the event log. It is set when the next events are
-        written, or when none will be written any more."""
+        written, or when no further events will be written."""
         return self._committed
 
     def fail(self, error: ShoalError) -> None:
-        """Handles a job that can no longer be written: answers every waiting request with the error
-        and ends every stream."""
+        """Ends a job whose state can no longer be written: answers every waiting request with the
+        error and ends every stream."""
         self._failure = error
         _answer_all(self._take_queue(), error)
         self.sessions.end_all(error)
@@ -252,7 +253,7 @@ class JobLoop:
 
     @property
     def is_idle(self) -> bool:
-        """True if nobody is in the job or about to join."""
+        """True if nobody has joined the job or is about to join."""
         return self.state.is_deserted and not self._queue and not self._stepping
 
     @property
@@ -263,8 +264,8 @@ class JobLoop:
     # ------------------------------------------------------------------------------------- the loop
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises FencedError if another coordinator has taken over, and
-        InternalError on a bug."""
+        """Processes events until cancelled. Raises FencedError if another coordinator has taken
+        over, and InternalError on a bug."""
         # A cancellation that coincides with the end of a call to Redis can be lost; `fail` is
         # always called before it.
         while True:
@@ -288,7 +289,7 @@ class JobLoop:
         self._woken.clear()
 
     async def _gather(self) -> None:
-        """Waits for more arrivals, unless another kind of event is or gets queued."""
+        """Waits for more arrivals, unless an event of another kind is or becomes queued."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._gather_s):
                 await self._urgent.wait()
@@ -355,7 +356,7 @@ class JobLoop:
         return [*members, *servers]
 
     async def _commit(self, decided: Transition, *, events: int) -> None:
-        """Writes a transition, retrying for as long as Redis is away."""
+        """Writes a transition to Redis, and retries while Redis is away."""
         if not decided.changes and not decided.records:
             return
         written = encode_changes(decided.state, decided.changes)
@@ -454,7 +455,7 @@ class JobLoop:
 
 async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
     """Waits for the answer of a job's loop. Raises UnavailableError if Redis does not accept the
-    change in time; it may still be made later."""
+    change in time; the change may still be made later."""
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
@@ -467,14 +468,14 @@ async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
 
 
 def _may_lose(event: Event) -> bool:
-    """Returns whether a member may be lost through this event."""
+    """Returns whether the event may lead to the loss of a member."""
     return isinstance(
         _unwrapped(event), MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft
     )
 
 
 def _unwrapped(event: Event) -> Event:
-    """Returns the event itself, whatever run its originator belongs to."""
+    """Returns the event without the run of its originator."""
     return event.event if isinstance(event, OfRun) else event
 
 

@@ -1,4 +1,4 @@
-"""All jobs of this coordinator: loaded at the start or created on request, each with its own loop.
+"""All jobs of this coordinator, loaded at the start or created on request, each with its own loop.
 Belongs to the event loop."""
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 _EPOCH_CHECK_INTERVAL_S = 1.0
 _LONGEST_SWEEP_INTERVAL_S = 60.0
 _MOST_JOBS = 10_000
-"""Maximum number of jobs of one coordinator, including deserted ones that it still knows."""
+"""Maximum number of jobs of one coordinator, including deserted jobs that it still remembers."""
 
 
 class Jobs:
-    """Job id -> its loop. `failed` is set when this coordinator must end because it was fenced off
-    or found a bug of its own."""
+    """Loops of all jobs, by job id. `failed` is set when this coordinator must end because another
+    one has taken over or because of a bug."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Jobs:
         metrics: CoordinatorMetrics,
         retention: timedelta,
     ) -> None:
-        """`retention`: how long the store keeps a deserted job."""
+        """`retention`: time for which the store keeps a deserted job."""
         self.failed: asyncio.Future[ShoalError] = asyncio.get_running_loop().create_future()
         self.closing = False
-        """True if this coordinator is shutting down; streams that end now say nothing about their
-        members."""
+        """True if this coordinator is shutting down. The end of a stream then implies nothing about
+        its member."""
         self._store = store
         self._clock = clock
         self._policy = policy
@@ -70,7 +70,8 @@ class Jobs:
         self._sweep_interval_s = min(_LONGEST_SWEEP_INTERVAL_S, retention.total_seconds() / 4)
 
     async def load(self) -> None:
-        """Claims and starts all jobs in Redis, and starts watching for another coordinator."""
+        """Claims all jobs in Redis and starts their loops. Also starts watching for another
+        coordinator."""
         self._keep(asyncio.create_task(self._clock.tick(), name="clock"))
         for stored in await self._store.load_all():
             self._start(stored)
@@ -78,7 +79,7 @@ class Jobs:
         self._keep(asyncio.create_task(self._sweep(), name="sweep"))
 
     def get(self, job_id: str) -> JobLoop:
-        """Returns the job's loop. Raises UnknownResourceError."""
+        """Returns the loop of a job. Raises UnknownResourceError if there is no such job."""
         loop = self._loops.get(job_id)
         if loop is None:
             raise UnknownResourceError(
@@ -97,9 +98,9 @@ class Jobs:
         return [loop.observed() for _, loop in sorted(self._loops.copy().items())]
 
     async def create(self, wanted: RunWanted, *, timeout_s: float) -> tuple[bool, RunGranted]:
-        """Creates or finds the job. Returns whether it was created, and which run the caller
-        belongs to. Raises like `runs.run_wanted`; also UnavailableError while members of an ended
-        run are still there."""
+        """Creates the job or finds an existing one. Returns whether the job was created, and the
+        run of the caller. Raises the errors of `runs.run_wanted`, and UnavailableError while an
+        ended run has remaining members."""
         spec = wanted.spec
         try:
             async with asyncio.timeout(timeout_s), self._creating:
@@ -122,9 +123,9 @@ class Jobs:
         return False, granted
 
     async def confirm(self, refusal: ShoalError, *, timeout_s: float) -> None:
-        """Verifies that a caller may be told that its run has ended or is unknown, which makes it
-        exit or set its state aside. Raises UnavailableError if another coordinator knows better, or
-        may.
+        """Verifies with Redis that a caller may be told that its run has ended or is unknown, which
+        makes it exit or set its state aside. Raises UnavailableError if another coordinator has, or
+        may have, newer information.
 
         A refusal writes nothing, so a coordinator that was cut off from Redis, or paused, might
         give an outdated answer.
@@ -147,7 +148,7 @@ class Jobs:
             raise
 
     async def close(self, error: ShoalError) -> None:
-        """Ends all streams with `error`, and all loops."""
+        """Ends all loops, and ends all streams with `error`."""
         self.closing = True
         for loop in self._loops.values():
             loop.fail(error)
@@ -187,7 +188,9 @@ class Jobs:
         return True
 
     def _start(self, stored: Stored) -> None:
-        if self.closing:  # since this job was asked for: nobody would end its loop and its sessions
+        if self.closing:
+            # the coordinator began to stop meanwhile, so nobody would end the new loop and its
+            # sessions
             raise UnavailableError(
                 "this coordinator is shutting down; try again", reason=Refusal.COORDINATOR_STOPPING
             )
@@ -214,8 +217,8 @@ class Jobs:
             )
 
     def _fail(self, error: ShoalError) -> None:
-        """Handles the failure of one job's loop. Its state in memory may be wrong or belong to
-        another coordinator, so nothing may be served any more."""
+        """Stops serving after the failure of one job's loop. The loop's state in memory may be
+        wrong or belong to another coordinator."""
         if not self.failed.done():
             self.failed.set_result(error)
         self.closing = True
@@ -228,8 +231,9 @@ class Jobs:
             loop.fail(UnavailableError(f"this coordinator has shut down: {error}", reason=reason))
 
     async def _watch_epoch(self) -> None:
-        """Checks regularly whether another coordinator has taken over. Commits are fenced anyway;
-        this ends a coordinator without commits, so that its members connect to the new one."""
+        """Checks regularly whether another coordinator has taken over. Commits are fenced in any
+        case; the check ends a coordinator without commits, so that its members connect to the new
+        one."""
         while True:
             await asyncio.sleep(_EPOCH_CHECK_INTERVAL_S)
             try:
@@ -241,18 +245,18 @@ class Jobs:
                 self._metrics.redis_up.set(0)
 
     async def _sweep(self) -> None:
-        """Forgets jobs that Redis has dropped."""
+        """Forgets jobs that Redis has dropped, at regular intervals."""
         while True:
             await asyncio.sleep(self._sweep_interval_s)
             deserted = [job_id for job_id, loop in self._loops.items() if loop.state.is_deserted]
-            with contextlib.suppress(UnavailableError):  # looked at again the next time
+            with contextlib.suppress(UnavailableError):  # tried again at the next interval
                 for job_id in await self._store.dropped(deserted) if deserted else []:
                     await self._forget(job_id)
 
     async def _forget(self, job_id: str) -> None:
         loop = self._loops[job_id]
         if not loop.is_idle:
-            return  # somebody comes, and writes it again
+            return  # a request is in progress that will write the job again
         del self._loops[job_id]
         loop.fail(
             UnknownResourceError(

@@ -1,6 +1,6 @@
-"""Outgoing messages of one stream. Bounded by the number of kinds: a newer message replaces an
-unsent one of the same kind, so a slow reader receives the latest generation rather than all of
-them."""
+"""Outgoing messages of one stream. The number of messages is limited by the number of kinds: a
+newer message replaces an unsent one of the same kind, so a slow reader receives the latest
+generation rather than every generation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shoal_coordinator.membership.transition import Outcome
 
 
 class Slot(enum.Enum):
-    """Kinds of messages; newer ones replace unsent ones of the same kind."""
+    """Kind of an outgoing message. A newer message replaces an unsent one of the same kind."""
 
     WELCOME = enum.auto()
     PLACEMENT = enum.auto()
-    """A generation or a standby notice: each supersedes the other."""
+    """A generation or a standby notice. Each replaces the other."""
     DRAIN = enum.auto()
     STOP = enum.auto()
     MEMBERS = enum.auto()
@@ -35,12 +35,12 @@ class Slot(enum.Enum):
 
 _MOST_UNDECIDED: Final = 64
 """Maximum number of a session's messages without an outcome. A session has few things to report,
-each once; a newer report may follow an older one that Redis has not accepted yet."""
+each once, but a newer report may follow an older one that Redis has not accepted yet."""
 
 
 class Mailbox:
-    """Serialized messages to one stream, in order. The stream's handler iterates over it; the job's
-    loop posts to it."""
+    """Serialized messages to one stream, in order. The stream's handler iterates over the mailbox;
+    the job's loop posts messages to it."""
 
     def __init__(self) -> None:
         self._undecided = 0
@@ -52,14 +52,14 @@ class Mailbox:
         """Future on which the stream's handler waits while there is nothing to send."""
 
     def post(self, slot: Slot, message: bytes) -> None:
-        """Adds a message, to be sent after those already queued."""
+        """Adds a message, to be sent after the messages already queued."""
         self._slots.pop(slot, None)
         self._slots[slot] = message
         self._wake()
 
     def take(self) -> Callable[[Outcome], None]:
-        """Registers a message of the stream that needs a decision and returns the callback for its
-        outcome. Raises UnavailableError if too many are undecided."""
+        """Counts a message received on the stream that needs a decision, and returns the callback
+        for its outcome. Raises UnavailableError if too many messages are undecided."""
         if self._undecided >= _MOST_UNDECIDED:
             raise UnavailableError(
                 f"this session already has {self._undecided} messages waiting for Redis, the "
@@ -83,7 +83,7 @@ class Mailbox:
 
     @property
     def error(self) -> ShoalError | None:
-        """Error with which the stream was ended."""
+        """Error with which the stream was ended; None without one."""
         return self._error
 
     def __aiter__(self) -> Self:

@@ -1,14 +1,14 @@
-"""JoinSession: one stream per member, from its join to its end.
+"""Implements JoinSession: one stream per member, from its join to its end.
 
 A stream that ends before its member left most likely means that the member is lost: a killed
 process breaks its connection within milliseconds, and its peers wait in a collective until they are
-notified. membership/members/streams.py decides. `reconnect_grace` trades that speed for tolerance
-of networks that drop single connections: a member may reconnect within this time before anything is
-decided. Streams that end because the coordinator itself shuts down decide nothing; the next
-coordinator gives every member a full lease.
+notified. The decision is made in membership/members/streams.py. `reconnect_grace` sacrifices speed
+for tolerance of networks that drop single connections: a member may reconnect within this time
+before anything is decided. Streams that end because the coordinator itself shuts down decide
+nothing; the next coordinator gives every member a full lease.
 
-Everything runs on the event loop: a task that reads the stream, and gRPC's own task that sends from
-the mailbox.
+Two tasks of the event loop serve a stream: one reads it, and gRPC's own task sends from the
+mailbox.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from shoal_coordinator.service.streams import first_message
 
 
 class MemberSessions:
-    """Serves JoinSession for all jobs."""
+    """Implements the RPC JoinSession for all jobs."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class MemberSessions:
         self._reconnect_grace_s = reconnect_grace.total_seconds()
         self._request_timeout_s = request_timeout.total_seconds()
         self._joining: Counter[tuple[str, str]] = Counter()
-        """(job, member) -> number of joins in progress. A stream that breaks meanwhile decides
-        nothing; the join does."""
+        """(job, member) -> number of joins in progress. If a stream breaks during a join, the
+        outcome of the join decides about the member."""
 
     async def serve(self, requests: AsyncIterator[pb.MemberMessage]) -> AsyncGenerator[bytes, None]:
-        """Serves one stream: yields serialized MemberDirectives."""
+        """Serves one stream: reads its messages, and yields serialized MemberDirectives."""
         first = await first_message(requests, self._request_timeout_s, expected="join")
         job_id, event = parse_join(first.join)
         job = self._jobs.get(job_id)
@@ -103,8 +103,8 @@ class MemberSessions:
     # --------------------------------------------------------------------------- opening and ending
 
     async def _join(self, job: JobLoop, member_id: str, event: Event, mailbox: Mailbox) -> None:
-        """Joins a member. Raises the refusal; UnavailableError if Redis does not accept the join in
-        time, after which the member may retry with the same id."""
+        """Joins a member. Raises the error with which the join is refused. Raises UnavailableError
+        if Redis does not accept the join in time; the member may then retry with the same id."""
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
         key = (job.state.spec.job_id, member_id)
         asked_to_retry = False
@@ -168,7 +168,8 @@ class MemberSessions:
             )
 
     def _check(self, job: JobLoop, member_id: str) -> None:
-        """Reports a member whose stream has ended, unless it has reconnected or is about to."""
+        """Reports a member whose stream has ended as lost, unless the member has reconnected or is
+        about to."""
         pulse = job.pulses.members.get(member_id)
         back = (
             member_id in job.sessions.members or (job.state.spec.job_id, member_id) in self._joining
@@ -206,8 +207,8 @@ class MemberSessions:
     def _take(
         self, job: JobLoop, member_id: str, mailbox: Mailbox, message: pb.MemberMessage
     ) -> bool:
-        """Handles one message. Returns True for the member's leave, after which the session ends
-        once it is written."""
+        """Processes one message. Returns True for the member's leave: the session ends once the
+        leave is written."""
 
         kind = message.WhichOneof("message")
         if kind == "heartbeat":

@@ -1,4 +1,4 @@
-"""Registers the Coordinator's methods on a gRPC server, with the roles that may call each.
+"""Registers the Coordinator's methods on a gRPC server, with the roles that may call each method.
 
 Sessions send bytes, so that a generation sent to ten thousand members is serialized only once. The
 generated registration function serializes each message and is therefore not used.
@@ -37,13 +37,15 @@ _ROLES: Final[Mapping[str, frozenset[Role]]] = {
 ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/{method}": roles for method, roles in _ROLES.items()
 }
-"""Full method name -> roles that may call it, as documented in the proto. ADMIN may call all."""
+"""Full method name -> roles that may call the method, as documented in the proto. ADMIN may call
+all methods."""
 
 _SENDS_BYTES: Final = frozenset({"JoinSession", "ServerSession", "GetRanks"})
 
 
 def register(servicer: Any, server: grpc.aio.Server) -> None:
-    """Adds all methods of the service. Raises AttributeError if the servicer lacks one."""
+    """Adds all methods of the service to a gRPC server. Raises AttributeError if the servicer lacks
+    a method."""
     service = descriptor_pool.Default().FindServiceByName(SERVICE)
     handlers = {
         method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods

@@ -1,6 +1,5 @@
-"""Parses requests. Each function takes a message and returns frozen values that are valid in
-themselves, or raises InvalidRequestError. The core decides whether a request fits the state of its
-job."""
+"""Parses requests. Each function converts a message to frozen, valid values, or raises
+InvalidRequestError. The core decides whether a request fits the state of its job."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
 
 
 def parse_run(message: pb.RunId) -> RunId | None:
-    """Returns the run that a caller belongs to or asks for; None for the newest."""
+    """Returns the run that a caller belongs to or asks for; None for the newest run."""
     if message.number == 0 and message.began_unix_ms == 0:
         return None
     return RunId(
@@ -102,7 +101,8 @@ def parse_run(message: pb.RunId) -> RunId | None:
 
 
 def of_run(message: pb.RunId, event: Any) -> Any:
-    """Returns the event, attributed to the given run if there is one."""
+    """Attributes an event to the run in `message`; returns the event unchanged if no run is
+    given."""
     run = parse_run(message)
     return event if run is None else OfRun(run=run, event=event)
 
@@ -138,7 +138,7 @@ def parse_spec(message: pb.JobSpec) -> JobSpec:
 
 
 def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
-    """Returns the job's id and the event."""
+    """Parses the first message of a member's session. Returns the job id and the event."""
     identity = Identity(
         member_id=checks.identifier("join.member_id", message.member_id),
         host=checks.host("join.host", message.host),
@@ -167,8 +167,8 @@ def _metrics(message: pb.Progress) -> Mapping[str, float]:
 
 
 def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
-    """Returns the generation that the member works in, and its progress. Rates and losses are
-    informative and unchecked; invalid durations become 0.
+    """Parses a heartbeat. Returns the generation in which the member works, and its progress. Rates
+    and losses are informative and unchecked; invalid durations become 0.
 
     Called for every heartbeat, so a single test covers the fields that are normally valid.
     """
@@ -218,7 +218,7 @@ def _seconds(value: float) -> float:
 
 
 def parse_collective_failure(member_id: str, message: pb.CollectiveFailure) -> CollectiveFailed:
-    """Parses a failed collective."""
+    """Parses a member's report of a failed collective."""
     if len(message.suspects) > LARGEST_WORLD:
         raise wrong(
             "collective_failure.suspects",
@@ -238,7 +238,7 @@ def parse_collective_failure(member_id: str, message: pb.CollectiveFailure) -> C
 
 
 def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
-    """Parses a leave message."""
+    """Parses a member's message that it leaves."""
     reason = _LEAVE_REASONS.get(message.reason)
     if reason is None:
         raise wrong(
@@ -273,7 +273,7 @@ def _parse_replicas(message: pb.Replicas) -> Replicas:
 
 
 def parse_exit(message: pb.ReportExitRequest) -> ExitReported:
-    """Parses the exit of a process."""
+    """Parses a launcher's report that a process has exited."""
     return ExitReported(
         member_id=checks.identifier("member_id", message.member_id),
         exit_code=number("exit_code", message.exit_code, high=255),
@@ -301,7 +301,8 @@ def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
 
 
 def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
-    """Returns the member id or the step below which members are requested; "" and 0 request all."""
+    """Returns the member id or the step below which members are requested. "" and 0 request all
+    members."""
     member_id = checks.identifier("member_id", message.member_id, required=False)
     below_step = number("below_step", message.below_step)
     if member_id and below_step:
@@ -312,8 +313,8 @@ def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
 
 
 def parse_ranks(message: pb.GetRanksRequest, state: JobState) -> tuple[Generation, Sequence[int]]:
-    """Returns the newest generation and the requested ranks; an empty list requests all. Raises
-    StaleGenerationError if the request names another generation."""
+    """Returns the newest generation and the requested ranks; an empty list requests all ranks.
+    Raises StaleGenerationError if the request names another generation."""
     number("generation", message.generation, low=1, high=checks.LARGEST_INT64)
     generation = state.generation
     if generation is None or (message.generation, message.nonce) != (
@@ -354,7 +355,8 @@ def parse_stop(message: pb.StopJobRequest) -> StopRequested:
 
 
 def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistered]:
-    """Returns the job's id and the event."""
+    """Parses the first message of a parameter server's session. Returns the job id and the
+    event."""
     registered = ServerRegistered(
         server_id=checks.identifier("register.server_id", message.server_id),
         address=checks.address("register.address", message.address),
@@ -381,7 +383,7 @@ def parse_backup_report(server_id: str, message: pb.BackupReport) -> BackupRepor
 
 
 def parse_move_report(server_id: str, message: pb.MoveReport) -> MoveReported:
-    """Parses a giver's report on a move."""
+    """Parses a giver's report on a move of partitions."""
     return MoveReported(
         server_id=server_id,
         move=number("move.move", message.move, low=1),
@@ -406,7 +408,7 @@ def parse_server_drain(message: pb.DrainServerRequest) -> ServerDrainRequested:
 
 
 def parse_tensors(message: pb.DeclareTensorsRequest) -> TensorsDeclared:
-    """Parses a model's tensors."""
+    """Parses a worker's declaration of its model's tensors."""
     if not 1 <= len(message.tensors) <= _MOST_TENSORS:
         raise wrong("tensors", f"{len(message.tensors)} tensors", f"1 to {_MOST_TENSORS}")
     tensors = tuple(_parse_tensor(tensor) for tensor in message.tensors)
@@ -418,7 +420,7 @@ def parse_tensors(message: pb.DeclareTensorsRequest) -> TensorsDeclared:
 
 
 def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
-    """Parses a request that acknowledges batches and asks for more."""
+    """Parses a request that acknowledges finished batches and asks for more."""
     if len(message.finished) > _MOST_FINISHED:
         raise wrong(
             "finished", f"{len(message.finished)} batches", f"at most {_MOST_FINISHED} at once"
@@ -448,7 +450,8 @@ def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
 
 
 def parse_event_id(value: str) -> str:
-    """Returns the id of a previously received event; "0" for the beginning."""
+    """Checks an event id received from a client. Returns "0" for an empty id, which means the
+    oldest event."""
     if not value:
         return "0"
     if not _EVENT_ID.fullmatch(value):

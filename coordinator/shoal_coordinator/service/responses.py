@@ -65,12 +65,12 @@ CAUSES: Final = {
 
 
 def run_message(run: RunId) -> pb.RunId:
-    """Returns the message that names a run."""
+    """Converts a run's id to a message."""
     return pb.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
 
 
 def past_run_message(past: PastRun) -> pb.RunStatus:
-    """Returns a message with the outcome of a past run."""
+    """Converts a past run and its outcome to a message."""
     return pb.RunStatus(
         run=run_message(past.run),
         ended_unix_ms=past.ended_unix_ms,
@@ -80,7 +80,7 @@ def past_run_message(past: PastRun) -> pb.RunStatus:
 
 
 def ended_run_message(past: PastRun, state: JobState, now_unix_ms: int) -> pb.GetJobResponse:
-    """Returns everything known about an ended run of a job."""
+    """Returns the response for an ended run of a job, with everything known about the run."""
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
         phase=pb.JOB_PHASE_FINISHED,
@@ -93,7 +93,7 @@ def ended_run_message(past: PastRun, state: JobState, now_unix_ms: int) -> pb.Ge
 
 
 def spec_message(spec: JobSpec) -> pb.JobSpec:
-    """Returns a job's specification."""
+    """Converts a job's specification to a message."""
     return pb.JobSpec(
         job_id=spec.job_id,
         min_workers=spec.min_workers,
@@ -109,7 +109,7 @@ def spec_message(spec: JobSpec) -> pb.JobSpec:
 
 
 def generation_message(generation: Generation) -> pb.Generation:
-    """Returns the message for a generation, with its full rank table (about 100 bytes per rank)."""
+    """Converts a generation to a message with its full rank table (about 100 bytes per rank)."""
     message = _generation_head(generation)
     message.ranks.extend(
         rank_message(generation, position) for position in range(len(generation.ranks))
@@ -123,11 +123,11 @@ _PUT_OUT: Final = (Ending.STREAM_BROKEN, Ending.LEASE_EXPIRED, Ending.STALLED)
 def announcement(
     generation: Generation, *, most_whole: int = MOST_SENT_WHOLE
 ) -> Callable[[int], bytes]:
-    """Returns a function from a rank to the serialized directive that announces this generation to
-    it. The common part is serialized once.
+    """Returns a function that maps a rank to the serialized directive that announces the generation
+    to this rank. The common part is serialized once.
 
-    Includes the full table up to `most_whole` ranks; beyond that, only the changes. Members for
-    which the changes do not suffice call GetRanks.
+    The directive contains the full table up to `most_whole` ranks; beyond that, only the changes.
+    Members for which the changes do not suffice call GetRanks.
     """
     head = _generation_head(generation)
     if len(generation.ranks) <= most_whole:
@@ -149,12 +149,12 @@ def _rank_alone(rank: int) -> bytes:
 
 
 def ranks_message(generation: Generation, positions: Iterable[int]) -> pb.GetRanksResponse:
-    """Returns some ranks of a generation."""
+    """Converts the ranks at `positions` of a generation to a response."""
     return pb.GetRanksResponse(ranks=[rank_message(generation, position) for position in positions])
 
 
 def rank_message(generation: Generation, position: int) -> pb.Rank:
-    """Returns one rank of a generation."""
+    """Converts the rank at `position` of a generation to a message."""
     rank = generation.ranks[position]
     return pb.Rank(
         rank=position,
@@ -169,7 +169,7 @@ def rank_message(generation: Generation, position: int) -> pb.Rank:
 
 
 def _generation_head(generation: Generation) -> pb.Generation:
-    """Returns everything except the table."""
+    """Converts a generation without its rank table to a message."""
     return pb.Generation(
         number=generation.number,
         nonce=generation.nonce,
@@ -218,7 +218,7 @@ def job_message(
         for rank in generation.ranks:
             rank.ClearField("donor_key")
     seen = None
-    if not (member_id or below_step):  # those are asked for by members, often
+    if not (member_id or below_step):  # omitted for the frequent requests of members
         seen = ObservedJob(state=state, pulses=pulses, now=Now(ms=now_ms, unix_ms=now_unix_ms))
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
@@ -243,8 +243,8 @@ def job_message(
 
 
 def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:
-    """Returns the members below a step, including those of a job on hold and those excluded from a
-    newer generation."""
+    """Returns the members behind `step`, including members of a job on hold and members excluded
+    from a newer generation."""
     ranked = {} if state.generation is None else state.generation.rank_of
     found = (
         member
@@ -256,7 +256,7 @@ def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:
 
 
 def summary_message(state: JobState) -> pb.JobSummary:
-    """Returns a job's entry in a list."""
+    """Converts a job to its entry in the list of jobs."""
     return pb.JobSummary(
         job_id=state.spec.job_id,
         phase=JOB_PHASES[state.phase],
@@ -267,7 +267,8 @@ def summary_message(state: JobState) -> pb.JobSummary:
 
 
 def server_messages(state: JobState) -> list[pb.ServerStatus]:
-    """Returns a job's parameter servers by index, the primary of a place before its backup."""
+    """Returns the statuses of a job's parameter servers by index, the primary of a place before its
+    backup."""
     servers = sorted(state.servers.values(), key=lambda server: (server.index, _ROLES[server.role]))
     return [_server_message(server, state) for server in servers]
 
@@ -286,7 +287,7 @@ def place_message(effect: SendPlace) -> pb.ServerDirective:
 
 
 def move_message(effect: SendMove) -> pb.ServerDirective:
-    """Returns the message that tells a server what to hand over to another."""
+    """Returns the message that tells a server which partitions to hand over to another server."""
     move = effect.move
     return pb.ServerDirective(
         move=pb.MovePartitions(
@@ -300,7 +301,7 @@ def move_message(effect: SendMove) -> pb.ServerDirective:
 
 
 def shard_map_message(layout: ShardLayout, state: JobState) -> pb.ShardMap:
-    """Returns the owners of all partitions and the addresses of the primaries."""
+    """Returns the shard map: the owners of all partitions and the addresses of the primaries."""
     return pb.ShardMap(
         epoch=layout.epoch,
         tensors=[_tensor_message(tensor) for tensor in layout.tensors],
@@ -345,7 +346,7 @@ def _bucket_message(bucket: Bucket | None) -> pb.Bucket | None:
 
 
 def event_message(event: StoredEvent) -> pb.Event:
-    """Returns an entry of the event log."""
+    """Converts an entry of the event log to a message."""
     record = event.record
     return pb.Event(
         event_id=event.event_id,
@@ -359,7 +360,8 @@ def event_message(event: StoredEvent) -> pb.Event:
 
 
 def note_of(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -> str:
-    """Returns a note on a member that is silent or slows the others down; empty otherwise."""
+    """Returns a note on a member that is silent or slows the others down; empty for any other
+    member."""
     if pulse is not None and pulse.silent_ms(now_ms) > max(state.spec.unheard_ms, _SILENT_MS):
         return f"no heartbeat for {pulse.silent_ms(now_ms) // 1000} s"
     straggler = state.stragglers.get(member.member_id)

@@ -1,5 +1,5 @@
-"""ServerSession: one stream per parameter server. Follows the rules of members' sessions, except
-that a lost server keeps its place."""
+"""Implements ServerSession: one stream per parameter server. The rules are those of members'
+sessions, except that a lost server keeps its place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shoal_coordinator.service.streams import first_message
 
 
 class ServerSessions:
-    """Serves ServerSession for all jobs."""
+    """Implements the RPC ServerSession for all jobs."""
 
     def __init__(
         self, jobs: Jobs, *, clock: Clock, metrics: CoordinatorMetrics, request_timeout: timedelta
@@ -44,11 +44,11 @@ class ServerSessions:
         self._metrics = metrics
         self._request_timeout_s = request_timeout.total_seconds()
         self._registering: Counter[tuple[str, str]] = Counter()
-        """(job, server) -> number of registrations in progress. A stream that breaks meanwhile
-        decides nothing; the registration does."""
+        """(job, server) -> number of registrations in progress. If a stream breaks during a
+        registration, the outcome of the registration decides about the server."""
 
     async def serve(self, requests: AsyncIterator[pb.ServerMessage]) -> AsyncGenerator[bytes, None]:
-        """Serves one stream: yields serialized ServerDirectives."""
+        """Serves one stream: reads its messages, and yields serialized ServerDirectives."""
         first = await first_message(requests, self._request_timeout_s, expected="register")
         job_id, event = parse_registration(first.register)
         job = self._jobs.get(job_id)
@@ -90,7 +90,7 @@ class ServerSessions:
                 )
                 mailbox.post(Slot.WELCOME, pb.ServerDirective(welcome=welcome).SerializeToString())
                 job.sessions.attach_server(server_id, mailbox)
-                if server_id in job.state.servers:  # else it was drained, and is told to end
+                if server_id in job.state.servers:  # otherwise it was drained, and gets told to end
                     job.set_server_pulse(server_id, ServerPulse(heard_ms=self._clock.now().ms))
                 if answer.done():
                     self._detach(job, server_id, mailbox)
@@ -114,8 +114,8 @@ class ServerSessions:
             self._check(job, server_id)
 
     def _check(self, job: JobLoop, server_id: str) -> None:
-        """Reports a server as lost whose stream has ended, unless it has reconnected or is about
-        to."""
+        """Reports a server whose stream has ended as lost, unless the server has reconnected or is
+        about to."""
         pulse = job.pulses.servers.get(server_id)
         back = (
             server_id in job.sessions.servers

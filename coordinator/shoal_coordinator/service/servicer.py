@@ -1,7 +1,7 @@
-"""Methods of shoal.v1.Coordinator: each parses its request, asks the job's loop or reads its state,
-and answers.
+"""Methods of shoal.v1.Coordinator. Each method parses its request, asks the job's loop or reads the
+job's state, and answers.
 
-Errors are raised; RpcServer turns them into statuses. Sessions are in member_sessions.py and
+Methods raise errors, which RpcServer converts to statuses. Sessions are in member_sessions.py and
 server_sessions.py.
 """
 
@@ -40,7 +40,7 @@ _MOST_WATCHERS: Final = 1_000
 
 
 class CoordinatorServicer:
-    """The service's only instance in a process; all on the event loop."""
+    """Servicer of shoal.v1.Coordinator, one per process, on the event loop."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class CoordinatorServicer:
     # ----------------------------------------------------------------------------------------- jobs
 
     async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:  # noqa: N802
-        """Creates a job, finds an equal one, or begins its next run."""
+        """Creates a job, finds an equal existing one, or begins its next run."""
         wanted = requests.parse_creation(request)
         created, granted = await self._jobs.create(wanted, timeout_s=self._timeout_s)
         return pb.CreateJobResponse(
@@ -79,7 +79,7 @@ class CoordinatorServicer:
         )
 
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:  # noqa: N802
-        """Returns a job's state from memory, so also while Redis is away."""
+        """Returns a job's state. The state is in memory and thus available while Redis is away."""
         job = self._job(request)
         now, run = self._clock.now(), requests.parse_run(request.run)
         if run is not None:
@@ -116,7 +116,7 @@ class CoordinatorServicer:
     async def DrainMember(  # noqa: N802
         self, request: pb.DrainMemberRequest, context: Any
     ) -> pb.DrainMemberResponse:
-        """Asks a member to leave."""
+        """Asks a member to leave at its next step boundary."""
         noted = await self._job(request).ask(
             of_run(request.run, requests.parse_drain(request)), timeout_s=self._timeout_s, keep=True
         )
@@ -135,7 +135,7 @@ class CoordinatorServicer:
         return pb.DrainServerResponse()
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopJobResponse:  # noqa: N802
-        """Asks all members to leave."""
+        """Asks all members of a job to leave."""
         await self._job(request).ask(
             of_run(request.run, requests.parse_stop(request)), timeout_s=self._timeout_s, keep=True
         )
@@ -156,7 +156,7 @@ class CoordinatorServicer:
         return self._servers.serve(messages)
 
     async def GetRanks(self, request: pb.GetRanksRequest, context: Any) -> bytes:  # noqa: N802
-        """Returns ranks of the newest generation from memory; the full table is serialized once for
+        """Returns ranks of the newest generation from memory. The full table is serialized once for
         all callers."""
         job = self._job(request)
         generation, positions = requests.parse_ranks(request, job.state)
@@ -169,7 +169,7 @@ class CoordinatorServicer:
     async def DeclareTensors(  # noqa: N802
         self, request: pb.DeclareTensorsRequest, context: Any
     ) -> pb.DeclareTensorsResponse:
-        """Lays out a model's tensors over the servers."""
+        """Assigns a model's tensors to the job's parameter servers."""
         job = self._job(request)
         layout = await job.ask(
             of_run(request.run, requests.parse_tensors(request)), timeout_s=self._timeout_s
@@ -186,7 +186,7 @@ class CoordinatorServicer:
     async def GetShardMap(  # noqa: N802
         self, request: pb.GetShardMapRequest, context: Any
     ) -> pb.GetShardMapResponse:
-        """Returns the layout from memory."""
+        """Returns the layout of a model's tensors from memory."""
         state = self._job(request).state
         run = requests.parse_run(request.run)
         if run is not None:
@@ -202,7 +202,7 @@ class CoordinatorServicer:
     async def LeaseBatches(  # noqa: N802
         self, request: pb.LeaseBatchesRequest, context: Any
     ) -> pb.LeaseBatchesResponse:
-        """Leases batches."""
+        """Leases batches to a member."""
         self._check_speaks_for(request)
         leased = await self._job(request).ask(
             of_run(request.run, requests.parse_lease(request)), timeout_s=self._timeout_s
@@ -219,7 +219,7 @@ class CoordinatorServicer:
     async def WatchEvents(  # noqa: N802
         self, request: pb.WatchEventsRequest, context: Any
     ) -> AsyncIterator[pb.Event]:
-        """Streams a job's events."""
+        """Streams a job's events, oldest first."""
         job = self._job(request)
         after, run = (
             requests.parse_event_id(request.after_event_id),
@@ -253,7 +253,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _followed(self, job_id: str) -> Iterator[None]:
-        """Counts a caller as a follower of a job's events. Raises LimitError."""
+        """Counts a caller as a follower of a job's events while the block runs. Raises LimitError
+        if there are too many followers."""
         if self._watchers[job_id] >= _MOST_WATCHERS:
             raise LimitError(
                 f"job {job_id} already has {self._watchers[job_id]} callers following its events, "
@@ -269,8 +270,8 @@ class CoordinatorServicer:
                 del self._watchers[job_id]
 
     def _check_speaks_for(self, request: Any) -> None:
-        """Raises PermissionDeniedError if the caller does not have the key of the member that the
-        request names."""
+        """Raises PermissionDeniedError unless the caller has the key of the member that the request
+        names."""
         member = self._job(request).state.members.get(request.member_id)
         if member is not None:
             check_member_key(member.member_id, member.identity.key_digest, member_key())

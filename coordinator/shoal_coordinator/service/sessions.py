@@ -1,6 +1,7 @@
-"""Open streams of one job. Carries out the core's decisions: effects become messages in mailboxes.
+"""Open streams of one job. Carries out the core's decisions by converting effects to messages in
+mailboxes.
 
-Belongs to the event loop. A message with many recipients is serialized once.
+The streams belong to the event loop. A message with many recipients is serialized once.
 """
 
 from __future__ import annotations
@@ -39,37 +40,37 @@ from shoal_coordinator.service.responses import (
 
 
 class Sessions:
-    """Mailboxes by member id and by server id; at most one each."""
+    """Mailboxes of open streams, at most one per member id and one per server id."""
 
     def __init__(self) -> None:
         self.members: dict[str, Mailbox] = {}
         self.servers: dict[str, Mailbox] = {}
         self._announced: tuple[Generation, Callable[[int], bytes]] | None = None
-        """The last announced generation and the function that serializes its announcement for a
+        """The last announced generation, and the function that serializes its announcement for a
         rank."""
         self._table: tuple[Generation, bytes] | None = None
         """The generation whose full table was last requested, and the serialized table."""
 
     def attach_member(self, member_id: str, mailbox: Mailbox) -> None:
-        """Registers a member's open stream and ends an older one of the same member."""
+        """Registers a member's open stream and ends an older stream of the same member."""
         _replace(self.members, member_id, mailbox)
 
     def attach_server(self, server_id: str, mailbox: Mailbox) -> None:
-        """Registers a server's open stream and ends an older one of the same server."""
+        """Registers a server's open stream and ends an older stream of the same server."""
         _replace(self.servers, server_id, mailbox)
 
     def detach_member(self, member_id: str, mailbox: Mailbox) -> bool:
-        """Unregisters a member's ended stream. Returns False if it was not the member's current
-        one."""
+        """Unregisters a member's ended stream. Returns False if the stream was not the member's
+        current one."""
         return _remove(self.members, member_id, mailbox)
 
     def detach_server(self, server_id: str, mailbox: Mailbox) -> bool:
-        """Unregisters a server's ended stream. Returns False if it was not the server's current
-        one."""
+        """Unregisters a server's ended stream. Returns False if the stream was not the server's
+        current one."""
         return _remove(self.servers, server_id, mailbox)
 
     def end_all(self, error: ShoalError) -> None:
-        """Ends every stream."""
+        """Ends the streams of all members and servers."""
         for mailbox in (*self.members.values(), *self.servers.values()):
             mailbox.end(error)
 
@@ -144,7 +145,7 @@ class Sessions:
                         mailbox.post(Slot.STOP, message)
 
     def whole_table(self, generation: Generation) -> bytes:
-        """Returns the serialized GetRanks response with all ranks of the generation."""
+        """Returns the serialized GetRanks response with all ranks of a generation."""
         if self._table is None or self._table[0] is not generation:
             self._table = (
                 generation,

@@ -1,4 +1,4 @@
-"""Code shared by both kinds of sessions."""
+"""Code shared by the sessions of members and of parameter servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal_common.errors import DeadlineError, InvalidRequestError
 
 async def first_message(requests: AsyncIterator[Any], timeout_s: float, *, expected: str) -> Any:
     """Returns a stream's first message, which must be of the kind `expected`. Raises
-    InvalidRequestError, DeadlineError."""
+    InvalidRequestError for another kind, and DeadlineError after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             message = await anext(aiter(requests), None)

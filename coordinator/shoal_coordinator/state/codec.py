@@ -1,14 +1,14 @@
 """Storage format of a job's state: one Redis hash per job with JSON in its fields, so that a
 transition writes only what it changed.
 
-Fields: `header` (the small parts), `generation` (all of it except the ranks), `ranks` (the full
-table of a generation, with its number), `change:NUMBER` (the difference of each later table from
-the previous one), `layout`, `moves`, and one per entry of the mappings: `member:ID`, `departed:ID`,
-`server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Dataclasses are written
-with their field names, so a later release can add fields with defaults. `format` in the header is
-raised when older releases could no longer read the state.
+Fields: `header` (the small parts), `generation` (the generation without its ranks), `ranks` (the
+full table of a generation, with its number), `change:NUMBER` (the difference of each later table
+from the previous one), `layout`, `moves`, and one field per entry of the mappings: `member:ID`,
+`departed:ID`, `server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Dataclasses
+are written with their field names, so a later release can add fields with defaults. `format` in the
+header is raised when older releases could no longer read the state.
 
-Everything read here was written by this module; anything that does not parse raises
+Only this module writes the data that it reads. A field that cannot be parsed raises
 CorruptDataError with the field's name.
 """
 
@@ -62,15 +62,15 @@ T = TypeVar("T")
 
 FORMAT: Final = 4
 _READABLE: Final = (3, 4)
-"""In format 3 the ranks were part of `generation`."""
+"""Formats that this release can read. In format 3 the ranks were part of `generation`."""
 _HEADER: Final = ("number", "last_order", "stop_reason", "departing")
 _LATER: Final = ("run_above", "ended_unix_ms")
-"""Numbers of the header that older releases did not write; they default to 0."""
+"""Numbers of the header that older releases did not write; the default is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Fields of the hash to set and to delete."""
+    """Fields of a job's hash to set and to delete."""
 
     put: Mapping[str, str]
     remove: tuple[str, ...]
@@ -98,7 +98,7 @@ def encode_changes(state: JobState, changes: Changes) -> Written:
 
 
 def everything(state: JobState) -> Changes:
-    """Returns changes that write the entire state, as for a new job."""
+    """Returns the changes that write the entire state, as for a new job."""
     return Changes(
         header=True,
         generation=True,
@@ -114,7 +114,7 @@ def everything(state: JobState) -> Changes:
 
 
 def decode_state(written: Mapping[str, str]) -> JobState:
-    """Returns the state stored in these fields. Ignores fields with other names. Raises
+    """Returns the job state stored in the fields of a hash. Ignores unknown fields. Raises
     CorruptDataError."""
     header = _read(written, "header", _parse_header)
     departed = _read_all(written, "departed", lambda _, value: Departure(**value))
@@ -136,8 +136,9 @@ def decode_state(written: Mapping[str, str]) -> JobState:
 
 
 def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recovery | None:
-    """Returns the recovery that is under way if the number is above that of the generation on
-    record, or of the run's beginning: members, or a server, know of generations in between."""
+    """Returns the recovery in progress, or None. A recovery is in progress if the stored number is
+    above the number of the stored generation, or above the beginning of the run: members or servers
+    then know generations in between."""
     known = header.get("run_above", 0) if generation is None else generation.number
     if header["number"] <= known:
         return None
@@ -156,7 +157,8 @@ def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> Non
 
 
 def _entries(state: JobState, changes: Changes) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields the name and value of each changed entry of a mapping; None for a removed one."""
+    """Yields the field name and value of each changed entry of a mapping; the value is None for a
+    removed entry."""
     for member_id in changes.members:
         member = state.members.get(member_id)
         yield (
@@ -196,8 +198,8 @@ def _header(state: JobState) -> dict[str, Any]:
 
 
 def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
-    """Returns the fields of a generation. Of the table, only the change is included, unless there
-    is none or `whole` is set."""
+    """Returns the fields of a generation. They contain only the change of its rank table, unless
+    there is no change or `whole` is set."""
     head = _shallow(generation, "ranks", "change")
     head["change"] = None if generation.change is None else _shallow(generation.change)
     head["joining"] = rank_table.runs(
@@ -216,13 +218,13 @@ def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
 
 
 def _rank(rank: Rank) -> list[str]:
-    """Returns the independent values of a rank; the others follow from the table."""
+    """Returns the independent values of a rank. Its other values follow from the table."""
     return [rank.member_id, rank.host, rank.donor_address, rank.donor_key]
 
 
 def _layout(layout: ShardLayout) -> dict[str, Any]:
-    """Returns tensors and partitions as bare lists, since there may be a hundred thousand of them.
-    A bucket has two more numbers."""
+    """Returns a layout with its tensors and partitions as bare lists, since there may be a hundred
+    thousand of them. A bucket has two more numbers."""
     return {
         "epoch": layout.epoch,
         "tensors": [[t.name, list(t.shape), t.dtype, t.frozen, t.apart] for t in layout.tensors],
@@ -255,7 +257,7 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
 
 
 def _runs(batches: Iterable[int]) -> list[list[int]]:
-    """Returns runs of consecutive batches as [first, count], in order."""
+    """Encodes batches as runs of consecutive numbers, [first, count], in order."""
     runs: list[list[int]] = []
     for batch in batches:
         if runs and batch == runs[-1][0] + runs[-1][1]:

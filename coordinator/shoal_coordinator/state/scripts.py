@@ -1,11 +1,11 @@
-"""Lua scripts that write all of a job's state. Each is atomic and checks the identity of the
+"""Lua scripts that write all of a job's state. Each script is atomic and checks the identity of the
 writer.
 
 Fencing: every coordinator takes a number (its epoch) from a common counter when it starts. A job
-stores the epoch of the coordinator that last claimed it, and refuses writes with lower ones. Within
-an epoch the revision counts the commits, so that none is applied twice or on top of another state.
-Besides the fields of codec.py, the job's hash holds `epoch`, `revision` and `commit` (the last
-commit's id).
+stores the epoch of the coordinator that last claimed it, and refuses writes with a lower epoch.
+Within an epoch the revision counts the commits, so that no commit is applied twice or to another
+state than the one it is based on. Besides the fields of codec.py, the job's hash contains `epoch`,
+`revision` and `commit` (the last commit's id).
 """
 
 from __future__ import annotations

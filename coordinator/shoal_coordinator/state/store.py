@@ -1,14 +1,14 @@
-"""Stores jobs in Redis: claims them when a coordinator starts, then writes one transition at a
+"""Stores jobs in Redis: claims all jobs when a coordinator starts, then writes one transition at a
 time.
 
 Keys: `shoal:{JOB}:state` (a hash, codec.py) and `shoal:{JOB}:events` (a stream) share a hash tag,
 so that one script may write both. The set `shoal:jobs` and the counter `shoal:coordinator:epoch`
 are common to all jobs. All methods belong to one event loop and may run concurrently.
 
-A deserted job is forgotten some time after its last change: Redis expires its keys without the help
-of a coordinator.
+A deserted job is forgotten some time after its last change, since Redis expires its keys without
+the help of a coordinator.
 
-Guarantees: a commit is answered once Redis has applied it; with `durable`, once it is on Redis's
+A commit is answered once Redis has applied it. With `durable`, it is answered once it is on Redis's
 own disk, if Redis can confirm that (WAITAOF: Redis 7.2 or Valkey, with an append-only file). Redis
 errors become UnavailableErrors: the write may or may not have been applied, and the same commit can
 be sent again.
@@ -47,14 +47,14 @@ _DISK_TIMEOUT_MS: Final = 2_000
 
 
 class FencedError(UnavailableError):
-    """Another coordinator has taken over, so this one must not write any more."""
+    """Another coordinator has taken over, so this coordinator must not write any more."""
 
     default_reason = Refusal.COORDINATOR_REPLACED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A job as read from Redis."""
+    """A job's state, as read from Redis."""
 
     state: JobState
     revision: int
@@ -69,26 +69,26 @@ class StoredEvent:
 
     @property
     def unix_ms(self) -> int:
-        """Time at which Redis wrote it."""
+        """Time at which Redis wrote the event."""
         return int(self.event_id.partition("-")[0])
 
 
 class JobStore:
-    """One coordinator's access to the jobs. Create it with `open`."""
+    """Access of one coordinator to the jobs in Redis. Create it with `open`."""
 
     def __init__(
         self, client: Any, epoch: int, *, waits_for_disk: bool, retention: timedelta
     ) -> None:
         self.epoch = epoch
-        """This coordinator's number: jobs refuse writes with lower ones."""
+        """Number of this coordinator. Jobs refuse writes with lower numbers."""
         self._client = client
         self._waits_for_disk = waits_for_disk
         self._retention = retention
 
     @classmethod
     async def open(cls, url: str, *, retention: timedelta = DEFAULT_RETENTION) -> JobStore:
-        """Connects and takes an epoch, on disk. Jobs without participants are forgotten after
-        `retention`.
+        """Connects to Redis and takes the next epoch, which is on disk when this returns.
+        `retention`: time after which a deserted job is forgotten.
 
         Raises UnavailableError, AuthenticationError, ConfigurationError.
         """
@@ -107,7 +107,7 @@ class JobStore:
         return store
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to Redis."""
         await self._client.aclose()
 
     async def load_all(self) -> list[Stored]:
@@ -137,8 +137,8 @@ class JobStore:
         return found
 
     async def claim(self, job_id: str) -> Stored | None:
-        """Claims and reads one job if it exists. Raises FencedError if it belongs to a newer
-        coordinator; CorruptDataError."""
+        """Claims and reads one job; returns None if the job does not exist. Raises FencedError if
+        it belongs to a newer coordinator, and CorruptDataError."""
         async with _redis_errors():
             answer = await self._client.eval(CLAIM, 1, _state_key(job_id), str(self.epoch))
         return self._claimed(answer)
@@ -149,7 +149,7 @@ class JobStore:
             await self._client.sadd(_JOBS, job_id)
 
     async def dropped(self, job_ids: Sequence[str]) -> list[str]:
-        """Returns those of these jobs that Redis no longer has."""
+        """Returns the ids in `job_ids` whose jobs Redis no longer has."""
         async with _redis_errors(), self._client.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.exists(_state_key(job_id))
@@ -174,9 +174,9 @@ class JobStore:
         """Writes one transition that is based on `revision`; returns Redis's time in Unix
         milliseconds.
 
-        May be repeated with the same `commit_id`; the transition is applied only once. `state` is
-        the job after the transition; it is written in full if Redis turns out to have lost the base
-        revision. Raises FencedError, UnavailableError.
+        The call may be repeated with the same `commit_id`; the transition is applied only once.
+        `state`: the job after the transition, written in full if Redis turns out to have lost the
+        base revision. Raises FencedError, UnavailableError.
         """
         retention = self._retention if state.is_deserted else timedelta(0)
         arguments = _commit_arguments(self.epoch, revision, commit_id, written, records, retention)
@@ -205,7 +205,7 @@ class JobStore:
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def check_epoch(self) -> None:
-        """Raises FencedError if another coordinator has since started on this Redis."""
+        """Raises FencedError if another coordinator has since started on the same Redis."""
         async with _redis_errors():
             newest = int(await self._client.get(_EPOCH) or 0)
         if newest > self.epoch:
@@ -214,8 +214,8 @@ class JobStore:
             )
 
     async def events(self, job_id: str, *, after: str, count: int) -> list[StoredEvent]:
-        """Returns up to `count` events after the one with id `after` ("0": from the oldest kept),
-        oldest first."""
+        """Returns up to `count` events, oldest first. `after`: id of the event before the first
+        one; "0": from the oldest event kept."""
         async with _redis_errors():
             entries = await self._client.xrange(_events_key(job_id), min=f"({after}", count=count)
         return [_parse_event(event_id, fields) for event_id, fields in entries]

@@ -1,21 +1,22 @@
 """Clocks of asp, ssp(bound) and bsp: a pure core without time, waiting or I/O. `membership.py`
-waits on it.
+implements the waits.
 
 A member's clock counts its iterations from its own first report, so members may number their
 iterations from any value. A joiner starts at the clock of the slowest member, whatever number it
-reports first. A member that leaves stops counting. So does a resting member until its next report,
-when it is placed like a joiner.
+reports first. A member that leaves no longer counts. A resting member does not count until its next
+report, when it is placed like a joiner.
 
 ssp (Ho et al., NIPS 2013): a member may begin its next iteration while its clock is at most `bound`
-ahead of the slowest member's. The slowest member is never blocked by this, so some member can
-always proceed.
+ahead of the slowest member's clock. The slowest member is never blocked by this rule, so some
+member can always proceed.
 
 bsp (Valiant, "A Bridging Model for Parallel Computation", CACM 1990): like ssp with a bound of 0;
 in addition, a push of iteration k + 1 is admitted only when every member has read the values of
-iteration k. Values read in an iteration therefore contain all pushes of earlier iterations and none
-of later ones. A member has read them when it says so, or when its own push of iteration k + 1
-arrives. Once one push of an iteration has been admitted, that iteration is open and its other
-pushes are admitted too; a member that arrives or returns then starts after it.
+iteration k. Values read in an iteration therefore contain all pushes of earlier iterations and no
+pushes of later ones. A member has read the values when it reports this, or when its own push of
+iteration k + 1 arrives. Once one push of an iteration has been admitted, the iteration is open and
+its other pushes are admitted too. A member that arrives or returns afterwards starts after this
+iteration.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 _LARGEST = 2**62
-"""Reports at or above this value mean "do not wait for me any more" and are not counted. Clocks
-saturate here, so that none overflows an int64."""
+"""Limit of clocks and reports. A report at or above this value means that no member should wait for
+the sender any more, and is not counted. Clocks saturate at this value, so that none overflows an
+int64."""
 
 
 class ConsistencyMode(enum.Enum):
-    """Consistency model: the members that a member waits for."""
+    """Consistency model: determines for which members a member waits."""
 
     ASP = "asp"
     """No waiting."""
     SSP = "ssp"
-    """Members more than `bound` clocks ahead of the slowest wait."""
+    """Members more than `bound` clocks ahead of the slowest member wait."""
     BSP = "bsp"
     """All members wait for each other twice per iteration: pulls for all pushes of the iteration,
     and pushes for all earlier pulls."""
@@ -52,19 +54,19 @@ class Consistency:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberClock:
-    """One member's progress."""
+    """Progress of one member."""
 
     clock: int
     """Position relative to the other members; never decreases."""
     origin: int | None = None
-    """`clock` = origin + the reported iteration. None before the first report and while the member
-    rests."""
+    """Value of `clock` minus the iteration reported by the member. None before the first report and
+    while the member rests."""
     has_read: bool = False
-    """True if the member has the values of iteration `clock`. Known only under bsp, and only to
-    this process."""
+    """True if the member has read the values of iteration `clock`. Known only under bsp, and only
+    to this process."""
     takes_part: bool = False
-    """True if it has read or pushed since it was placed, so that its count is the same on all
-    servers. Known only under bsp."""
+    """True if the member has read or pushed since it was placed, so that its count is the same on
+    all servers. Known only under bsp."""
     rests: bool = False
     """True if no member waits for it until its next report."""
 
@@ -89,17 +91,17 @@ class Clocks:
 
     @property
     def opened(self) -> int:
-        """Under bsp, the newest iteration with an admitted push; 0 if none."""
+        """Under bsp, the newest iteration with an admitted push; 0 if there is none."""
         return self._opened
 
     @property
     def members(self) -> Mapping[str, MemberClock]:
-        """A copy."""
+        """Copy of the members' clocks."""
         return dict(self._members)
 
     def follow(self, members: Iterable[str]) -> None:
-        """Adopts the membership: joiners start at the slowest clock, and former members no longer
-        count."""
+        """Adopts the membership of a generation: joiners start at the slowest clock, and former
+        members no longer count."""
         self._members = {
             member: self._members.get(member) or MemberClock(clock=self._start)
             for member in members
@@ -107,9 +109,10 @@ class Clocks:
         self._settle()
 
     def report(self, member: str, finished: int, *, place: int = 0) -> None:
-        """Records that a member has finished `finished` iterations by its own count; reports may be
-        repeated. `_LARGEST` or more: the member rests. `place`: the clock that corresponds to this
-        report, unless it is below the member's current one; 0: keep the member's origin."""
+        """Records that a member has finished `finished` iterations by its own count; `_LARGEST` or
+        more means that the member rests. A report may be repeated. `place`: the clock that
+        corresponds to this report, unless it is below the member's current clock; 0: keep the
+        member's origin."""
         if finished >= _LARGEST:
             return self.rest(member)
         known = self._members[member]
@@ -129,8 +132,9 @@ class Clocks:
         return self._settle()
 
     def has_read(self, member: str, finished: int) -> None:
-        """Records that a member has the values with which its iteration after `finished` begins."""
-        finished = min(finished, _LARGEST - 1)  # who reads does not rest
+        """Records that a member has read the values with which its iteration after `finished`
+        begins."""
+        finished = min(finished, _LARGEST - 1)  # `_LARGEST` would mean that the member rests
         self.report(member, finished)
         known = self._members[member]
         assert known.origin is not None, "it has just reported"
@@ -138,16 +142,18 @@ class Clocks:
             self._members[member] = replace(known, has_read=True, takes_part=True)
 
     def rest(self, member: str) -> None:
-        """Records that a member is idle or leaves: no member waits for it until its next report."""
+        """Records that a member is idle or leaves. No other member waits for it until its next
+        report."""
         self._members[member] = MemberClock(clock=self._members[member].clock, rests=True)
         self._settle()
 
     def arrive(self, member: str, finished: int) -> int:
-        """Records the arrival of a bsp push. `finished`: number of the iteration that it completes,
-        as the member counts. Returns that iteration's number as this server counts.
+        """Records the arrival of a bsp push. `finished`: number of the iteration that the push
+        completes, by the member's count. Returns the number of this iteration by the server's
+        count.
 
-        A push proves that the member has read its values. If the member had already finished that
-        iteration on this server, the push counts for its next one.
+        A push proves that the member has read its values. If the member had already finished the
+        iteration on this server, the push counts for its next iteration.
         """
         finished = min(finished, _LARGEST)
         self.report(member, max(0, finished - 1))
@@ -158,8 +164,8 @@ class Clocks:
         return min(max(known.origin + finished, known.clock + 1), _LARGEST)
 
     def awaited(self, iteration: int) -> list[str]:
-        """Returns the members that have yet to read the values that bsp pushes of this iteration
-        would change. Pushes are admitted once there are none."""
+        """Returns the members that have not yet read the values that bsp pushes of this iteration
+        would change. Pushes are admitted once there are no such members."""
         if iteration <= self._opened:
             return []
         return sorted(
@@ -169,7 +175,7 @@ class Clocks:
         )
 
     def open(self, iteration: int) -> None:
-        """Records that a bsp push of this iteration was admitted."""
+        """Records that a bsp push of an iteration was admitted."""
         self._opened = max(self._opened, iteration)
 
     def has_pushed(self, member: str) -> None:
@@ -177,18 +183,18 @@ class Clocks:
         self._members[member] = replace(self._members[member], takes_part=True)
 
     def behind(self, member: str, bound: int) -> list[str]:
-        """Returns the members more than `bound` clocks behind this one."""
+        """Returns the members more than `bound` clocks behind `member`."""
         least = self._members[member].clock - bound
         return sorted(
             m for m, each in self._members.items() if not each.rests and each.clock < least
         )
 
     def has_reported(self, member: str) -> bool:
-        """Returns whether the origin of the member's count is known."""
+        """Returns whether the member has reported, so that the origin of its count is known."""
         return self._members[member].origin is not None
 
     def lead(self, member: str) -> int:
-        """Returns how many clocks a member is ahead of the slowest."""
+        """Returns how many clocks a member is ahead of the slowest member."""
         return self._members[member].clock - self._slowest
 
     def may_proceed(self, member: str, consistency: Consistency) -> bool:
@@ -197,8 +203,8 @@ class Clocks:
 
     @property
     def _start(self) -> int:
-        """Starting clock of a new member: the slowest clock, or after an iteration that has begun
-        without it."""
+        """Starting clock of a new member: the slowest clock, or the newest iteration that has begun
+        without the member if that is higher."""
         return max(self._slowest, self._opened)
 
     def _settle(self) -> None:

@@ -1,17 +1,17 @@
-"""Decides which members may still act on this server: a pure core.
+"""Decides which members may still act on this server. Pure core without I/O.
 
 The coordinator names the members of each generation; the fence remembers which members were
 evicted, and when.
 
 Membership changes do not interrupt asynchronous training, so a member's generation need not be the
-newest: a current member may continue in the one it knows. Messages sent before the sender's
-eviction must not get through. The fence therefore refuses
+newest: a current member may continue in the generation that it knows. Messages sent before the
+sender's eviction must not be accepted. The fence therefore refuses
 
 - members that are not in the newest generation known here, and
 - for a member that was evicted and has returned, generations up to the last one without it.
 
-A caller, member or not, whose generation is newer than any known here is neither admitted nor
-refused: this server has not been notified yet.
+A caller, member or not, may act for a generation that is newer than any known here. The fence
+neither admits nor refuses such a caller, since this server has not been notified of the generation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NONE: Final[Mapping[str, str]] = {}
 
 REMEMBERED = 1024
 """Maximum number of former members whose sequence numbers and eviction generations are kept in case
-they return."""
+the members return."""
 
 
 class Verdict(enum.Enum):
@@ -36,13 +36,13 @@ class Verdict(enum.Enum):
 
     ADMITTED = "admitted"
     UNHEARD_OF = "unheard of"
-    """The caller's generation is newer than any known here: check again once the coordinator has
+    """The caller's generation is newer than any known here. Check again once the coordinator has
     announced it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Changes made by a new membership."""
+    """Changes caused by a new membership."""
 
     joined: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
@@ -52,8 +52,8 @@ class Change:
 
 @dataclass(kw_only=True)
 class Fence:
-    """Invariants: `generation` never decreases; `put_out` contains the remembered former members
-    and those that have returned."""
+    """Current and former members of the job. Invariants: `generation` never decreases; `put_out`
+    contains the remembered former members and the members that have returned."""
 
     generation: int = -1
     """Newest known generation; 0 if the job has none yet; -1 if the coordinator has not announced
@@ -92,27 +92,28 @@ class Fence:
         change = Change(joined=now - self.members, left=self.members - now)
         self.generation, self.members, self.key_digests = generation, now, dict(key_digests)
         for member in sorted(change.left):
-            self.put_out.pop(member, None)  # so that it goes to the end
+            self.put_out.pop(member, None)  # so that it is inserted at the end
             self.put_out[member] = generation
         for member in self.put_out.keys() - now:
             self.put_out[member] = generation
         return Change(joined=change.joined, left=change.left, forgotten=self._forget())
 
     def remember(self, others: Fence) -> None:
-        """Adds the evicted members known to another server, which knows no newer generation than
-        this one."""
+        """Adds the evicted members known to another server. The other server must not know a newer
+        generation than this one."""
         known = dict(others.put_out) | dict.fromkeys(others.members - self.members, self.generation)
         for member in known.keys() & self.put_out.keys():
             self.put_out[member] = max(self.put_out[member], known.pop(member))
         self.put_out = known | self.put_out
 
     def check_key(self, member: str, key: str) -> None:
-        """Raises PermissionDeniedError if `key` is not that of this member of the newest
+        """Raises PermissionDeniedError if `key` is not the key of this member of the newest
         generation."""
         check_member_key(member, self.key_digests.get(member, ""), key)
 
     def check(self, member: str, generation: int) -> Verdict:
-        """Raises StaleGenerationError for a caller that is fenced off for good."""
+        """Returns whether a caller is admitted or its generation is not known yet. Raises
+        StaleGenerationError for a caller that is permanently fenced off."""
         if member in self.members:
             if generation <= (floor := self.put_out.get(member, -1)):
                 raise StaleGenerationError(

@@ -1,5 +1,5 @@
-"""Fence and clocks of a running server, and the waits on them. Belongs to the event loop; fence.py
-and clocks.py decide."""
+"""Fence and clocks of a running server, and the waits on them. fence.py and clocks.py make the
+decisions. Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyM
 from shoal_ps_server.consistency.fence import Change, Fence, Verdict
 
 ADMISSION_WAIT: Final = timedelta(seconds=5)
-"""Time for which a caller from an unknown generation may wait for the coordinator to announce it,
-which takes milliseconds if the coordinator is up."""
+"""Time for which a caller from an unknown generation may wait for the coordinator to announce it.
+The announcement takes milliseconds if the coordinator is up."""
 PUSH_WAIT: Final = timedelta(seconds=5)
-"""Time for which a bsp push may wait for others to read the values that it would change. The worker
-then checks whether it has to leave, and sends the push again."""
+"""Time for which a bsp push may wait for other members to read the values that it would change. The
+worker then checks whether it has to leave, and sends the push again."""
 
 _NONE: Final[Mapping[str, str]] = {}
 _NAMED: Final = 5
@@ -26,7 +26,7 @@ _NAMED: Final = 5
 
 
 class Membership:
-    """Admits members, and makes them wait for each other."""
+    """Admits members and makes them wait for each other, according to the fence and the clocks."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Membership:
         push_wait: timedelta = PUSH_WAIT,
         first_heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`first_heard`: called before a member's first report, which fixes the origin of its
-        count."""
+        """`first_heard`: called before a member's first report, which fixes the origin of the
+        member's count."""
         self.fence = fence
         self.clocks = clocks
         self.consistency = Consistency()
@@ -47,7 +47,7 @@ class Membership:
         self._first_heard = first_heard
         self._stopping = False
         self._news = asyncio.Event()
-        """Set and replaced whenever state that waiters check has changed."""
+        """Event that is set and replaced whenever state that waiters check has changed."""
 
     def learn(
         self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE
@@ -60,7 +60,7 @@ class Membership:
         return change
 
     async def know(self, generation: int) -> None:
-        """Waits until the coordinator has announced this generation or a newer one. Raises
+        """Waits until the coordinator has announced `generation` or a newer one. Raises
         UnavailableError / MEMBERSHIP_UNKNOWN after `admission_wait`."""
         if not await self._until(lambda: self.fence.generation >= generation, self._admission_wait):
             raise UnavailableError(
@@ -71,8 +71,8 @@ class Membership:
             )
 
     def take_over(self, fence: Fence, clocks: Clocks | None) -> None:
-        """Adds the evicted members known to another server, and continues with its clocks if there
-        are any."""
+        """Adds the evicted members known to another server. Continues with the other server's
+        clocks unless `clocks` is None."""
         self.fence.remember(fence)
         if clocks is not None:
             self.clocks = clocks
@@ -80,7 +80,7 @@ class Membership:
         self._announce()
 
     def wake(self) -> None:
-        """Makes every waiter check its condition again."""
+        """Makes every waiter check its condition again, after a change of state."""
         self._announce()
 
     def check(self, member: str, generation: int) -> None:
@@ -88,12 +88,12 @@ class Membership:
         self.fence.check(member, generation)
 
     def check_key(self, member: str, key: str) -> None:
-        """Raises PermissionDeniedError if `key` is not that of this member of the newest
+        """Raises PermissionDeniedError if `key` is not the key of this member of the newest
         generation."""
         self.fence.check_key(member, key)
 
     async def admit(self, member: str, generation: int, *, key: str = "") -> None:
-        """Waits until the caller, which presents `key`, may act as `member`.
+        """Waits until the caller may act as `member`. `key`: key presented by the caller.
 
         Raises PermissionDeniedError like `check_key`, StaleGenerationError, or UnavailableError /
         MEMBERSHIP_UNKNOWN if the coordinator has not announced the caller's generation within
@@ -115,16 +115,16 @@ class Membership:
             )
 
     def finished(self, member: str, clock: int, *, place: int = 0) -> None:
-        """Records that a member finished iteration `clock` by its own count. Ignored for a member
-        that has just been evicted. `place`: see `Clocks.report`."""
+        """Records that a member finished iteration `clock` by its own count. `place`: as in
+        `Clocks.report`. Ignores a member that has just been evicted."""
         if member in self.fence.members:
             self._hear(member)
             self.clocks.report(member, clock, place=place)
             self._clocks_changed()
 
     def has_read(self, member: str, clock: int) -> None:
-        """Records that a member has the values at the end of iteration `clock` by its own count.
-        Ignored for a member that has just been evicted."""
+        """Records that a member has read the values at the end of iteration `clock` by its own
+        count. Ignores a member that has just been evicted."""
         if member in self.fence.members:
             self._hear(member)
             self.clocks.has_read(member, clock)
@@ -140,9 +140,9 @@ class Membership:
     ) -> None:
         """Waits until the member may begin its next iteration.
 
-        Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, StaleGenerationError
-        if the member is evicted meanwhile, and the errors of `check`, which is called to decide
-        whether to keep waiting.
+        Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, and
+        StaleGenerationError if the member is evicted meanwhile. `check`: called during the wait; an
+        error that it raises ends the wait.
         """
 
         def may_proceed() -> bool:
@@ -163,12 +163,12 @@ class Membership:
     async def let_in(
         self, member: str, generation: int, clock: int, *, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Waits until a push that completes iteration `clock` by its member's count may be
-        admitted: under bsp, until every other member has read the values that it would change;
-        otherwise returns at once.
+        """Waits until a push may be admitted. Under bsp, every other member must have read the
+        values that the push would change; otherwise returns at once. `clock`: iteration that the
+        push completes, by its member's count.
 
-        Raises DeadlineError / BSP_WAIT_TIMEOUT, StaleGenerationError if the member is evicted
-        meanwhile, and the errors of `check`, which is called to decide whether to keep waiting.
+        Raises DeadlineError / BSP_WAIT_TIMEOUT, and StaleGenerationError if the member is evicted
+        meanwhile. `check`: called during the wait; an error that it raises ends the wait.
         """
         self.check(member, generation)
         if self.consistency.mode is not ConsistencyMode.BSP:
@@ -192,8 +192,8 @@ class Membership:
         self.clocks.open(iteration)
 
     def stop(self) -> None:
-        """Stops the server's waits: waiters get UnavailableError / SERVER_STOPPING and may retry
-        elsewhere or later."""
+        """Ends all waits of the server: waiters receive UnavailableError / SERVER_STOPPING and may
+        retry elsewhere or later."""
         self._stopping = True
         self._announce()
 

@@ -1,10 +1,11 @@
-"""The giver's side of a move: freezes partitions, copies them to the receiver, and records in the
+"""Giver's side of a move: freezes partitions, copies them to the receiver, and records in the
 journal that they are leaving.
 
-Until that record this server may give up and serve the partitions again. After it only the
-coordinator ends the freeze (service/mover.py), whatever happens to this process. All copies sent
-under one number are equal: once the partitions are served again, or by another process, data that
-still arrives under that number must be ignored. Belongs to the event loop.
+Before this record is written, the server may give up and serve the partitions again. Afterwards
+only the coordinator ends the freeze (service/mover.py), whatever happens to this process. All
+copies sent under one move number are equal. Once the partitions are served again, or are served by
+another process, data that still arrives under that number must therefore be ignored. Belongs to the
+event loop.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from shoal_ps_server.storage.recovery import coming_fields, leaving_record
 logger = logging.getLogger(__name__)
 
 _MOVE_LIMIT: Final = timedelta(seconds=20)
-"""Time for which a move may take until the receiver has everything; and how long the receiver may
-go without accepting data or answering."""
+"""Maximum duration of a move until the receiver has everything, and maximum time for which the
+receiver may neither accept data nor answer."""
 _IDLE_LIMIT: Final = timedelta(seconds=5)
 _TAKE: Final = "/shoal.v1.ParameterServer/TakePartitions"
 
 
 class NotTaken(Exception):
-    """The receiver is absent, refuses the partitions, or does not accept them in time: not the
-    giver's fault."""
+    """Error for a move that failed without the giver's fault: the receiver is absent, refuses the
+    partitions, or does not accept them in time."""
 
     def __init__(self, error: ShoalError) -> None:
         super().__init__(str(error))
@@ -53,7 +54,7 @@ class NotTaken(Exception):
 
 
 class Giver:
-    """Giver's side of moves of one server."""
+    """Giver's side of all moves of one server."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class Giver:
         move_limit: timedelta = _MOVE_LIMIT,
         idle_limit: timedelta = _IDLE_LIMIT,
     ) -> None:
-        """`state`: the server's state outside the shard. `wake`: makes waiters check again.
-        `channel`: settings for calling another server."""
+        """`state`: returns the server's state outside the shard. `wake`: makes waiters check their
+        conditions again. `channel`: settings for calling another server."""
         self._shard = shard
         self._moves = moves
         self._changes = changes
@@ -83,15 +84,16 @@ class Giver:
         self._given_up = 0
         """Newest move after which this process served the partitions again."""
         self._given = (0, "")
-        """Newest move of which a process has all partitions, and that process."""
+        """Number of the newest move whose receiver has all partitions, and the incarnation of the
+        receiving process."""
 
     async def give(self, order: MoveOrder) -> str:
-        """Hands partitions over. Returns the incarnation of the process that has them, once this
-        server can no longer change them by itself.
+        """Hands partitions over. Returns the incarnation of the process that has received the
+        partitions, once this server can no longer change them by itself.
 
-        Raises NotTaken if the receiver does not have them, and a ShoalError if this server could
-        not send them. In both cases the partitions are served again, unless an earlier attempt has
-        recorded that they are leaving.
+        Raises NotTaken if the receiver has not received the partitions, and a ShoalError if this
+        server could not send them. In both cases the partitions are served again, unless an earlier
+        attempt has recorded that they are leaving.
         """
         if self._moves.leaving is not None and self._moves.leaving.move == order.move:
             if self._given[0] != order.move:
@@ -124,8 +126,8 @@ class Giver:
         return receiver
 
     def freed(self, partition_ids: Collection[int]) -> None:
-        """Ends the freeze of these partitions once a move is settled, whether they stay or have
-        gone to the receiver."""
+        """Ends the freeze of these partitions once their move is settled, whether they stay or now
+        belong to the receiver."""
         if partition_ids:
             self._metrics.frozen_seconds.observe(time.perf_counter() - self._frozen_from)
             self._wake()
@@ -170,7 +172,7 @@ class Giver:
 
     async def _hand_over(self, order: MoveOrder) -> str:
         """Sends the frozen partitions of a move to its receiver within a time limit. Returns the
-        receiver's incarnation. Raises like `give`."""
+        receiver's incarnation. Raises the errors of `give`."""
         if not order.receiver_address:
             raise NotTaken(
                 UnavailableError(
@@ -246,7 +248,8 @@ class Giver:
     async def _chunks(
         self, order: MoveOrder, progress: Callable[[], None]
     ) -> AsyncGenerator[bytes]:
-        """Yields the chunks sent to the receiver."""
+        """Yields the encoded chunks sent to the receiver: the server's state, then each
+        partition."""
         state = self._state()
         assert state is not None, "it holds partitions"
         fields = {

@@ -1,9 +1,8 @@
-"""Items sent between servers, and their conversion to and from messages. A backup receives first
-everything that its primary holds and then each change; the receiver of a move gets the moved
-partitions.
+"""Items sent between servers, and their conversion to and from messages. A backup first receives
+all state of its primary and then each change. The receiver of a move receives the moved partitions.
 
 The fields of an item are JSON in the format of snapshots and the journal, so that a backup restores
-and replays with the same code as a starting server.
+and replays state with the same code as a starting server.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.storage.record import Record
 
 FORMAT_VERSION: Final = 4
-"""Increased when other releases could not read the items."""
+"""Version of the format, increased when other releases could not read the items."""
 LARGEST_ITEM_BYTES: Final = 1 << 30
 _NOTHING: Final = memoryview(b"")
 
@@ -54,7 +53,7 @@ class Item:
 
     @classmethod
     def of_record(cls, record: Record, position: int) -> Item:
-        """Returns the item for a change."""
+        """Converts a record of a change to an item for another server."""
         return cls(
             kind=RECORD,
             fields={"kind": record.kind, **record.fields},
@@ -63,14 +62,14 @@ class Item:
         )
 
     def record(self) -> Record:
-        """Returns the change; the inverse of `of_record`."""
+        """Returns the change in an item. Inverse of `of_record`."""
         fields = dict(self.fields)
         return Record(kind=str(fields.pop("kind")), fields=fields, payload=self.payload)
 
 
 async def received_items(messages: AsyncIterator[bytes]) -> AsyncGenerator[Item]:
-    """Yields the items of a stream, each one complete. Raises CorruptDataError for an invalid
-    stream."""
+    """Yields the items of a stream, each with its complete payload. Raises CorruptDataError for an
+    invalid stream."""
     header: pb.FollowHeader | None = None
     payload, came = memoryview(b""), 0
     async for data in messages:

@@ -1,11 +1,11 @@
-"""A primary's side of its backup: chooses the data to send, and decides when changes wait for the
+"""Primary's side of its backup: chooses the data to send, and decides when changes wait for the
 backup. Belongs to the event loop.
 
-A new follower receives the current state, partition by partition between pushes, and all changes
-made since. Once it has confirmed that all of this is on its disk, the journal holds each change
-back until the backup has it too, and the coordinator is notified that the backup is in sync. From
-then on only the coordinator can release the journal, by a new epoch: it may have made the backup
-the primary.
+A new backup first receives the current state, partition by partition between pushes, and all
+changes made since. Once the backup has confirmed that this state is on its disk, the journal holds
+each change back until the backup has received it too, and the coordinator is notified that the
+backup is in sync. From then on only the coordinator can release the journal, by a new epoch, since
+it may have made the backup the primary.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from shoal_ps_server.storage.snapshot import partition_to_bytes
 logger = logging.getLogger(__name__)
 
 PATIENCE: Final = timedelta(seconds=2)
-"""Time for which a backup may take to confirm a change before the coordinator is asked to drop
-it."""
+"""Time for which a backup may take to confirm a change before the coordinator is asked to drop the
+backup."""
 _LOOK_S: Final = 0.1
 _MOST_BEHIND_BYTES: Final = 512 << 20
-"""A backup that is not in sync yet and falls further behind starts over."""
+"""Maximum bytes of changes waiting for a backup that is not in sync yet. A backup further behind
+starts over."""
 _MOST_COPIED_BYTES: Final = 64 << 20
-"""Maximum amount of copied state that waits to be sent."""
+"""Maximum bytes of copied state that wait to be sent."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Stream:
-    """Outgoing data for one backup. Acts as the journal's `Follower`."""
+    """Outgoing data for one backup. Implements the journal's `Follower`."""
 
     server_id: str
     epoch: int
@@ -64,16 +65,18 @@ class _Stream:
     moved_at: float = 0.0
     """Time of the last confirmation, or of the first record after everything was confirmed."""
     whole: bool = False
-    """True if the backup has everything before the records on disk."""
+    """True if the backup has written all state from before the records to disk."""
     in_sync: bool = False
-    """True if it has everything that was acknowledged, and the coordinator was notified."""
+    """True if the backup has received everything that was acknowledged, and the coordinator was
+    notified."""
     failure: ShoalError | None = None
-    """Reason for its end."""
+    """Reason for which the stream has ended; None while it is open."""
     failed_at: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
-        """Implements `Follower.made`."""
+        """Queues a record that has had its effect, or drops it if the partition will be copied
+        later. Implements `Follower.made`."""
         if record.kind == LAYOUT:
             # a partition that leaves need not be sent; if it returns, its records are complete
             self.due.intersection_update(layout_from_json(record.fields).partitions)
@@ -91,7 +94,7 @@ class _Stream:
                 )
 
     def written(self, record: Record) -> int:
-        """Implements `Follower.written`."""
+        """Queues a record and returns its position. Implements `Follower.written`."""
         if record.kind != BACKUP:
             if self.confirmed == self.position:
                 self.moved_at = asyncio.get_running_loop().time()
@@ -116,7 +119,7 @@ class _Stream:
 
 
 class Backup:
-    """A server's backup as seen by its primary."""
+    """Backup of a server, as seen by its primary."""
 
     def __init__(
         self,
@@ -129,9 +132,9 @@ class Backup:
         noted: str,
         patience: timedelta = PATIENCE,
     ) -> None:
-        """`state`: the server's state outside the shard. `report`: sends the coordinator an epoch,
-        whether the backup is in sync, and the reason if not. `noted`: the backup that needs every
-        change, according to the end of the journal."""
+        """`state`: returns the server's state outside the shard. `report`: sends the coordinator an
+        epoch, whether the backup is in sync, and the reason if it is not. `noted`: id of the backup
+        that must receive every change, according to the end of the journal."""
         self._shard = shard
         self._moves = moves
         self._state = state
@@ -141,31 +144,32 @@ class Backup:
         self._journal: Journal | None = None
         self._place: Place | None = None
         self._stream: _Stream | None = None
-        """The open stream."""
+        """The open stream to the backup; None without one."""
         self._held: _Stream | None = None
-        """Stream for which the journal holds changes back, open or not, until the coordinator says
-        otherwise."""
+        """Stream for which the journal holds changes back, open or not, until the coordinator
+        decides otherwise."""
         self.noted = noted
-        """Backup that must have every change, according to the journal; empty if none."""
+        """Id of the backup that must receive every change, according to the journal; empty if there
+        is none."""
         self._noting: asyncio.Future[None] | None = None
-        """The latest note, written or being written."""
+        """The latest record of a backup in the journal, written or being written."""
 
     def write_to(self, journal: Journal) -> None:
-        """Sets the journal to follow."""
+        """Sets the journal that the backup follows."""
         self._journal = journal
 
     @property
     def is_cut_off(self) -> bool:
-        """True if the backup has been unreachable for a while without being dropped by the
-        coordinator: it may be the primary by now."""
+        """True if the backup has been unreachable for a while and the coordinator has not dropped
+        it. The backup may then be the primary."""
         failed = None if self._held is None or self._held.failure is None else self._held.failed_at
         return failed is not None and asyncio.get_running_loop().time() - failed > self._patience_s
 
     def placed(self, place: Place) -> bool:
-        """Handles the coordinator's message that this server is the primary. The message is
-        repeated at every reconnection, so the backup's state is reported again. Returns False if
-        the coordinator wrongly considers a backup in sync; this server must not serve until it is
-        dropped."""
+        """Applies the coordinator's message that this server is the primary. The message is
+        repeated at every reconnection, and this server then reports the backup's state again.
+        Returns False if the coordinator wrongly considers a backup in sync: this server must not
+        serve until that backup is dropped."""
         self._place = place
         self._metrics.backup_in_sync.set(place.in_sync)
         if self._stream is not None and self._stream.epoch != place.epoch:
@@ -180,7 +184,7 @@ class Backup:
             if place.in_sync:
                 self._report(place.epoch, False, "its primary was restarted")
                 return False
-            if self.noted and not self._is_noting:  # it was dropped, or is gone
+            if self.noted and not self._is_noting:  # the backup was dropped, or has ended
                 self._note("")
         elif self._held.failure is not None:
             self._report(place.epoch, False, str(self._held.failure))
@@ -189,8 +193,8 @@ class Backup:
         return True
 
     def stop(self) -> None:
-        """Stops. The coordinator promotes a backup that is in sync, which does not need the changes
-        still waiting here."""
+        """Ends the stream to the backup, and fails changes that still wait for it. The coordinator
+        promotes a backup in sync, which does not need these changes."""
         stopping = UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
         if self._held is not None and self._journal is not None:
             self._journal.give_up(stopping)
@@ -200,8 +204,8 @@ class Backup:
     async def serve(
         self, begin: pb.FollowBegin, requests: AsyncIterator[pb.FollowRequest]
     ) -> AsyncGenerator[bytes]:
-        """Serves one Follow stream after its first message: yields encoded FollowChunks. Raises the
-        errors documented in the .proto."""
+        """Serves one Follow stream after its first message `begin`, and yields encoded
+        FollowChunks. Raises the errors documented in the .proto."""
         stream = self._open(begin)
         tasks = [
             asyncio.create_task(self._read(stream, requests)),
@@ -275,7 +279,7 @@ class Backup:
     # ----------------------------------------------------------------------- while a stream is open
 
     async def _copy(self, stream: _Stream) -> None:
-        """Sends the current state, after which the journal holds changes back."""
+        """Sends the current state to the backup. Afterwards the journal holds changes back."""
         assert self._journal is not None, "a server that may have a backup has a journal"
         journal = self._journal
 
@@ -293,7 +297,7 @@ class Backup:
         stream.put(Item(kind=STATE, payload=memoryview(state.encode())))
         for partition_id in sorted(stream.due):
             if partition_id not in stream.due:
-                continue  # it went before its turn
+                continue  # already sent, because it was pushed to
             stream.due.remove(partition_id)
             if (image := self._shard.image(partition_id)) is not None:
                 entry, data = partition_to_bytes(image)
@@ -330,8 +334,8 @@ class Backup:
         raise UnavailableError("the backup ended its stream", reason="SESSION_ENDED")
 
     async def _watch(self, stream: _Stream) -> None:
-        """Limits how long a slow backup delays the workers, even while nothing can be sent to
-        it."""
+        """Ends a stream whose backup is too slow, even while nothing can be sent to it, to limit
+        how long the backup delays the workers."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -347,7 +351,8 @@ class Backup:
                 return
 
     async def _until(self, stream: _Stream, condition: Callable[[], bool]) -> None:
-        """Waits for a condition while letting pushes and pulls proceed."""
+        """Waits until `condition` holds while pushes and pulls proceed. Raises the reason if the
+        stream ends."""
         await asyncio.sleep(0)
         while not condition():
             if stream.failure is not None:
@@ -358,8 +363,8 @@ class Backup:
         return self._stream is stream and stream.failure is None
 
     def _fail(self, stream: _Stream, failure: ShoalError) -> None:
-        """Fails a stream. The first time, if changes wait for it, asks the coordinator to drop the
-        backup."""
+        """Ends a stream with an error. The first time, if changes wait for the stream, asks the
+        coordinator to drop the backup."""
         if stream.failure is None and self._held is stream:
             logger.warning(
                 "the backup stopped following; changes wait until it is dropped",
@@ -382,8 +387,8 @@ class Backup:
         return self._noting is not None and not self._noting.done()
 
     def _hold(self, stream: _Stream) -> None:
-        """Makes the journal hold changes back for a stream, right after the journal has recorded
-        that."""
+        """Makes the journal hold changes back for a stream. Called as the effect of the journal's
+        record of the backup."""
         if not self._is_open(stream):
             # the stream has ended meanwhile, and nobody was told that the backup is in sync
             self._note("")
@@ -401,8 +406,8 @@ class Backup:
     def _note(
         self, server_id: str, effect: Callable[[], None] = lambda: None
     ) -> asyncio.Future[None]:
-        """Records in the journal the backup for which changes are held back: after a restart this
-        server must ask the coordinator before it serves."""
+        """Records in the journal the backup for which changes are held back. After a restart, such
+        a server must ask the coordinator before it serves."""
         assert self._journal is not None
 
         def written() -> None:

@@ -1,8 +1,8 @@
-"""A server in the role of a backup: follows its primary and serves no workers. Belongs to the event
+"""Server in the role of a backup: follows its primary and serves no workers. Belongs to the event
 loop.
 
-It keeps its state until a primary has sent everything again, since it may be promoted when its
-primary is lost.
+A backup keeps its old state until a primary has sent everything again, since the backup may be
+promoted when the primary is lost.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 2.0
 _DIVERGED: Final = "BACKUP_DIVERGED"
-"""Reason of the refusal if a change could not be applied here, so that this is no longer a copy of
+"""Reason of the error if a change could not be applied, so that this server is no longer a copy of
 the primary."""
 _DIVERGED_AGAIN_S: Final = 30.0
-"""Delay before the next attempt: another full copy costs the primary as much as the first, and may
-fail in the same way."""
+"""Delay before the next attempt to follow after a diverged copy. Another full copy costs the
+primary as much as the first, and may fail in the same way."""
 _FIRST_FILE: Final = 1
 """Number of the journal file with which a copy begins."""
 _MOST_WAITING_BYTES: Final = 1 << 30
@@ -68,8 +68,8 @@ _FOLLOW: Final = "/shoal.v1.ParameterServer/Follow"
 
 
 class Standby:
-    """One backup, for as long as the coordinator assigns it that role. Created and run on one event
-    loop."""
+    """One server for as long as the coordinator assigns it the role of a backup. Created and run on
+    one event loop."""
 
     def __init__(self, settings: PsServerSettings, directory: DataDirectory) -> None:
         self._settings = settings
@@ -79,23 +79,23 @@ class Standby:
         self._metrics.watch_disk(directory.path)
         self._place: Place | None = None
         self._moved = asyncio.Event()
-        """Set and replaced when the coordinator sends a message about the place."""
+        """Event that is set and replaced when the coordinator sends a message about the place."""
         self._copy: _Copy | None = None
-        """Data from the primary, once complete."""
+        """Copy of the primary's state, once complete."""
         self._keeping: asyncio.Task[None] | None = None
-        """Replaces the local state with the primary's. Runs to completion even if the stream
-        ends."""
+        """Task that replaces the local state with the primary's. It runs to completion even if the
+        stream ends."""
         self._not_before = 0.0
         """Earliest time on the loop's clock at which this server may follow again, even under
         another primary or epoch."""
 
     async def run(self, stop: asyncio.Event) -> Recovered | None:
-        """Follows until this server is promoted, and returns its state at that point. Returns None
-        if `stop` is set or the job is over.
+        """Follows primaries until this server is promoted, and returns its state at that point.
+        Returns None if `stop` is set or the job is over.
 
-        Raises AnotherRunError; the coordinator's refusal of this server's registration;
-        CorruptDataError if this server is promoted with earlier state that it cannot read; and
-        InternalError if it is promoted although a change could not be applied.
+        Raises AnotherRunError; the error with which the coordinator refuses this server's
+        registration; CorruptDataError if this server is promoted with earlier state that it cannot
+        read; and InternalError if it is promoted although a change could not be applied.
         """
         async with AsyncExitStack() as stack:
             http = stack.enter_context(
@@ -144,26 +144,26 @@ class Standby:
     # ------------------------------------------------------------------- the coordinator's listener
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """Handles the opened session."""
+        """Records the run of the opened session."""
         if run is not None:
             self._directory.note_run(run)
         self._metrics.coordinator_connected.set(1)
 
     def known(self) -> Known:
-        """Returns nothing, since the primary's journal has it."""
+        """Returns no facts, since the primary's journal contains them."""
         return Known()
 
     def disconnected(self) -> None:
-        """Handles the broken session; this server keeps following."""
+        """Records that the session broke; this server keeps following."""
         self._metrics.coordinator_connected.set(0)
 
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """Does nothing, since the primary's journal has the members."""
+        """Does nothing, since the primary's journal contains the members."""
 
     def placed(self, place: Place) -> None:
-        """Handles the assignment of a place."""
+        """Records the assigned place, and wakes the tasks that wait for it."""
         self._place = place
         self._moved.set()
         self._moved = asyncio.Event()
@@ -175,7 +175,7 @@ class Standby:
         """Does nothing, since a backup gives no partitions away."""
 
     def stored_bytes(self) -> int:
-        """Returns the size for the heartbeat."""
+        """Returns the number of stored bytes, for the heartbeat."""
         return 0 if self._copy is None else self._copy.stored_bytes
 
     # ------------------------------------------------------------------------------------ following
@@ -204,7 +204,8 @@ class Standby:
     async def _wait_for_change(
         self, *others: asyncio.Task[None], timeout_s: float | None = None
     ) -> None:
-        """Waits until the coordinator sends a message about the place, or one of `others` ends."""
+        """Waits until the coordinator sends a message about the place, one of the tasks `others`
+        ends, or `timeout_s` is over."""
         changed = asyncio.create_task(self._moved.wait())
         try:
             await asyncio.wait(
@@ -214,8 +215,8 @@ class Standby:
             await end_tasks([changed])
 
     def _is_still(self, place: Place) -> bool:
-        """Returns whether the place is unchanged. Repeated messages after a broken session, or
-        about a backup in sync, interrupt nothing."""
+        """Returns whether the assigned place still equals `place`. Repeated messages after a broken
+        session, or about a backup in sync, do not count as changes."""
         now = self._place
         return now is not None and (now.follows, now.epoch, now.primary_address) == (
             True,
@@ -237,7 +238,7 @@ class Standby:
         return again_in_s
 
     async def _follow_primary(self, place: Place, backoff: Backoff) -> None:
-        """Follows the primary over one stream. Raises the reason for its end."""
+        """Follows the primary over one stream. Raises the reason for the end of the stream."""
         await self._kept()
         settings = self._settings.channel(place.primary_address)
         channel = aio_channel(settings)
@@ -322,8 +323,8 @@ class Standby:
             await asyncio.wait([self._keeping])
 
     async def _keep(self, stream: _Stream) -> None:
-        """Replaces this server's state with the complete state of the primary while further changes
-        arrive."""
+        """Replaces this server's state with the complete state of the primary, while further
+        changes arrive."""
         assert stream.state is not None, "it came first"
         job_id, server_id = self._settings.job, self._settings.server_id
         # After a restart this server must not serve before the coordinator has spoken, whatever its
@@ -390,15 +391,15 @@ class _Stream:
         self.state: ServerState | None = None
         self.images: list[PartitionImage] = []
         self.batches: tuple[tuple[int, int], ...] | None = None
-        """Finished batches; None until all state of the primary has arrived."""
+        """Ranges of finished batches; None until all state of the primary has arrived."""
         self.records: list[tuple[Record, int]] = []
-        """Changes not yet passed to the journal."""
+        """Changes that have not been passed to the journal yet, with their positions."""
         self.nbytes = 0
-        """Bytes of their payloads."""
+        """Bytes of the payloads in `records`."""
         self.copy: _Copy | None = None
         self.failure: ShoalError | None = None
         self.cancel: Callable[[], object] = lambda: None
-        """Ends the call."""
+        """Function that ends the call."""
 
     @property
     def is_whole(self) -> bool:
@@ -406,30 +407,32 @@ class _Stream:
         return self.batches is not None
 
     def make_records(self) -> None:
-        """Passes on the changes received so far."""
+        """Passes the changes received so far to the journal of the copy."""
         assert self.copy is not None
         records, self.records, self.nbytes = self.records, [], 0
         for record, position in records:
             self.copy.make(record, position, self)
 
     def kept(self, position: int, *, whole: bool = False) -> None:
-        """Confirms a position to the primary."""
+        """Confirms to the primary that all records up to `position` are stored. `whole`: True if
+        the complete state is stored too."""
         self.position = max(self.position, position)
         self._whole |= whole
         self._changed.set()
 
     def fail(self, error: ShoalError) -> None:
-        """Ends the stream, since its data can no longer be kept."""
+        """Ends the stream with an error, since its data can no longer be stored."""
         self.failure = self.failure or error
         self.cancel()
 
     def end(self) -> None:
-        """Ends the outgoing messages."""
+        """Ends the messages to the primary."""
         self._ended = True
         self._changed.set()
 
     async def requests(self) -> AsyncGenerator[pb.FollowRequest]:
-        """Yields messages to the primary; the newest position implies all earlier ones."""
+        """Yields the messages to the primary. A position implies all earlier ones, so only the
+        newest is sent."""
         yield pb.FollowRequest(begin=self._begin)
         while True:
             await self._changed.wait()
@@ -440,13 +443,13 @@ class _Stream:
 
 
 class _Copy:
-    """State of a backup: everything that its primary held, and each change since, in a journal of
-    its own."""
+    """Copy of a primary on its backup: the primary's state, and each change since in a journal of
+    the backup's own."""
 
     def __init__(
         self, settings: PsServerSettings, directory: DataDirectory, metrics: Metrics
     ) -> None:
-        """Begins the journal. Raises OSError."""
+        """Starts the copy's journal. Raises OSError."""
         self._settings = settings
         self._directory = directory
         self._metrics = metrics
@@ -465,8 +468,8 @@ class _Copy:
         self._periodic: asyncio.Task[None] | None = None
 
     async def begin(self, image: ServerImage) -> None:
-        """Writes `image` to disk; its tensors become this server's own. Raises UnavailableError /
-        SNAPSHOT_FAILED."""
+        """Writes `image` to disk and adopts its tensors as this server's own. Raises
+        UnavailableError / SNAPSHOT_FAILED."""
         loop = asyncio.get_running_loop()
         try:
             await asyncio.shield(
@@ -509,10 +512,10 @@ class _Copy:
         )
 
     def make(self, record: Record, position: int, stream: _Stream) -> None:
-        """Writes a change to the journal and applies it, in order; then confirms it to the
+        """Writes a change to the journal, applies it in order, and then confirms it to the
         primary."""
         if stream.failure is not None:
-            return  # it lacks one before this
+            return  # an earlier change is missing
 
         def effect() -> None:
             try:
@@ -547,8 +550,8 @@ class _Copy:
         return self._replay.shard.summary().stored_bytes
 
     async def taken_over(self) -> Recovered:
-        """Ends the journal and returns this server's state. Raises InternalError if a change could
-        not be applied."""
+        """Ends the journal and returns this server's state, for a promotion. Raises InternalError
+        if a change could not be applied."""
         await self.close()
         if self._failure is not None:
             raise InternalError(
@@ -558,7 +561,7 @@ class _Copy:
         return self._replay.recovered(next_file=number + 1, last_end=end)
 
     async def close(self) -> None:
-        """Waits for pending writes."""
+        """Waits for pending writes and closes the journal."""
         if self._periodic is not None:
             await end_tasks([self._periodic])
         if self._snapshots is not None:

@@ -1,9 +1,9 @@
-"""The receiver's side of a move: writes partitions of another server to the journal, where they
-wait for the shard map that names their owner. Belongs to the event loop.
+"""Receiver's side of a move: writes another server's partitions to the journal, where they wait for
+the shard map that names their owner. Belongs to the event loop.
 
 A receiver without values of trained tensors adopts the giver's clocks: members keep their
-positions, and nobody waits for resting ones. A receiver with trained tensors keeps its own clocks,
-since members report to it; a server with only frozen tensors receives no reports.
+positions, and nobody waits for resting members. A receiver with trained tensors keeps its own
+clocks, since members report to it; a server with only frozen tensors receives no reports.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import coming_image, coming_record, taken_record
 
 _STREAM_LIMIT: Final = timedelta(seconds=30)
-"""Longer than a giver takes."""
+"""Maximum duration of a stream, longer than a giver takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """The giver's first item."""
+    """First item sent by the giver."""
 
     job_id: str
     move: int
     epoch: int
-    """Epoch of its shard map."""
+    """Epoch of the giver's shard map."""
     partitions: frozenset[int]
     configuration: Configuration | None
     members: Members
@@ -63,7 +63,7 @@ class _Offer:
 
 
 class Receiver:
-    """Receiver's side of moves of one server."""
+    """Receiver's side of all moves of one server."""
 
     def __init__(
         self,
@@ -77,9 +77,10 @@ class Receiver:
         agree: Callable[[Configuration], Awaitable[Configuration]],
     ) -> None:
         """layout_of: returns the shard map of an epoch or a newer one; with True, the coordinator's
-        current one.
-        agree: makes sure that this server is configured like the source, and returns the common
-            configuration. Raises PreconditionError / OPTIMIZER_CONFLICT."""
+            current shard map.
+        agree: configures this server like the giver, and returns the common configuration. Raises
+            PreconditionError / OPTIMIZER_CONFLICT.
+        """
         self._job_id = job_id
         self._shard = shard
         self._moves = moves
@@ -88,10 +89,11 @@ class Receiver:
         self._layout_of = layout_of
         self._agree = agree
         self._newest: object = None
-        """The stream opened last; earlier ones are over."""
+        """The stream that was opened last; earlier streams have ended."""
 
     async def take(self, messages: AsyncIterator[bytes]) -> None:
-        """Serves one TakePartitions stream. Raises the errors documented in the .proto."""
+        """Receives the partitions of one TakePartitions stream. Raises the errors documented in the
+        .proto."""
         stream = self._newest = object()
         limit_s = _STREAM_LIMIT.total_seconds()
         try:
@@ -113,8 +115,8 @@ class Receiver:
             ) from error
 
     async def _check(self, offer: _Offer) -> tuple[Configuration | None, Layout]:
-        """Checks that this server can receive the partitions. Afterwards it is configured like the
-        giver and knows at least as much about the job."""
+        """Checks that this server can receive the partitions. Afterwards this server is configured
+        like the giver and knows at least as much about the job."""
         if offer.job_id != self._job_id:
             raise UnknownResourceError(
                 f"this server holds job {self._job_id!r}, but the stream is for job "
@@ -178,18 +180,20 @@ class Receiver:
         self._check_stream(offer, stream)
         for written in came.values():
             if written.done():
-                written.result()  # refused: what is written from here on must not count on it
+                # raises if it was refused, since the records written from here on depend on it
+                written.result()
         is_fresh = not self._shard.is_trained(layout.frozen)
         self._membership.take_over(
             offer.members.fence(), offer.members.restored_clocks() if is_fresh else None
         )
-        self._changes.members_changed()  # the next record stands behind them
+        self._changes.members_changed()  # the next record is written after the changed members
         done = self._changes.move(
             taken_record(offer.move, sorted(came), offer.batches),
             lambda: self._moves.take(offer.move, sorted(came), offer.batches),
         )
         await self._changes.in_time(lambda: asyncio.shield(done))
-        self._check_open(offer)  # else nothing was taken
+        # raises if the move was closed meanwhile, so that nothing was taken over
+        self._check_open(offer)
         failpoint("move.taken")
 
     def _check_stream(self, offer: _Offer, stream: object) -> None:
@@ -226,8 +230,8 @@ def _bring(moves: Moves, move: int, image: PartitionImage) -> Callable[[], None]
 
 
 def _offer(item: Item) -> _Offer:
-    """Parses the first item. Raises CorruptDataError / STREAM_MALFORMED and PreconditionError /
-    FORMAT_UNSUPPORTED."""
+    """Parses the giver's first item. Raises CorruptDataError / STREAM_MALFORMED, and
+    PreconditionError / FORMAT_UNSUPPORTED."""
     if item.kind != STATE:
         raise _malformed("its first item is not of kind KIND_STATE")
     fields: Any = item.fields

@@ -1,2 +1,2 @@
-"""The ParameterServer service on grpc.aio: parses requests into domain types, splits streams into
+"""ParameterServer service on grpc.aio: parses requests into domain types, splits streams into
 parts, and assembles answers."""

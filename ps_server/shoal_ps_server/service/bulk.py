@@ -1,8 +1,8 @@
 """Server of the bulk channel: listens on a TCP port and a Unix socket, and serves uploads and pulls
 to clients with a ticket from OpenData.
 
-Belongs to the event loop, which also does the reading and writing: received data must be checked
-and applied there anyway, and a thread per connection was not faster
+The event loop also reads and writes the sockets: received data must be checked and applied there
+anyway, and a thread per connection was not faster
 (docs/explanation/parameter-servers.md#transport). `Transfers` implements the streams, as for gRPC.
 """
 
@@ -54,8 +54,8 @@ _GREETING_LIMIT: Final = timedelta(seconds=5)
 """Time for which a new connection may take for the TLS handshake and its ticket."""
 _BACKLOG: Final = 128
 _TURNED_AWAY_S: Final = 0.005
-"""Delay after a connection that was turned away or replaced another, so that nobody can keep the
-event loop busy with such connections."""
+"""Delay after a connection that was turned away or replaced an older one, so that nobody can keep
+the event loop busy with such connections."""
 _UPLOADS: Final = {Kind.INITIALIZE: UploadKind.INITIALIZE, Kind.PUSH: UploadKind.PUSH}
 _MALFORMED: Final = "STREAM_MALFORMED"
 _NOTHING: Final = Arrived(memoryview(b""))
@@ -74,9 +74,9 @@ class BulkServer:
         most_strangers: int,
         idle_limit: timedelta = IDLE_LIMIT,
     ) -> None:
-        """`most_strangers`: maximum number of connections per transport without a ticket so far;
-        the oldest is closed to make room for a new one. `idle_limit`: how long a peer may let an
-        open stream stall."""
+        """`most_strangers`: maximum number of connections per transport that have not presented a
+        ticket; the oldest is closed to make room for a new one. `idle_limit`: time for which a peer
+        may let an open stream stall."""
         self._tickets = tickets
         self._transfers = transfers
         self._metrics = metrics
@@ -88,7 +88,7 @@ class BulkServer:
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: dict[asyncio.Task[None], bool] = {}
-        """Connection -> whether a stream is in progress."""
+        """Connection -> True if a stream is in progress."""
         self._strangers: dict[Transport, dict[asyncio.Task[None], None]] = {
             Transport.TCP: {},
             Transport.MEMORY: {},
@@ -97,12 +97,13 @@ class BulkServer:
         so local connections are counted separately."""
         self._draining = False
         self.port = 0
-        """TCP port, set once it listens."""
+        """TCP port, set once the server listens."""
         self.memory_name = ""
         """Name of the Unix socket; empty if memory cannot be shared."""
 
     def start(self, host: str, port: int) -> None:
-        """Listens on host:port (0: any port) and on a Unix socket. Raises ConfigurationError."""
+        """Starts to listen on host:port (0: any port) and on a Unix socket. Raises
+        ConfigurationError."""
         context = None if self._tls is None else self._tls.server_context()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -130,7 +131,7 @@ class BulkServer:
             # an abstract name leaves no file behind when the process is killed
             local.bind(f"\0{name}")
             local.listen(_BACKLOG)
-        except OSError as error:  # a sandbox, say: there is TCP
+        except OSError as error:  # e.g. forbidden by a sandbox: clients use TCP instead
             local.close()
             logger.warning(
                 "could not share memory with clients on this machine", extra={"error": error}
@@ -140,8 +141,8 @@ class BulkServer:
         self._accept_on(local, Transport.MEMORY, None)  # it never leaves the machine
 
     async def drain_and_stop(self, timeout: timedelta) -> None:
-        """Refuses new connections and streams, waits up to `timeout` for open streams, then closes
-        them. Idempotent."""
+        """Refuses new connections and streams, waits up to `timeout` for open streams, and then
+        closes them. Idempotent."""
         self._draining = True
         await end_tasks(self._accepting)
         for listener in self._listeners:
@@ -172,7 +173,7 @@ class BulkServer:
             try:
                 connected, _ = listener.accept()
                 connected.setblocking(False)
-            except BlockingIOError:  # gone again
+            except BlockingIOError:  # the client has already disconnected
                 continue
             except OSError as error:  # out of descriptors, say, which passes
                 logger.warning("could not accept a bulk connection", extra={"error": error})
@@ -196,19 +197,20 @@ class BulkServer:
             await asyncio.sleep(_TURNED_AWAY_S if is_crowded else 0)
 
     def _ended(self, connected: socket.socket, task: asyncio.Task[None]) -> None:
-        connected.close()  # a task that was cancelled before it began has not
+        connected.close()  # needed if the task was cancelled before it started
         self._serving.pop(task, None)
         self._is_known(task)
 
     def _is_known(self, task: asyncio.Task[None]) -> None:
-        """Removes a connection that has presented its ticket, or has ended, from the strangers."""
+        """Removes a connection from the strangers because it has presented its ticket or has
+        ended."""
         for strangers in self._strangers.values():
             strangers.pop(task, None)
 
     async def _serve(
         self, connected: socket.socket, transport: Transport, context: ssl.SSLContext | None
     ) -> None:
-        """Serves one connection until it ends."""
+        """Serves one connection until the connection ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(connected.close)
             try:
@@ -240,8 +242,8 @@ class BulkServer:
                 logger.exception("a bulk connection failed")
 
     async def _greeted(self, connection: ServedConnection) -> Speaker:
-        """Reads a connection's ticket and returns the speaker; from then on the connection counts
-        as open. Raises AuthenticationError without a valid ticket."""
+        """Reads a connection's ticket and returns the speaker to which it was issued. Afterwards
+        the connection counts as open. Raises AuthenticationError without a valid ticket."""
         async with asyncio.timeout(_GREETING_LIMIT.total_seconds()):
             await connection.shake_hands(self._handshakes)
             greeted = bytearray(GREETING_BYTES)
@@ -281,8 +283,8 @@ class BulkServer:
     async def _serve_streams(
         self, connection: ServedConnection, speaker: Speaker, transport: Transport
     ) -> None:
-        """Serves one stream after another until the peer closes the connection or violates the
-        protocol."""
+        """Serves the streams of a connection, one after another, until the peer closes the
+        connection or violates the protocol."""
         task = asyncio.current_task()
         assert task is not None, "it is served by a task"
 
@@ -299,14 +301,15 @@ class BulkServer:
                 with self._hang_ups.watched(connection.descriptor, gone):
                     await self._stream(connection, frame, speaker, transport)
                 self._serving[task] = False
-        except InvalidRequestError as error:  # it broke a rule: nobody knows what comes next
+        except InvalidRequestError as error:
+            # the client violated the protocol, so the following bytes cannot be interpreted
             await connection.send_last(Kind.ERROR, error_message(error))
             raise
 
     async def _stream(
         self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport
     ) -> None:
-        """Serves the stream that begins with a frame."""
+        """Serves the stream whose first frame is `frame`."""
         if frame.kind in _UPLOADS:
             await self._upload(connection, _UPLOADS[frame.kind], speaker, transport)
         elif frame.kind is Kind.PULL:
@@ -371,7 +374,7 @@ class BulkServer:
 
 
 class _Incoming:
-    """One upload as it arrives over a connection."""
+    """One upload while it arrives over a connection."""
 
     def __init__(self, connection: ServedConnection, member_id: str) -> None:
         self._connection = connection
@@ -379,8 +382,8 @@ class _Incoming:
         self._ended = False
 
     async def parts(self) -> AsyncGenerator[Part]:
-        """Yields the parts up to END. Raises Disconnected, DecodeError, PermissionDeniedError, and
-        InvalidRequestError / STREAM_MALFORMED."""
+        """Yields the parts of the upload up to END. Raises Disconnected, DecodeError,
+        PermissionDeniedError, and InvalidRequestError / STREAM_MALFORMED."""
         while (frame := await self._next()) is not None:
             if frame.kind is Kind.DATA:
                 yield None, self._connection.data(frame)
@@ -410,7 +413,7 @@ class _Incoming:
                     await connection.message(frame)
 
     async def _next(self) -> Frame | None:
-        """Returns the head of a DATA or PARTITION frame; None at the END of the upload."""
+        """Returns the head of the next DATA or PARTITION frame; None at the END of the upload."""
         if self._ended:
             return None
         frame = await self._connection.next_frame()
@@ -426,7 +429,7 @@ class _Incoming:
 
 async def _someone_comes(listener: socket.socket) -> None:
     """Waits for a connection attempt without accepting it. asyncio's sock_accept also accepts: if
-    its task is cancelled at that moment, the connection leaks and the other end waits."""
+    its task is cancelled at that moment, the connection leaks and the client waits forever."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(listener, came.set)

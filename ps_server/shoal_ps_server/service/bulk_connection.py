@@ -1,10 +1,10 @@
 """One bulk connection on the server's event loop: exchanges frames over a non-blocking socket
 without copying payloads.
 
-Over TCP a payload goes from the kernel straight into its upload's memory, and from a partition's
-values straight into the kernel; asyncio's own streams would copy it twice. TLS is done by the ssl
-module on the same socket. With shared memory the socket carries only heads and messages
-(shoal_common.bulk).
+Over TCP a received payload goes from the kernel straight into its upload's memory, and a sent one
+from a partition's values straight into the kernel; asyncio's own streams would copy both twice. The
+ssl module performs TLS on the same socket. With shared memory the socket carries only heads and
+messages (shoal_common.bulk).
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 
 class Disconnected(Exception):
-    """The peer is gone or lets a stream stall, so there is nobody to notify."""
+    """The peer has disconnected or lets a stream stall, so nobody can be notified."""
 
 
 class ServedConnection:
-    """Used by one task at a time. Its methods raise Disconnected, and InvalidRequestError /
-    STREAM_MALFORMED."""
+    """One bulk connection, used by one task at a time. Methods raise Disconnected, and
+    InvalidRequestError / STREAM_MALFORMED."""
 
     def __init__(self, connected: socket.socket, *, idle_limit: timedelta) -> None:
-        """Takes over the socket, which must not block. `idle_limit`: how long the peer may stay
-        silent in the middle of a stream."""
+        """Takes ownership of the socket, which must be non-blocking. `idle_limit`: time for which
+        the peer may stay silent in the middle of a stream."""
         self._loop = asyncio.get_running_loop()
         self._socket = connected
         self._idle_s = idle_limit.total_seconds()
         self._is_plain = not isinstance(connected, ssl.SSLSocket)
         self._area: SharedArea | None = None
         self._unread = 0
-        """Bytes of the current payload that are still to arrive over the socket."""
+        """Bytes of the current payload that have not been read from the socket."""
 
     @property
     def descriptor(self) -> int:
@@ -64,7 +64,7 @@ class ServedConnection:
 
     async def shake_hands(self, threads: Executor) -> None:
         """Performs the TLS handshake if TLS is enabled. Cryptography runs on `threads`, since any
-        client can request it; waits for the peer happen here."""
+        client can request it; the event loop waits for the peer."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return
         while True:
@@ -85,11 +85,11 @@ class ServedConnection:
                 return
 
     def share(self, area: SharedArea, descriptor: int) -> None:
-        """Transfers payloads through `area`, which it takes over, and sends the peer its descriptor
-        with READY. Call before the first frame."""
+        """Transfers all payloads through `area`, of which it takes ownership. Sends the peer READY
+        with the area's `descriptor`. Must be called before the first frame."""
         self._area = area
         try:
-            # a new socket has room for it
+            # cannot block: a new socket's buffer is empty
             socket.send_fds(self._socket, [head(Kind.READY, AREA_BYTES)], [descriptor])
         except OSError as error:
             raise Disconnected(str(error)) from error
@@ -110,7 +110,7 @@ class ServedConnection:
     # ------------------------------------------------------------------------------------ receiving
 
     async def next_frame(self) -> Frame | None:
-        """Returns the next frame's head, or None if the peer has closed the connection."""
+        """Returns the head of the next frame; None if the peer has closed the connection."""
         # Lets other tasks run, even if an endless sequence of frames has already arrived.
         await asyncio.sleep(0)
         data = bytearray(HEAD_BYTES)
@@ -123,7 +123,7 @@ class ServedConnection:
         return parse_head(data)
 
     async def message(self, frame: Frame) -> bytes:
-        """Returns the message of a frame that has one."""
+        """Receives the message of a frame of a kind that contains one."""
         data = bytearray(frame.length)
         await self.receive_into(memoryview(data))
         return bytes(data)
@@ -131,7 +131,8 @@ class ServedConnection:
     async def receive_into(
         self, target: memoryview, came: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        """Fills `target`; `came` is called with the size of each part that arrives."""
+        """Fills `target` from the socket. `came`: called with the size of each part that
+        arrives."""
         while target.nbytes:
             received = await self._receive_some(target)
             if not received:
@@ -140,14 +141,14 @@ class ServedConnection:
             target = target[received:]
 
     def data(self, frame: Frame) -> Data:
-        """Returns the payload of a DATA frame. It must be moved or skipped before the next
+        """Returns the payload of a DATA frame. The payload must be moved or skipped before the next
         frame."""
         self._unread = frame.length
         return Data(self, frame.length)
 
     async def move(self, upload: Upload) -> None:
-        """Moves the current payload to its upload. Raises like `Upload.room`; the payload can then
-        still be skipped."""
+        """Moves the current payload into its upload. Raises the errors of `Upload.room`; the
+        payload can then still be skipped."""
         nbytes = self._unread
         room = upload.room(nbytes)
         if self._area is None:
@@ -177,13 +178,13 @@ class ServedConnection:
     # -------------------------------------------------------------------------------------- sending
 
     async def send(self, kind: Kind, message: bytes = b"", *, more: bool = False) -> None:
-        """Sends one frame. `more`: another one follows immediately."""
+        """Sends one frame. `more`: True if another frame follows immediately."""
         await self._send_bytes(head(kind, len(message)) + message, more=more)
 
     async def send_last(self, kind: Kind, message: bytes) -> None:
-        """Sends one frame, after which the connection must be closed. Reads and discards some more
-        of the peer's data: closing a connection with unread bytes resets it, and the peer may lose
-        the frame."""
+        """Sends the last frame before the connection is closed. Then reads and discards some of the
+        peer's data: closing a connection with unread bytes resets it, and the peer may lose the
+        frame."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
                 await self.send(kind, message)
@@ -194,8 +195,8 @@ class ServedConnection:
                     pass
 
     async def send_values(self, reading: Reading) -> None:
-        """Sends the rest of `reading` as DATA frames. Raises like `Reading.take`, between two
-        frames."""
+        """Sends the rest of `reading` as DATA frames. Raises the errors of `Reading.take`, only
+        between two frames."""
         while nbytes := min(reading.remaining, DATA_BYTES):
             async with self.in_time():
                 if self._area is None:
@@ -209,11 +210,11 @@ class ServedConnection:
                     self._area.fill(data)
                     await self._send_bytes(head(Kind.DATA, data.nbytes))
             failpoint("pull.halfway")
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # lets other tasks run
 
     async def settle(self) -> None:
-        """Waits until the peer has read all pieces in shared memory, after which both sides agree
-        on the next one."""
+        """Waits until the peer has read all pieces in shared memory. Afterwards both sides agree on
+        the next piece."""
         while self._area is not None and self._area.in_use:
             await self._wait_for_free(self._area)
 
@@ -231,8 +232,8 @@ class ServedConnection:
             raise malformed(f"unexpected {frame.kind.name} frame; expected FREE")
 
     async def _send_live(self, reading: Reading, nbytes: int) -> None:
-        """Sends values from their original memory. If they change while the socket is full, the
-        reading continues in a copy."""
+        """Sends `nbytes` of values from their original memory. If the values change while the
+        socket is full, the reading continues in a copy."""
         while nbytes:
             sent = await self._send_some_live(reading, nbytes)
             reading.take(sent)
@@ -253,8 +254,8 @@ class ServedConnection:
         return await self._perform(lambda: self._socket.recv_into(target), writes=False)
 
     async def _perform(self, operation: Callable[[], int | None], *, writes: bool) -> int:
-        """Retries an operation that would block once the socket is ready. Under TLS a write may
-        have to wait for the peer, and a read for a write."""
+        """Performs a socket operation, and waits and retries while it would block. Under TLS a
+        write may have to wait for the peer's data, and a read for a write."""
         while True:
             try:
                 return operation() or 0
@@ -264,7 +265,7 @@ class ServedConnection:
                 await self._ready(writes=True)
             except BlockingIOError:
                 await self._ready(writes=writes)
-            except OSError as error:  # ssl's errors are such, too
+            except OSError as error:  # includes ssl.SSLError
                 raise Disconnected(str(error) or type(error).__name__) from error
 
     async def _ready(self, *, writes: bool) -> None:
@@ -286,14 +287,15 @@ class ServedConnection:
 
 
 class Data:
-    """A payload that waits in a connection: a `Chunk` of an upload."""
+    """Payload that waits in a connection: a `Chunk` of an upload."""
 
     def __init__(self, connection: ServedConnection, nbytes: int) -> None:
         self._connection = connection
         self.nbytes = nbytes
 
     async def move_to(self, upload: Upload) -> None:
-        """Receives it into the upload's own memory. Raises like `ServedConnection.move`."""
+        """Receives the payload into the upload's own memory. Raises the errors of
+        `ServedConnection.move`."""
         await self._connection.move(upload)
 
 

@@ -1,8 +1,8 @@
-"""Limits on open file descriptors: the process's limit, and the share of the bulk channel.
+"""Limits on open file descriptors: the limit of the process, and the share of the bulk channel.
 
-The other half is for the journal, RPC connections and everything else: without descriptors a server
-can neither begin a journal file nor accept a connection. A client without a bulk connection falls
-back to gRPC.
+The bulk channel may use half of the descriptors. The other half is for the journal, RPC connections
+and everything else: without descriptors a server can neither start a journal file nor accept a
+connection. A client without a bulk connection falls back to gRPC.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from dataclasses import dataclass
 from typing import Final
 
 _ENOUGH: Final = 1 << 16
-"""A limit that no server approaches."""
+"""Number of descriptors that no server ever needs."""
 _MOST_CONNECTIONS: Final = 1024
 _MOST_STRANGERS: Final = 64
 _OF_A_CONNECTION: Final = 2
-"""Socket and shared memory."""
+"""Descriptors of a bulk connection: socket and shared memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BulkShare:
-    """Share of the bulk channel."""
+    """Number of connections that the bulk channel may open."""
 
     connections: int
     """Maximum number of open connections, including tickets for further ones."""
     strangers: int
-    """Maximum number of connections per transport without a ticket so far."""
+    """Maximum number of connections per transport that have not presented a ticket."""
 
     @classmethod
     def of(cls, limit: int) -> BulkShare:
-        """Returns the share in a process that may have `limit` descriptors."""
+        """Returns the share of the bulk channel in a process that may have `limit` descriptors."""
         strangers = max(1, min(_MOST_STRANGERS, limit // 32))
         connections = (limit // 2 - 2 * strangers) // _OF_A_CONNECTION
         return cls(connections=max(0, min(_MOST_CONNECTIONS, connections)), strangers=strangers)
 
     @classmethod
     def of_this_process(cls) -> BulkShare:
-        """Returns the share in this process under its current limit."""
+        """Returns the share of the bulk channel under this process's current limit."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls.of(_ENOUGH if soft == resource.RLIM_INFINITY else soft)
 
@@ -49,5 +49,6 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # a sandbox; it goes on with what it has
+        with contextlib.suppress(OSError, ValueError):
+            # e.g. forbidden by a sandbox: the present limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,7 +1,7 @@
-"""Detects peers that disconnect while nobody reads from their connections. A stream may wait for
-other members or for the journal, and data already sent by the peer precedes the end of the
-connection. gRPC cancels its calls in this case; this module does the same for bulk connections.
-Belongs to the event loop."""
+"""Detects peers that disconnect while nobody reads from their connections. This happens while a
+stream waits for other members or for the journal: data already sent by the peer then precedes the
+end of the connection. gRPC cancels its calls in this case; this module does the same for bulk
+connections. Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 
 
 class HangUps:
-    """Watched connections of one server; must be closed with `close`. Without epoll it detects
-    nothing, and a stream whose peer is gone ends at its next send or receive."""
+    """Watches the connections of one server; must be closed with `close`. Without epoll, it detects
+    nothing, and a stream whose peer has disconnected ends at its next send or receive."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, Callable[[], object]] = {}
-        """Descriptor -> callback for when its peer disconnects."""
+        """Descriptor -> callback that is called when the peer disconnects."""
         self._poll = select.epoll() if hasattr(select, "epoll") else None
         if self._poll is not None:
             self._loop.add_reader(self._poll.fileno(), self._look)
@@ -58,5 +58,5 @@ class HangUps:
             and self._waiting.pop(descriptor, None) is not None
             and not self._poll.closed
         ):
-            with contextlib.suppress(OSError):  # it was closed, and is watched no more
+            with contextlib.suppress(OSError):  # a closed descriptor is no longer registered
                 self._poll.unregister(descriptor)

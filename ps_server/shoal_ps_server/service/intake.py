@@ -1,7 +1,8 @@
-"""Initialize and Push: turns a stream of parts into changes of the shard, and collects the answers.
+"""Implements Initialize and Push: converts a stream of parts to changes of the shard, and collects
+the answers.
 
-Belongs to the event loop. While a partition is written to the journal and applied here, gRPC's own
-threads, or the kernel, read the next chunks from the network; flow control limits senders to the
+Belongs to the event loop. While a partition is written to the journal and applied, gRPC's own
+threads, or the kernel, read the next chunks from the network. Flow control limits senders to the
 server's speed. Memory for unapplied data comes from `staging.py`.
 """
 
@@ -31,7 +32,7 @@ IDLE_LIMIT: Final = timedelta(seconds=60)
 
 
 class Intake:
-    """State shared by all upload streams of a server."""
+    """Receives all upload streams of a server."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class Intake:
     async def receive(
         self, parts: AsyncIterator[Part], kind: UploadKind, *, key: str = ""
     ) -> pb.PushResponse:
-        """Serves one stream, of a caller that presents `key`, to its end. Raises the errors
-        documented for Push in the .proto, and DeadlineError / STREAM_IDLE."""
+        """Serves one upload stream to its end. `key`: key presented by the caller. Raises the
+        errors documented for Push in the .proto, and DeadlineError / STREAM_IDLE."""
         idle_s = self._idle_limit.total_seconds()
         loop = asyncio.get_running_loop()
         stream = _UploadStream()
@@ -119,7 +120,7 @@ class Intake:
 
     async def _await_turn(self, push: UploadHeader) -> None:
         """Makes a bsp push wait, if necessary, until all members have read the values that it would
-        change. Its sender is meanwhile slowed down by HTTP/2."""
+        change. Meanwhile HTTP/2 flow control stops its sender."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -134,8 +135,8 @@ class Intake:
                 self._waited(loop.time() - started)
 
     async def _admit(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
-        """Admits a partition that has arrived completely, which may have taken long. The next one
-        may arrive while this one is written and applied."""
+        """Admits a partition that has arrived completely, after checking again that its sender is
+        still a member. The next partition may arrive while this one is written and applied."""
         header = upload.header
         self._membership.check(header.member_id, header.generation)
         admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize
@@ -153,7 +154,7 @@ class Intake:
 
 
 class _UploadStream:
-    """Progress of one stream."""
+    """Progress of one upload stream."""
 
     def __init__(self) -> None:
         self.member_id = ""
@@ -164,7 +165,7 @@ class _UploadStream:
         """Releases the memory of the partition being received."""
 
     def check_member(self, upload: UploadHeader) -> None:
-        """Raises InvalidRequestError unless the stream belongs to one member."""
+        """Raises InvalidRequestError unless all uploads of the stream belong to one member."""
         if self.member_id and upload.member_id != self.member_id:
             raise InvalidRequestError(
                 f"member_id={upload.member_id!r}: expected {self.member_id!r}, since a stream "
@@ -173,7 +174,8 @@ class _UploadStream:
         self.member_id = upload.member_id
 
     async def results(self) -> list[pb.PartitionResult]:
-        """Waits for all admitted partitions. Raises the error of the first one that was refused."""
+        """Waits for all admitted partitions and returns their results. Raises the error of the
+        first partition that was refused."""
         found = []
         for pending in self.outcomes:
             outcome = await asyncio.shield(pending)

@@ -1,8 +1,8 @@
-"""This server's view of the shard map, fetched from the coordinator when a request names a newer
+"""This server's copy of the shard map, fetched from the coordinator when a request names a newer
 one. Belongs to the event loop.
 
-A newer map may change this server's partitions: those handed over to it are served from then on,
-and those it gave away are dropped (storage/moves.py).
+A newer map may change this server's partitions. Partitions that were handed over to this server are
+then served, and partitions that it has given away are dropped (storage/moves.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_ps_server.shard.layout import Layout
 
 FetchLayout = Callable[[], Awaitable[Layout]]
-"""Fetches the shard map from the coordinator. Raises PreconditionError / TENSORS_UNDECLARED, and
-UnavailableError if the coordinator cannot be reached."""
+"""Function that fetches the shard map from the coordinator. Raises PreconditionError /
+TENSORS_UNDECLARED, and UnavailableError if the coordinator cannot be reached."""
 
 
 class Layouts:
-    """The newest layout, with the adoption of newer ones."""
+    """Newest layout known to this server. Adopts newer ones when requests name them."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class Layouts:
         fetch: FetchLayout,
         adopt: Callable[[Layout], Awaitable[None]],
     ) -> None:
-        """`adopt`: makes sure that the server holds the partitions of a layout, then makes it
-        current through `becomes`; waiters may disappear meanwhile. Raises PreconditionError /
-        LAYOUT_CONFLICT, and UnavailableError."""
+        """`adopt`: ensures that the server has the partitions of a layout, then makes the layout
+        current through `becomes`. The waiting request may be cancelled meanwhile. Raises
+        PreconditionError / LAYOUT_CONFLICT, and UnavailableError."""
         self._current = current
         self._fetch = fetch
         self._adopt = adopt
@@ -39,21 +39,21 @@ class Layouts:
 
     @property
     def current(self) -> Layout | None:
-        """Newest layout known here; None if there is none yet."""
+        """Newest layout known to this server; None if there is none yet."""
         return self._current
 
     def becomes(self, layout: Layout | None) -> None:
-        """Makes this layout current; None: it must be fetched again."""
+        """Makes `layout` current. None: the layout must be fetched again."""
         self._current = layout
 
     async def any(self) -> Layout:
-        """Returns the layout known here, or the coordinator's if there is none. Raises like
-        FetchLayout and `adopt`."""
+        """Returns the layout known to this server, or fetches the coordinator's if there is none.
+        Raises the errors of FetchLayout and `adopt`."""
         return self._current if self._current is not None else await self._newer_than(0)
 
     async def of_epoch(self, epoch: int) -> Layout:
-        """Returns the layout for which a request was made. Raises PreconditionError /
-        STALE_SHARD_MAP, and like `any`."""
+        """Returns the layout of `epoch`, for which a request was made. Raises PreconditionError /
+        STALE_SHARD_MAP for another epoch, and the errors of `any`."""
         layout = self._current
         if layout is None or epoch > layout.epoch:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
@@ -66,9 +66,9 @@ class Layouts:
         return layout
 
     async def at_least(self, epoch: int, afresh: bool = False) -> Layout:
-        """Returns the layout of an epoch or a newer one; `afresh`: the coordinator's current one.
-        Raises UnavailableError / PLACE_UNKNOWN if the coordinator has none that new, and like
-        `any`."""
+        """Returns the layout of `epoch` or a newer one. `afresh`: True to fetch the coordinator's
+        current layout. Raises UnavailableError / PLACE_UNKNOWN if the coordinator's layout is
+        older, and the errors of `any`."""
         layout = self._current
         if layout is None or layout.epoch < epoch or afresh:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
@@ -81,7 +81,8 @@ class Layouts:
         return layout
 
     async def _newer_than(self, epoch: int) -> Layout:
-        """Fetches a newer layout from the coordinator, once for all concurrent requests."""
+        """Fetches a layout newer than `epoch` from the coordinator, once for all concurrent
+        requests."""
         async with self._fetching:
             if self._current is None or self._current.epoch <= epoch:
                 layout = await self._fetch()

@@ -1,5 +1,5 @@
-"""Carries out the coordinator's orders about moves, one at a time: first applies its decisions,
-then gives partitions away.
+"""Carries out the coordinator's orders about moves of partitions, one at a time: first applies its
+decisions, then gives partitions away.
 
 Belongs to the event loop.
 """
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class Report(Protocol):
-    """Reports the outcome of a move to the coordinator."""
+    """Function that reports the outcome of a move to the coordinator."""
 
     def __call__(
         self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
     ) -> None:
-        """`receiver`: incarnation of the process that has the partitions. `reason`: why no process
-        has them. `giver_failed`: whether that is this server's fault."""
+        """`receiver`: incarnation of the process that has the partitions. `reason`: reason why no
+        process has them. `giver_failed`: True if the failure is this server's fault."""
 
 
 class Mover:
-    """Moves of one server."""
+    """Moves of the partitions of one server."""
 
     def __init__(
         self, *, moves: Moves, giver: Giver, layouts: Layouts, changes: Changes, report: Report
@@ -50,25 +50,26 @@ class Mover:
         """The last settled move and the epoch that records its outcome; None once applied."""
         self._order: MoveOrder | None = None
         self._giving: tuple[int, asyncio.Task[None]] | None = None
-        """The move in progress."""
+        """Number and task of the move in progress; None without one."""
         self._notified = asyncio.Event()
 
     def settled(self, move: int, epoch: int) -> None:
-        """Records the coordinator's decision on all moves up to this one."""
+        """Records the coordinator's decision on all moves up to `move`."""
         self._decided = max(self._decided or (0, 0), (move, epoch))
         if self._giving is not None and self._giving[0] <= move:
-            self._giving[1].cancel()  # it decided without this server's word
+            # the coordinator decided without waiting for this server's report
+            self._giving[1].cancel()
         self._notified.set()
 
     def ordered(self, order: MoveOrder) -> None:
         """Records an order to give partitions away. A repeated order for the move in progress
-        changes nothing: its report will follow."""
+        changes nothing, since the report of that move will follow."""
         if self._giving is None or self._giving[0] != order.move:
             self._order = order
             self._notified.set()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Carries out decisions and orders until cancelled."""
         while True:
             await self._notified.wait()
             self._notified.clear()
@@ -80,8 +81,8 @@ class Mover:
                     await self._give(order)
 
     async def _settle(self) -> None:
-        """Fetches the announced shard map and removes partitions that waited for the decision.
-        Retries until it succeeds or newer news arrives."""
+        """Fetches the announced shard map and removes partitions that waited for the coordinator's
+        decision. Retries until it succeeds or a newer decision arrives."""
         backoff = Backoff(first_s=0.05, longest_s=2.0)
         while self._decided is not None:
             decided = move, epoch = self._decided
@@ -110,7 +111,7 @@ class Mover:
         # before the record is written, so that no stream of the move continues after it
         self._moves.settled = max(self._moves.settled, move)
         if not is_open:
-            return  # a recovery is told again
+            return  # already recorded; the coordinator repeats its decision to a recovered server
         stays = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
         await asyncio.shield(
             self._changes.move(settled_record(move), lambda: self._moves.settle(move))

@@ -1,7 +1,8 @@
-"""Pull: waits for slower members and for first values, then returns partitions one after another.
+"""Implements Pull: waits for slower members and for first values, then returns partitions one after
+another.
 
-Belongs to the event loop. A partition is read copy-on-write (shard/reading.py): consistent, without
-a lock, however slow the reader.
+Belongs to the event loop. A partition is read copy-on-write (shard/reading.py), so that a pull
+returns consistent values without a lock, however slow the reader is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shoal_ps_server.shard.shard import Shard
 
 
 class Pulls:
-    """State shared by all pulls of a server."""
+    """Serves all pulls of a server."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Pulls:
             event.set()
 
     def stop(self) -> None:
-        """Stops the server's pulls: those that wait for first values fail with UnavailableError /
+        """Ends the server's pulls: pulls that wait for first values fail with UnavailableError /
         SERVER_STOPPING."""
         self._stopping = True
         for partition_id in list(self._first_values):
@@ -62,8 +63,9 @@ class Pulls:
     async def serve(
         self, pull: Pull, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Yields each partition's header and values to a caller that presents `key`. The values
-        must be read before the next partition is requested; None: unchanged.
+        """Yields each partition's header and values; the values are None if they are unchanged.
+        They must be read before the next partition is requested. `key`: key presented by the
+        caller.
 
         Raises the errors documented for Pull in the .proto.
         """
@@ -107,8 +109,8 @@ class Pulls:
             yield self._shard.read_rows(wanted.spec.partition_id, wanted.ids)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
-        """Records the values that a member has pulled, for its next push, unless it has been
-        evicted meanwhile."""
+        """Records the values that a member has pulled as the base of its next push. Ignores a
+        member that has been evicted meanwhile."""
         if (
             spec.bucket is None
             and pull.member_id
@@ -117,7 +119,7 @@ class Pulls:
             self._shard.note_pull(spec.partition_id, pull.member_id)
 
     async def _await_turn(self, pull: Pull, check: Callable[[], None]) -> None:
-        """Reports the member's progress under ssp and bsp, and waits for slower members."""
+        """Reports the member's progress under ssp and bsp, and then waits for slower members."""
         self._membership.finished(pull.member_id, pull.clock)
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -135,7 +137,7 @@ class Pulls:
 
     async def _await_values(self, spec: PartitionSpec, deadline: float) -> None:
         """Waits until a partition has values. Raises DeadlineError / PARTITION_UNINITIALIZED, and
-        like `Shard.check_open`."""
+        the errors of `Shard.check_open`."""
         self._shard.check_open(spec)
         try:
             async with asyncio.timeout_at(deadline):
@@ -155,7 +157,7 @@ class Pulls:
 
 
 def _codec(spec: PartitionSpec, asked: int) -> int:
-    """Returns the requested codec if it saves bytes; rows are never encoded."""
+    """Returns the requested codec if it saves bytes, otherwise RAW. Rows are never encoded."""
     return (
         asked
         if asked != codecs.RAW

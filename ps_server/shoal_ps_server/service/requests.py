@@ -1,9 +1,9 @@
-"""Converts protobuf messages to frozen domain types. All checks for well-formed requests happen
-here and only here.
+"""Converts protobuf messages to frozen domain types. Only this module checks that requests are well
+formed.
 
 Checks that depend on the server's state (whether the member is fenced off, whether the partition
-has values) are made where that state is. Every refusal names the field, its value and the expected
-value.
+has values) are made by the owner of that state. Every error names the field, its value and the
+expectation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODES: Final[Mapping[int, ConsistencyMode]] = {
 
 
 class UploadKind(enum.Enum):
-    """The two streams that carry partitions to a server."""
+    """Kind of a stream that carries partitions to a server."""
 
     INITIALIZE = "Initialize"
     PUSH = "Push"
@@ -47,7 +47,7 @@ class UploadKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One partition of a pull."""
+    """One partition requested in a pull."""
 
     spec: PartitionSpec
     newer_than: int
@@ -60,7 +60,7 @@ class Pull:
     """A PullRequest that is valid for this server."""
 
     member_id: str
-    """Empty for a read-only client."""
+    """Id of the pulling member; empty for a read-only client."""
     generation: int
     partitions: tuple[Wanted, ...]
     clock: int
@@ -72,7 +72,7 @@ class Pull:
 
 @dataclass(frozen=True, kw_only=True)
 class HyperparameterChange:
-    """A SetHyperparametersRequest."""
+    """Content of a SetHyperparametersRequest."""
 
     revision: int
     hyperparameters: Mapping[str, float]
@@ -80,7 +80,7 @@ class HyperparameterChange:
 
 
 def check_job(job_id: str, expected: str) -> None:
-    """Raises UnknownResourceError / JOB_UNKNOWN for a request for another job."""
+    """Raises UnknownResourceError / JOB_UNKNOWN if a request is for a job other than `expected`."""
     if job_id != expected:
         raise UnknownResourceError(
             f"this server holds job {expected!r}, not {job_id!r}; ask the coordinator for the "
@@ -90,7 +90,7 @@ def check_job(job_id: str, expected: str) -> None:
 
 
 def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind) -> UploadHeader:
-    """Parses a header, before any byte of its payload is kept.
+    """Parses a header before any byte of its payload is stored.
 
     Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN,
     InvalidRequestError: DTYPE_MISMATCH, CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID,
@@ -225,8 +225,8 @@ def _pull_codec(codec: int) -> int:
 
 
 def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> OptimizerSettings:
-    """Parses an optimizer. Raises InvalidRequestError / OPTIMIZER_INVALID. `tensors`: all tensors
-    of the job; None if unknown, in which case groups are not checked against them."""
+    """Parses an optimizer. `tensors`: all tensors of the job; None if they are unknown, in which
+    case groups are not checked against them. Raises InvalidRequestError / OPTIMIZER_INVALID."""
     return optimizer_settings(
         name=spec.name,
         hyperparameters=dict(spec.hyperparameters),
@@ -237,7 +237,8 @@ def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> O
 
 
 async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBegin:
-    """Returns the first message of a Follow stream, which must arrive soon."""
+    """Waits for the first message of a Follow stream and returns its content. Raises an error if
+    the message does not arrive soon."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MESSAGE_WAIT.total_seconds()):
             async for request in requests:
@@ -285,7 +286,7 @@ def parse_member(member_id: str) -> str:
 
 
 def at_least(field: str, value: int, least: int) -> int:
-    """Checks a lower bound. Raises InvalidRequestError."""
+    """Checks that `value` is at least `least`. Raises InvalidRequestError."""
     if value < least:
         raise InvalidRequestError(f"{field}={value}: expected {least} or more")
     return value
@@ -301,8 +302,8 @@ def _parameter_groups(groups: Iterable[pb.ParameterGroup]) -> tuple[ParameterGro
 
 
 def partition_of(partition_id: int, layout: Layout) -> PartitionSpec:
-    """Returns a partition of this server. Raises UnknownResourceError / PARTITION_UNKNOWN for
-    others."""
+    """Returns a partition of this server. Raises UnknownResourceError / PARTITION_UNKNOWN for any
+    other partition."""
     spec = layout.partitions.get(partition_id)
     if spec is not None:
         return spec

@@ -1,7 +1,7 @@
-"""RPCs of shoal.v1.ParameterServer: each parses its request, calls the parts of the server, and
-assembles the answer.
+"""RPCs of shoal.v1.ParameterServer. Each method parses its request, calls the components of the
+server, and assembles the answer.
 
-Handlers run on the event loop and raise ShoalErrors; RpcServer turns those into statuses. Uploads
+Handlers run on the event loop and raise ShoalErrors, which RpcServer converts to statuses. Uploads
 and pulls are exchanged as raw messages, so that protobuf does not copy their payloads
 (shoal_common.formats.wire).
 """
@@ -71,7 +71,7 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/SetHyperparameters": _WORKERS,
     f"/{SERVICE}/Initialize": _WORKERS,
     f"/{SERVICE}/Push": _WORKERS,
-    f"/{SERVICE}/Pull": _WORKERS | {Role.READER},  # who looks on, and is no member
+    f"/{SERVICE}/Pull": _WORKERS | {Role.READER},  # readers are not members of the job
     f"/{SERVICE}/ReadRows": _WORKERS | {Role.READER},
     f"/{SERVICE}/RestoreRows": _WORKERS,
     f"/{SERVICE}/OpenData": _WORKERS | {Role.READER},
@@ -81,7 +81,7 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/TakePartitions": frozenset({Role.SERVER}),
     f"/{SERVICE}/GetServer": ANY_ROLE,
 }
-"""Roles that may call each method, besides admins, who may call all."""
+"""Roles that may call each method, besides admins, who may call all methods."""
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -89,15 +89,15 @@ ResponseT = TypeVar("ResponseT")
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Job and id of the server."""
+    """Ids of the server and of its job."""
 
     job_id: str
     server_id: str
 
 
 class ParameterServerServicer:
-    """RPCs of one server. Owns the configuration; everything else belongs to the parts passed to
-    it."""
+    """RPCs of one server. Owns the configuration; the components passed to it own all other
+    state."""
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class ParameterServerServicer:
         metrics: Metrics,
         configuration: Configuration | None,
     ) -> None:
-        """`receiver`: creates the Receiver, given the function that configures this server like
-        another one. `check_place`: raises UnavailableError if this server cannot be sure that it
-        has to serve."""
+        """`receiver`: creates the Receiver from the function that configures this server like
+        another one. `check_place`: raises UnavailableError unless this server is sure that it has
+        to serve."""
         self.configuration = configuration
         self._receiver = receiver(self.agree)
         self._backup = backup
@@ -138,7 +138,7 @@ class ParameterServerServicer:
         self._snapshots = snapshots
         self._changes = changes
         self._configuring = asyncio.Lock()
-        """Held from reading the configuration until a change of it is made."""
+        """Held while the configuration is read and until a change based on it is made."""
         self._tasks: set[asyncio.Task[bool]] = set()
         """Pending changes of the configuration."""
         self._metrics = metrics
@@ -193,7 +193,7 @@ class ParameterServerServicer:
     async def initialize(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.PushResponse:
-        """Serves Initialize."""
+        """Implements Initialize."""
         return await self._transfers.upload(
             parts_of(messages), UploadKind.INITIALIZE, Transport.GRPC, key=member_key()
         )
@@ -201,7 +201,7 @@ class ParameterServerServicer:
     async def push(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.PushResponse:
-        """Serves Push."""
+        """Implements Push."""
         return await self._transfers.upload(
             parts_of(messages), UploadKind.PUSH, Transport.GRPC, key=member_key()
         )
@@ -209,7 +209,7 @@ class ParameterServerServicer:
     async def pull(
         self, request: pb.PullRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Serves Pull."""
+        """Implements Pull."""
         with self._metrics.counting_refusals("Pull"):
             self._check_reader(request.member_id)
         async with aclosing(
@@ -222,7 +222,7 @@ class ParameterServerServicer:
     async def read_rows(
         self, request: pb.ReadRowsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Serves ReadRows."""
+        """Implements ReadRows."""
         with self._metrics.counting_refusals("ReadRows"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -233,7 +233,7 @@ class ParameterServerServicer:
     async def restore_rows(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.RestoreRowsResponse:
-        """Serves RestoreRows."""
+        """Implements RestoreRows."""
         with self._metrics.counting_refusals("RestoreRows"):
             await self._check_place()
             return await self._whole_buckets.restore(messages, key=member_key())
@@ -241,7 +241,7 @@ class ParameterServerServicer:
     async def open_data(
         self, request: pb.OpenDataRequest, context: grpc.aio.ServicerContext
     ) -> pb.OpenDataResponse:
-        """Serves OpenData."""
+        """Implements OpenData."""
         with self._metrics.counting_refusals("OpenData"):
             check_job(request.job_id, self._identity.job_id)
             member_id = parse_member(request.member_id) if request.member_id else ""
@@ -257,7 +257,7 @@ class ParameterServerServicer:
     async def follow(
         self, requests: AsyncIterator[pb.FollowRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Serves Follow."""
+        """Implements Follow."""
         with self._metrics.counting_refusals("Follow"):
             begin = await parse_begin(requests)
             check_job(begin.job_id, self._identity.job_id)
@@ -269,7 +269,7 @@ class ParameterServerServicer:
     async def take_partitions(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.TakePartitionsResponse:
-        """Serves TakePartitions."""
+        """Implements TakePartitions."""
         with self._metrics.counting_refusals("TakePartitions"):
             await self._check_place()
             await self._receiver.take(messages)
@@ -280,7 +280,7 @@ class ParameterServerServicer:
     async def configure_optimizer(
         self, request: pb.ConfigureOptimizerRequest, context: Any
     ) -> pb.ConfigureOptimizerResponse:
-        """Serves ConfigureOptimizer."""
+        """Implements ConfigureOptimizer."""
         with self._metrics.counting_refusals("ConfigureOptimizer"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -303,7 +303,7 @@ class ParameterServerServicer:
     async def set_hyperparameters(
         self, request: pb.SetHyperparametersRequest, context: Any
     ) -> pb.SetHyperparametersResponse:
-        """Serves SetHyperparameters."""
+        """Implements SetHyperparameters."""
         with self._metrics.counting_refusals("SetHyperparameters"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -315,7 +315,7 @@ class ParameterServerServicer:
     async def advance_clock(
         self, request: pb.AdvanceClockRequest, context: Any
     ) -> pb.AdvanceClockResponse:
-        """Serves AdvanceClock."""
+        """Implements AdvanceClock."""
         with self._metrics.counting_refusals("AdvanceClock"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -350,15 +350,15 @@ class ParameterServerServicer:
             return pb.AdvanceClockResponse(slowest_clock=self._membership.clocks.slowest)
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotResponse:
-        """Serves Snapshot."""
+        """Implements Snapshot."""
         with self._metrics.counting_refusals("Snapshot"):
             check_job(request.job_id, self._identity.job_id)
             written = await self._snapshots.write()
             return pb.SnapshotResponse(path=str(written.path), bytes=written.nbytes)
 
     async def get_server(self, request: pb.GetServerRequest, context: Any) -> pb.GetServerResponse:
-        """Serves GetServer."""
-        if request.member_id:  # a worker goes on from what it hears
+        """Implements GetServer."""
+        if request.member_id:  # the request comes from a worker, which continues from the answer
             await self._check_place()
         summary = self._shard.summary(request.member_id)
         layout, configuration, clocks = (
@@ -399,8 +399,8 @@ class ParameterServerServicer:
         )
 
     def _check_clocks_stay(self) -> None:
-        """Raises UnavailableError while partitions move. The receiver has a copy of the clocks and
-        would miss reports made before the shard map names it."""
+        """Raises UnavailableError while partitions move. The receiver has a copy of the clocks, and
+        would miss reports made before the shard map names the receiver."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
                 "partitions of this server are moving to another one, which already has the "
@@ -410,8 +410,8 @@ class ParameterServerServicer:
             )
 
     def _check_reader(self, member_id: str) -> None:
-        """Raises PermissionDeniedError if a reader claims to be a member: others would wait for
-        it."""
+        """Raises PermissionDeniedError if a caller with the role of a reader claims to be a member.
+        Other members would wait for it."""
         if member_id and caller().role is Role.READER:
             raise PermissionDeniedError(
                 f"member_id={member_id!r}: expected an empty member_id, since this token has the "
@@ -446,8 +446,9 @@ class ParameterServerServicer:
             return True
 
     async def agree(self, given: Configuration) -> Configuration:
-        """Makes this server's configuration agree with that of another server of the job, using the
-        newer revision, and returns it. Raises PreconditionError / OPTIMIZER_CONFLICT."""
+        """Makes this server's configuration agree with the configuration of another server of the
+        job, and returns the result. The newer revision is used. Raises PreconditionError /
+        OPTIMIZER_CONFLICT."""
         await self._to_its_end(self._agreement(given))
         assert self.configuration is not None, "it was agreed on"
         return self.configuration
@@ -462,8 +463,8 @@ class ParameterServerServicer:
             return newer
 
     async def _configure(self, configuration: Configuration) -> None:
-        """Changes the configuration between earlier and later pushes, in the order of the
-        journal."""
+        """Sets the configuration at a position in the journal's order: earlier pushes use the old
+        one, later pushes the new one."""
 
         def effect() -> None:
             self.configuration = configuration
@@ -473,7 +474,7 @@ class ParameterServerServicer:
         await self._changes.configure(configuration, effect)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, bool]) -> bool:
-        """Completes a change even if the caller disappears: the next change builds on it."""
+        """Completes a change even if the caller disappears, since the next change builds on it."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -481,8 +482,8 @@ class ParameterServerServicer:
 
 
 def _pull_chunks(header: pb.PullHeader, reading: Reading | None) -> Iterator[bytes]:
-    """Yields one partition of a pull as PullChunks. Each is a copy, made on demand before anything
-    else can run."""
+    """Yields one partition of a pull as PullChunks. Each chunk is a copy, made on demand before any
+    other task can run."""
     if reading is None:
         yield encode_pull_chunk((header, _NOTHING))
         return

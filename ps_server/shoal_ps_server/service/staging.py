@@ -1,5 +1,5 @@
-"""Memory for partitions being received: limited in total and per member, so that no member takes
-the others' share.
+"""Memory for partitions that are being received. It is limited in total and per member, so that no
+member uses the other members' share.
 
 Belongs to the event loop.
 """
@@ -13,22 +13,22 @@ from typing import Final
 
 DEFAULT_BYTES: Final = 1 << 30
 SHARE: Final = 4
-"""A member may use this fraction (1/SHARE) of the memory."""
+"""Divisor of the memory: one member may use at most 1/SHARE of it."""
 
 
 class Staging:
-    """Memory of one server's upload streams."""
+    """Memory of all upload streams of one server."""
 
     def __init__(self, *, nbytes: int = DEFAULT_BYTES) -> None:
         self._most = nbytes
         self._held: Counter[str] = Counter()
         """Member -> bytes in use."""
         self._freed = asyncio.Event()
-        """Set and replaced when memory is released."""
+        """Event that is set and replaced when memory is released."""
 
     async def take(self, member: str, nbytes: int) -> Callable[[], None]:
-        """Waits for room and returns a function that releases the memory, which may be called
-        repeatedly. A single partition always fits."""
+        """Waits until `nbytes` of memory are available to a member. Returns a function that
+        releases the memory and may be called repeatedly. A single partition always fits."""
         while not self._fits(member, nbytes):
             await self._freed.wait()
         self._held[member] += nbytes

@@ -1,9 +1,9 @@
-"""A server's place as assigned by the coordinator: its index in the job, and whether it has to
+"""Place of this server as assigned by the coordinator: its index in the job, and whether it has to
 serve.
 
-A server that does not know its place serves nobody, since another server may have received it by
-now. The consequences of a place are implemented elsewhere: `ParameterServer` serves and `Standby`
-follows. Belongs to the event loop.
+A server that does not know its place serves nobody, since another server may have received the
+place by now. Other modules act on the place: `ParameterServer` serves, and `Standby` follows a
+primary. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Standing:
         layouts: Layouts,
         backup: Backup,
     ) -> None:
-        """`recovered`: the server's state, which `layouts` and `backup` belong to."""
+        """`recovered`: the server's state, to which `layouts` and `backup` belong."""
         self._job_id = job_id
         self._held_backup = recovered.backup
         self._has_journal = has_journal
@@ -51,7 +51,7 @@ class Standing:
         self._backup = backup
         self.server_index = None if recovered.layout is None else recovered.layout.server_index
         self._is_registered = False
-        """True if the coordinator has welcomed this process: messages about its place since then
+        """True if the coordinator has welcomed this process. Messages about its place since then
         refer to `server_index`."""
         self._epoch = 0
         """Newest epoch of this server's place."""
@@ -59,23 +59,24 @@ class Standing:
         """True if the job's servers have backups."""
         self._known = asyncio.Event()
         if recovered.layout is not None and not recovered.backup:
-            self._known.set()  # else another server may have the place by now
+            self._known.set()  # otherwise another server may have this place by now
         self.replaced = asyncio.Event()
-        """Set when the coordinator says that this server is a backup."""
+        """Event that is set when the coordinator makes this server a backup."""
 
     @property
     def is_known(self) -> bool:
-        """True if the coordinator has assigned a place, or no other server can have it."""
+        """True if the coordinator has assigned a place, or if no other server can have this
+        server's place."""
         return self._known.is_set()
 
     @property
     def held_index(self) -> int | None:
-        """Place whose partitions this server holds; None if it holds none."""
+        """Place whose partitions this server stores; None if it stores none."""
         layout = self._layouts.current
         return None if layout is None or self._has_given_all() else layout.server_index
 
     def welcomed(self, server_index: int, *, with_backups: bool) -> None:
-        """Implements `Listener.welcomed`."""
+        """Records the place assigned with the coordinator's welcome, as `Listener.welcomed`."""
         if with_backups and not self._has_journal:
             raise ConfigurationError(
                 "this job's parameter servers have backups, which need a journal; start each "
@@ -83,7 +84,7 @@ class Standing:
             )
         self.with_backups = with_backups
         if self._held_backup and not self._is_registered:
-            # its state may be obsolete; the message about the place says so
+            # its state may be obsolete; the coordinator's message about its place decides that
             self.server_index = server_index
         if (
             self.server_index is not None
@@ -102,23 +103,23 @@ class Standing:
                 "received its partitions; restart it with the same settings"
             )
         if self._layouts.current is not None and self._layouts.current.server_index != server_index:
-            self._layouts.becomes(None)  # it was another server, which has nothing any more
+            self._layouts.becomes(None)  # its former index holds no partitions any more
         self.server_index, self._is_registered = server_index, True
 
     def _has_given_all(self) -> bool:
-        """Returns whether other servers have everything that was here, so that the job can use this
-        server as a new one."""
+        """Returns whether other servers have received all partitions of this server, so that the
+        job can use it as a new one."""
         leaving = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
         return leaving.issuperset(self._shard.partition_ids())
 
     def placed(self, place: Place) -> None:
-        """Implements `Listener.placed`."""
+        """Records the assigned place, as `Listener.placed`."""
         if place.epoch < self._epoch:
             logger.error(
                 "the coordinator lost an epoch of this server's place",
                 extra={"known": self._epoch, "told": place.epoch},
             )
-            self._known.clear()  # another server may have been told what this one was
+            self._known.clear()  # another server may have been given this server's place
             return
         self._epoch = place.epoch
         if place.follows:
@@ -131,7 +132,7 @@ class Standing:
 
     async def check(self) -> None:
         """Returns if this server has to serve, after waiting for the coordinator if necessary.
-        Raises UnavailableError: PLACE_UNKNOWN."""
+        Raises UnavailableError / PLACE_UNKNOWN otherwise."""
         if not self._known.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PLACE_WAIT.total_seconds()):

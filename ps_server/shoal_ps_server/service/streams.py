@@ -1,7 +1,8 @@
-"""Assembles upload streams: turns the chunks of a stream back into complete partitions. Applies
+"""Assembles upload streams: combines the chunks of a stream to complete partitions. Applies
 nothing.
 
-A stream is refused at its first error; partitions completed before it have already been passed on.
+A stream is refused at its first error; partitions completed before the error have already been
+passed on.
 """
 
 from __future__ import annotations
@@ -22,34 +23,35 @@ class Chunk(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """Number of bytes in the chunk."""
 
     async def move_to(self, upload: Upload) -> None:
-        """Appends the bytes to the upload. Raises like `Upload.room`."""
+        """Appends the bytes to the upload. Raises the errors of `Upload.room`."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A chunk in memory."""
+    """Chunk of a payload that is in memory."""
 
     payload: memoryview
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """Number of bytes in the chunk."""
         return self.payload.nbytes
 
     async def move_to(self, upload: Upload) -> None:
-        """Copies the bytes. Raises like `Upload.add`."""
+        """Copies the bytes to the upload. Raises the errors of `Upload.add`."""
         upload.add(self.payload)
 
 
 Part = tuple[pb.PushHeader | None, Chunk]
-"""Unit of a stream: opens a partition if it has a header, otherwise continues the previous one."""
+"""Unit of a stream. A part with a header starts a partition; a part without one continues the
+previous partition."""
 
 
 async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
-    """Yields the parts of encoded PushChunks. Raises InvalidRequestError / MESSAGE_MALFORMED and
+    """Decodes PushChunks and yields their parts. Raises InvalidRequestError / MESSAGE_MALFORMED and
     LimitError / PAYLOAD_TOO_LARGE."""
     async for data in messages:
         header, payload = decode_push_chunk(data)
@@ -65,8 +67,8 @@ async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
 async def received_partitions(
     parts: AsyncIterator[Part], open_upload: Callable[[pb.PushHeader], Awaitable[Upload]]
 ) -> AsyncGenerator[Upload]:
-    """Yields the partitions of a stream, each one complete. `open_upload` checks a header before
-    its payload is kept.
+    """Yields the partitions of a stream, each complete. `open_upload`: checks a header before its
+    payload is stored, and returns the upload.
 
     Raises the errors of `parts` and `open_upload`, and InvalidRequestError: STREAM_MALFORMED,
     PAYLOAD_TRUNCATED, PAYLOAD_SIZE_MISMATCH.

@@ -1,5 +1,5 @@
-"""Tickets for bulk connections: each opens one connection, for one member, within seconds. Pure;
-the caller passes the time."""
+"""Tickets for bulk connections. Each ticket opens one connection for one member and is valid for
+seconds. Pure; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from shoal_common.errors import AuthenticationError, LimitError
 
 GOOD_FOR_S: Final = 10.0
 MOST_OF_A_MEMBER: Final = 8
-"""Maximum number of connections for one member, including tickets for further ones."""
+"""Maximum number of connections for one member, including unused tickets."""
 MOST_OF_READERS: Final = 256
-"""The same for all anonymous clients together."""
+"""Maximum number of connections for all anonymous clients together, including unused tickets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speaker:
-    """Member or reader on whose behalf a bulk connection is used."""
+    """Member or anonymous reader on whose behalf a bulk connection is used."""
 
     member_id: str
-    """Empty for an anonymous client."""
+    """Id of the member; empty for an anonymous client."""
     key: str = field(default="", repr=False)
-    """The member's key, as presented in the call for the ticket. Checked for each stream, since a
-    server may learn of the member later."""
+    """Key of the member, as presented in the call for the ticket. It is checked for each stream,
+    since the server may learn of the member later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class Tickets:
     """Tickets of one server, and the connections opened with them."""
 
     def __init__(self, *, most_together: int) -> None:
-        """`most_together`: maximum number of connections of all members, including tickets for
-        further ones."""
+        """`most_together`: maximum number of connections of all members, including unused
+        tickets."""
         self._most_together = most_together
         self._issued: list[_Issued] = []
         """Unused tickets, oldest first."""
         self._open: Counter[str] = Counter()
-        """Member -> number of its connections."""
+        """Member -> number of its open connections."""
 
     def issue(self, speaker: Speaker, now: float) -> bytes:
         """Returns a ticket for a connection on behalf of `speaker`.
@@ -77,7 +77,8 @@ class Tickets:
         return issued.ticket
 
     def redeem(self, ticket: bytes, now: float) -> Speaker:
-        """Returns the speaker of the connection, which counts as open until `closed`.
+        """Returns the speaker to which a ticket was issued, and uses the ticket up. The connection
+        counts as open until `closed`.
 
         Raises AuthenticationError / TICKET_INVALID.
         """
@@ -97,7 +98,7 @@ class Tickets:
         return found.speaker
 
     def closed(self, member_id: str) -> None:
-        """Records the end of one of the member's connections."""
+        """Records the end of one of a member's connections."""
         self._open[member_id] -= 1
         if not self._open[member_id]:
             del self._open[member_id]

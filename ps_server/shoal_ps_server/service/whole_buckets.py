@@ -1,8 +1,8 @@
-"""ReadRows and RestoreRows: transfer one entire bucket of a sparse table to or from a checkpoint.
-Belongs to the event loop.
+"""Implements ReadRows and RestoreRows, which transfer one entire bucket of a sparse table to or
+from a checkpoint. Belongs to the event loop.
 
-A bucket is at most 256 MiB. Buckets in transfer, in either direction, share a memory limit, so that
-a table is never in memory a second time.
+A bucket is at most 256 MiB. All buckets in transfer, in either direction, share a memory limit, so
+that a table is never copied to memory as a whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IDLE_LIMIT: Final = timedelta(seconds=60)
 
 
 class WholeBuckets:
-    """Bucket transfers of one server."""
+    """Transfers of buckets to and from one server."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class WholeBuckets:
         self._memory = Staging(nbytes=_MEMORY_BYTES)
 
     async def read(self, request: pb.ReadRowsRequest) -> AsyncGenerator[bytes]:
-        """Yields the chunks of a bucket. Raises the errors documented for ReadRows in the
+        """Yields the encoded chunks of a bucket. Raises the errors documented for ReadRows in the
         .proto."""
         check_job(request.job_id, self._job_id)
         spec, bucket = _bucket(
@@ -95,8 +95,8 @@ class WholeBuckets:
     async def restore(
         self, messages: AsyncIterator[bytes], *, key: str = ""
     ) -> pb.RestoreRowsResponse:
-        """Serves one stream, of a caller that presents `key`, to its end. Raises the errors
-        documented for RestoreRows in the .proto."""
+        """Serves one RestoreRows stream to its end. `key`: key presented by the caller. Raises the
+        errors documented for RestoreRows in the .proto."""
         idle_s = self._idle_limit.total_seconds()
         release: Callable[[], None] = _nothing
         try:
@@ -185,7 +185,7 @@ async def _received(
     messages: AsyncIterator[bytes],
     came: Callable[[], None],
 ) -> memoryview:
-    """Returns the complete payload."""
+    """Receives the payload of a bucket and returns it once it is complete."""
     payload, at = memoryview(bytearray(header.payload_bytes)), 0
     async for data in messages:
         opening, piece = decode_rows_chunk(data, InvalidRequestError)

@@ -1,2 +1,2 @@
 """State of a server: the layout, the partitions with their values and optimizers, and the
-conversion of an upload into a change."""
+conversion of an upload to a change."""

@@ -1,10 +1,10 @@
-"""Tracks finished leased batches, so that a batch dealt again after a member's death is not applied
-twice.
+"""Keeps track of finished leased batches, so that a batch leased again after a member's death is
+not applied twice.
 
-With each push, a member reports the batches finished since the last one. Each partition itself
-remembers the batch that the member works on or died in (partition.py). Consecutive batches have
-consecutive keys, so the finished batches of an epoch merge into one range of keys. Belongs to the
-thread that owns the shard.
+With each push, a member reports the batches finished since its last push. The batch that the member
+works on, or worked on when it died, is recorded by each partition (partition.py). Consecutive
+batches have consecutive keys, so the finished batches of an epoch merge into one range of keys.
+Belongs to the thread that owns the shard.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterable
 from typing import Final
 
 MOST_RUNS: Final = 1 << 16
-"""Maximum number of ranges kept; the oldest are forgotten. There is about one per block of batches
-in progress."""
+"""Maximum number of ranges kept; the oldest are forgotten. There is about one range per block of
+batches in progress."""
 
 
 class Batches:
-    """Keys of batches, as ranges of consecutive keys."""
+    """Set of batch keys, stored as ranges of consecutive keys."""
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
         """`runs`: first key and end of each range, oldest first."""
         self._ends = dict(runs)
-        """First key -> end, oldest first."""
+        """First key -> end of each range, oldest first."""
         self._firsts = sorted(self._ends)
 
     def add(self, keys: Iterable[int]) -> None:
@@ -37,7 +37,8 @@ class Batches:
         """Adds ranges of keys known to another server, each as first key and end."""
         for first, end in runs:
             place = bisect_right(self._firsts, end)
-            while place and self._ends[self._firsts[place - 1]] >= first:  # it overlaps, or touches
+            while place and self._ends[self._firsts[place - 1]] >= first:
+                # the ranges overlap or are adjacent
                 place -= 1
                 known = self._firsts.pop(place)
                 first, end = min(first, known), max(end, self._ends.pop(known))

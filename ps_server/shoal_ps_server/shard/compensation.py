@@ -1,11 +1,11 @@
-"""Delay compensation: approximates a gradient on the current values from one on the values that a
-member pulled.
+"""Delay compensation: approximates a gradient on the current values from a gradient on the values
+that a member pulled earlier.
 
 Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017,
 Algorithm 2 and equation 10: adds `strength * g * g * (now - then)` to the gradient g, element by
 element, where g * g approximates the diagonal of the Hessian. A server therefore keeps the values
-of the version that each member pulled last: one copy for all members with the same version, and
-none of the current version.
+of the version that each member pulled last. All members with the same version share one copy, and
+the current version needs none.
 
 Pulled versions are not in the journal, since pulls do not wait for the disk. A push with an unknown
 base version is applied without compensation. The journal's record of a push says whether it was
@@ -24,7 +24,7 @@ from shoal_ps_server.shard.payload import largest_of
 
 
 class BaseValues:
-    """Values of one partition that future pushes were computed on."""
+    """Values of one partition on which future pushes will have been computed."""
 
     def __init__(
         self,
@@ -32,12 +32,12 @@ class BaseValues:
         pulled: Mapping[str, int] | None = None,
         copies: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Restores these from a snapshot, or starts empty. Unreferenced copies stay until the next
-        change."""
+        """Restores the values from a snapshot, or starts empty. Unreferenced copies stay until the
+        next change."""
         self.pulled: dict[str, int] = dict(pulled or {})
-        """Member -> version it pulled last."""
+        """Member -> version that it pulled last."""
         self.copies: dict[int, torch.Tensor] = dict(copies or {})
-        """Version -> its values, if they have changed since."""
+        """Version -> values, for versions whose values have changed since."""
         self._due: Counter[int] = Counter()
         """Version -> number of pending pushes that will be compensated with it."""
 
@@ -47,24 +47,25 @@ class BaseValues:
         self._drop()
 
     def forget_all_but(self, members: Container[str]) -> None:
-        """Drops the versions pulled by other members."""
+        """Drops the versions pulled by members that are not in `members`."""
         self.pulled = {
             member: version for member, version in self.pulled.items() if member in members
         }
         self._drop()
 
     def expect(self, version: int) -> None:
-        """Registers a pending push that will be compensated with this version."""
+        """Registers a pending push that will be compensated with the values of `version`."""
         self._due[version] += 1
 
     def settle(self, version: int) -> None:
-        """Unregisters a push that has been applied or refused."""
+        """Unregisters a push that has been applied or refused. `version`: the version that it was
+        compensated with."""
         self._due[version] -= 1
-        self._due += Counter()  # without what is at 0
+        self._due += Counter()  # removes counts of 0
         self._drop()
 
     def before_change(self, version: int, values: torch.Tensor) -> None:
-        """Keeps a copy of the values of `version`, if needed, before they change."""
+        """Keeps a copy of the values before they change, if `version` will be needed."""
         if version in self._needed():
             self.copies[version] = values.clone()
 
@@ -82,8 +83,8 @@ class BaseValues:
 def compensated(
     gradient: torch.Tensor, *, now: torch.Tensor, then: torch.Tensor, strength: float, limit: float
 ) -> torch.Tensor:
-    """Returns a gradient on the values `then`, converted to one on the values `now`. All have one
-    shape and type; 16-bit types are computed in float32.
+    """Converts a gradient on the values `then` to a gradient on the values `now`. All tensors have
+    the same shape and type; 16-bit types are computed in float32.
 
     `limit`: the largest magnitude allowed in the result. If any element would be larger or NaN, the
     approximation is too far off and the gradient is returned unchanged.

@@ -13,13 +13,13 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class ElementType:
-    """One element type in every representation used by a server."""
+    """Representations of one element type in a server."""
 
     name: str
-    """Name used by shard maps and snapshots, which is numpy's."""
+    """Name in shard maps and snapshots, as in numpy."""
 
     wire: pb.Dtype
-    """shoal.v1.Dtype."""
+    """Value of shoal.v1.Dtype."""
 
     torch: torch.dtype
 

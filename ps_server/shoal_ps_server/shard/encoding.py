@@ -1,9 +1,9 @@
-"""Compresses values for pulls: the codecs of shoal_common.formats.codecs that suit values,
+"""Compresses values for pulls, with those codecs of shoal_common.formats.codecs that suit values,
 implemented in torch.
 
 Each value is rounded to the nearest representable one, so equal values give equal bytes: all
-readers of a version see the same, whichever server answers. The server's own values keep their
-precision.
+readers of a version receive the same bytes, whichever server answers. The server's own values keep
+their precision.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shoal_common.formats.codecs import INT8_BLOCK, INT8_LARGEST, blocks
 from shoal_ps_server.shard.payload import largest_of
 
 _INFINITE_FROM = {codecs.FLOAT16: 65520.0, codecs.BFLOAT16: 2.0**128 - 2.0**119}
-"""Codec -> smallest magnitude that it rounds to infinity."""
+"""Codec -> smallest magnitude that the codec rounds to infinity."""
 
 
 def encode_values(values: torch.Tensor, codec: int) -> torch.Tensor:
-    """Returns the payload in a codec out of `codecs.FOR_VALUES`, as uint8.
+    """Returns the payload of `values` as uint8. `codec`: one of `codecs.FOR_VALUES`.
 
     Raises PreconditionError / VALUES_TOO_LARGE if a value would become infinite.
     """

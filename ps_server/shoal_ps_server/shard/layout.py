@@ -1,5 +1,5 @@
-"""Partitions of a server according to the coordinator's shard map. Plain values; nothing here talks
-to the coordinator."""
+"""Partitions of a server according to the coordinator's shard map. Plain values; this module does
+not communicate with the coordinator."""
 
 from __future__ import annotations
 
@@ -24,45 +24,46 @@ class Piece:
     """A range of elements of one flattened tensor."""
 
     tensor: str
-    """The tensor's name."""
+    """Name of the tensor."""
     offset: int
     """First element within the flattened tensor."""
     length: int
-    """Elements; >= 1."""
+    """Number of elements; at least 1."""
     row: int = 1
-    """Number of elements selected by one index of the tensor's first dimension; 1 if it has at most
-    one dimension, or is frozen, since no optimizer needs it."""
+    """Number of elements selected by one index of the tensor's first dimension. 1 for a tensor with
+    at most one dimension and for a frozen tensor, since no optimizer needs it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Rows of a sparse table whose ids fall into one of its buckets."""
+    """Rows of a sparse table whose ids belong to one of the table's buckets."""
 
     table: str
-    """The table's name."""
+    """Name of the table."""
     rows: int
-    """Ids are >= 0 and below this; 0: any 64-bit id."""
+    """Upper bound of the ids, which are at least 0; 0: any 64-bit id."""
     dim: int
     """Number of elements per row."""
     number: int
-    """Number of the bucket in its table."""
+    """Index of the bucket in its table."""
     spec: TableSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpec:
-    """Consecutive pieces of tensors of one element type, or a bucket of a sparse table: the unit of
-    ownership, of atomicity and of versions."""
+    """Consecutive pieces of tensors of one element type, or a bucket of a sparse table. A partition
+    has one owner and one version, and changes atomically."""
 
     partition_id: int
     pieces: tuple[Piece, ...]
-    """Empty for a bucket, whose length and bytes are then 0 because they are not fixed."""
+    """Pieces of the partition. Empty for a bucket; its length and bytes are then 0, because they
+    are not fixed."""
     element: ElementType
     bucket: Bucket | None = None
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Start of each piece within the values, and finally the end of the last one."""
+        """Start of each piece within the values, followed by the end of the last piece."""
         return (0, *accumulate(piece.length for piece in self.pieces))
 
     @property
@@ -72,16 +73,17 @@ class PartitionSpec:
 
     @property
     def nbytes(self) -> int:
-        """Size of its values in bytes."""
+        """Size of the partition's values in bytes."""
         return self.length * self.element.itemsize
 
     def length_without(self, absent: Collection[int]) -> int:
-        """Returns the number of elements of all pieces except those at these positions."""
+        """Returns the number of elements of all pieces except the pieces at the positions
+        `absent`."""
         return self.length - sum(self.pieces[position].length for position in absent)
 
     def shapes_without(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Returns rows and columns of all pieces except those at these positions, as seen by
-        codecs."""
+        """Returns the rows and columns, as defined by codecs, of all pieces except the pieces at
+        the positions `absent`."""
         missing = frozenset(absent)
         return tuple(
             codecs.piece_shape(offset=piece.offset, length=piece.length, row=piece.row)
@@ -90,8 +92,8 @@ class PartitionSpec:
         )
 
     def without(self, values: torch.Tensor, absent: Collection[int]) -> torch.Tensor:
-        """Returns values laid out like this partition's, without the pieces at these positions: the
-        original memory if none is left out, otherwise a copy."""
+        """Returns the part of `values` that belongs to all pieces except the pieces at the
+        positions `absent`. Returns the original memory if none is absent, otherwise a copy."""
         if not absent:
             return values
         missing = frozenset(absent)
@@ -99,8 +101,8 @@ class PartitionSpec:
         return torch.cat([part for position, part in enumerate(parts) if position not in missing])
 
     def name_of(self, element: int, absent: Collection[int] = ()) -> str:
-        """Returns which element of which tensor is at an index of the values if some pieces are
-        left out; for people."""
+        """Describes an element of the values for people, by its tensor and index. `element`: index
+        in values without the pieces at the positions `absent`."""
         missing = frozenset(absent)
         for position, piece in enumerate(self.pieces):
             if position not in missing:
@@ -112,15 +114,16 @@ class PartitionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One epoch of the shard map from the perspective of one server."""
+    """One epoch of the shard map, from the perspective of one server."""
 
     epoch: int
-    """Epoch of the shard map; >= 1."""
+    """Epoch of the shard map; at least 1."""
     server_index: int
     partitions: Mapping[int, PartitionSpec]
     """Partitions of this server by id, ascending."""
     owners: Mapping[int, int]
-    """Partition of the job -> server index of its primary, to redirect misdirected requests."""
+    """Id of each partition of the job -> server index of its primary, to redirect misdirected
+    requests."""
     tensors: frozenset[str]
     """Names of all tensors of the job."""
     frozen: frozenset[str] = frozenset()
@@ -130,8 +133,8 @@ class Layout:
 def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: int) -> Layout:
     """Returns the part of a shard map that concerns one server.
 
-    Raises InternalError if the map is inconsistent: it comes from the coordinator, never from a
-    user.
+    Raises InternalError if the map is inconsistent, since it comes from the coordinator and never
+    from a user.
     """
     partitions: dict[int, PartitionSpec] = {}
     owners: dict[int, int] = {}

@@ -1,8 +1,8 @@
 """Validated settings of the server's optimizer as requested by a job.
 
-The arithmetic is torch's (runs.py). The available optimizers, with their hyperparameters and state,
-are declared in `shoal_common.optimizers.for_servers`; values that torch would refuse are refused
-here, before anything has changed.
+torch performs the arithmetic (runs.py). The available optimizers, with their hyperparameters and
+state, are declared in `shoal_common.optimizers.for_servers`. Values that torch would refuse are
+refused here, before anything has changed.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from shoal_ps_server.shard.layout import PartitionSpec, Piece
 
 _CALM_HYPERPARAMETER: Final = 1e3
 _CALM_EPS: Final = 1e-30
-"""Below this, Adam could divide by zero."""
+"""Smallest eps with which Adam cannot divide by zero."""
 _CALM_GROWTH: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Tensors with their own hyperparameters."""
+    """Group of tensors with their own hyperparameters."""
 
     tensors: frozenset[str]
     hyperparameters: Mapping[str, float]
-    """Explicitly given hyperparameters; the others are the optimizer's."""
+    """Hyperparameters given for the group; the others have the values of the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """A job's optimizer. Equal settings compare equal, however many defaults were spelled out.
-    Created by `optimizer_settings`."""
+    """Optimizer of a job, created by `optimizer_settings`. Equal settings compare equal, whether or
+    not defaults were given explicitly."""
 
     name: str
     hyperparameters: Hyperparameters
-    """All hyperparameters, for tensors without a group."""
+    """All hyperparameters of tensors without a group."""
     groups: tuple[ParameterGroup, ...] = ()
     delay_compensation: float = 0.0
     """Strength of the compensation for a gradient's staleness (compensation.py); 0: none."""
 
     def place_of(self, tensor: str) -> int:
-        """Returns the index of a tensor's group; -1 if it has none."""
+        """Returns the index of a tensor's parameter group; -1 if the tensor has none."""
         return self._places.get(tensor, -1)
 
     def at(self, place: int) -> Hyperparameters:
-        """Returns all hyperparameters of the tensors in that group; -1: of those without a
-        group."""
+        """Returns all hyperparameters of the tensors in the group with index `place`; -1: of the
+        tensors without a group."""
         return (
             self.hyperparameters
             if place < 0
@@ -79,8 +79,8 @@ class OptimizerSettings:
     def changed(
         self, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]
     ) -> OptimizerSettings:
-        """Returns the settings after a step of the schedule: `hyperparameters` apply to every group
-        except those in `groups`, which get their own.
+        """Returns the settings after a step of the schedule. `hyperparameters`: new values for all
+        groups except `groups`, which contain their own values.
 
         Raises InvalidRequestError / OPTIMIZER_INVALID for unknown names, impossible values,
         unconfigured groups, and changes of hyperparameters that determine which state is kept.
@@ -117,8 +117,8 @@ class OptimizerSettings:
         )
 
     def check_pieces(self, specs: Iterable[PartitionSpec]) -> None:
-        """Raises InvalidRequestError / OPTIMIZER_INVALID if a partition splits a unit that this
-        optimizer updates together."""
+        """Raises InvalidRequestError / OPTIMIZER_INVALID if a partition splits elements that this
+        optimizer must update together."""
         declared = SERVER_OPTIMIZERS[self.name]
         for spec in specs:
             for piece in spec.pieces:
@@ -130,8 +130,9 @@ class OptimizerSettings:
                     )
 
     def is_calm(self, places: Collection[int]) -> bool:
-        """Returns whether, for tensors in these groups, an update by a gradient of ordinary size
-        cannot be infinite and values cannot keep growing by themselves."""
+        """Returns whether updates are safe without a trial for tensors in the groups `places`: an
+        update by a gradient of ordinary size cannot be infinite, and values cannot keep growing by
+        themselves."""
         declared = SERVER_OPTIMIZERS[self.name]
         return all(
             is_calm(values)
@@ -155,11 +156,11 @@ class OptimizerSettings:
 
     @property
     def unit(self) -> Unit:
-        """Unit that is updated together."""
+        """Granularity at which the optimizer updates values."""
         return SERVER_OPTIMIZERS[self.name].unit
 
     def most_state_bytes(self, pieces: Iterable[Piece], element: ElementType) -> int:
-        """Returns the maximum bytes of state for these pieces."""
+        """Returns the maximum bytes of optimizer state for `pieces` with this element type."""
         itemsize = self.state_dtype(element).itemsize
         return (
             self._most_state_tensors * itemsize * sum(self.state_length(piece) for piece in pieces)
@@ -170,13 +171,13 @@ class OptimizerSettings:
         return piece.length // piece.row if self.unit is Unit.ROW else piece.length
 
     def state_dtype(self, element: ElementType) -> torch.dtype:
-        """Returns the type of the state for values of a type: the same, except that sums over rows
-        have at least 32 bits, which costs little."""
+        """Returns the type of the state for an element type. It is the same type, except that sums
+        over rows have at least 32 bits, which costs little."""
         return torch.float32 if self.unit is Unit.ROW and element.itemsize < 4 else element.torch
 
     @property
     def state_names(self) -> frozenset[str]:
-        """Names of the state tensors that this optimizer may keep per partition."""
+        """Names of the state tensors that the optimizer may keep per partition."""
         return SERVER_OPTIMIZERS[self.name].state
 
 
@@ -191,8 +192,8 @@ def optimizer_settings(
     """Validates an optimizer from a request or a snapshot, and fills in the defaults.
 
     `tensors`: names that groups may use; None: any. Raises InvalidRequestError / OPTIMIZER_INVALID
-    for an unknown optimizer or hyperparameter, a value that torch would refuse, and a tensor that
-    does not exist or is in two groups.
+    for an unknown optimizer or hyperparameter, for a value that torch would refuse, and for a
+    tensor that does not exist or is in two groups.
     """
     declared = SERVER_OPTIMIZERS.get(name)
     if declared is None:

@@ -1,5 +1,5 @@
-"""One partition: its values, version, optimizer and applied sequence numbers, which change together
-or not at all."""
+"""One partition: its values, version, optimizer and applied sequence numbers. All of them change
+together or not at all."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
 
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
-"""Magnitudes whose square, as computed by Adam, is far below the type's largest number. There are
-none in float16."""
+"""Magnitudes whose square, as computed by Adam, is far below the type's largest number. float16 has
+no such magnitude."""
 
 _CALM_MARGIN: Final = 1e8
-"""Factor by which values must be smaller still if an update is multiplied by the ratio of the
+"""Factor by which values must be smaller than _CALM if an update is multiplied by the ratio of the
 values' norm to its own."""
 
 MOST_LEFT: Final = 1024
-"""Maximum number of remembered batches that their members gave up."""
+"""Maximum number of remembered batches that were given up by their members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,32 +40,34 @@ class PartitionImage:
 
     spec: PartitionSpec
     version: int
-    """At least 1, since partitions without values are not in snapshots."""
+    """Version of the partition, at least 1, since partitions without values are not in
+    snapshots."""
     values: torch.Tensor
     runs: tuple[RunImage, ...]
-    """The optimizer's state; empty before the first push."""
+    """State of the optimizer; empty before the first push."""
     sequences: dict[str, int]
     batches: dict[str, int]
     left: list[int]
-    """Keys of batches that were pushed here and given up by their members: see `Settled.left`."""
+    """Keys of batches that were pushed to this partition and given up by their members, as in
+    `Settled.left`."""
     pulled: Mapping[str, int] = field(default_factory=dict)
-    """For delay compensation: member -> version it pulled last; `base_values`: values of versions
-    before this one."""
+    """For delay compensation: member -> version that it pulled last; `base_values`: values of
+    versions before this one."""
     base_values: Mapping[int, torch.Tensor] = field(default_factory=dict)
     rows: RowsImage | None = None
-    """Rows of a bucket of a table, which has neither `values` nor `runs`; None for other
+    """Rows of a bucket of a sparse table, which has neither `values` nor `runs`; None for other
     partitions."""
     restoration: int = 0
     """Number of the last restoration, as in `Partition.restoration`."""
 
     def settled(self) -> Settled:
-        """Returns the settled pushes, in dictionaries of their own."""
+        """Returns a copy of the settled pushes."""
         return Settled(
             sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns the optimizer's tensors by "RUN:NAME"."""
+        """Returns the state tensors of the optimizer by "RUN:NAME"."""
         return {
             f"{place}:{name}": run.state[name]
             for place, run in enumerate(self.runs)
@@ -73,7 +75,7 @@ class PartitionImage:
         }
 
     def copy(self) -> PartitionImage:
-        """Returns a copy with tensors of its own."""
+        """Returns a copy of the image with its own tensors."""
         runs = tuple(
             replace(run, state={name: tensor.clone() for name, tensor in run.state.items()})
             for run in self.runs
@@ -84,21 +86,21 @@ class PartitionImage:
 
 @dataclass(kw_only=True)
 class Settled:
-    """Pushes that need no further attention because they were applied, or were known by their
-    batch."""
+    """Pushes that were applied, or were recognized by their batch, and need no further
+    attention."""
 
     sequences: dict[str, int] = field(default_factory=dict)
-    """Member -> the last of its sequence numbers 1, 2, 3, ..."""
+    """Member -> last of its sequence numbers 1, 2, 3, ..."""
     batches: dict[str, int] = field(default_factory=dict)
-    """Member -> key of the batch of its last push, if it had one. A member works on one batch at a
-    time, so only this one may be partially pushed when the member dies; its next owner then pushes
-    the missing part."""
+    """Member -> key of the batch of its last push, if the push had one. A member works on one batch
+    at a time, so only this batch may be partially pushed when the member dies; the next owner of
+    the batch then pushes the missing part."""
     left: list[int] = field(default_factory=list)
-    """Keys of batches that were pushed here and then given up by their members for another one;
-    other partitions may lack them."""
+    """Keys of batches that were pushed to this partition and then given up by their members for
+    another batch; other partitions may lack them."""
 
     def settle(self, push: UploadHeader, finished: Container[int]) -> None:
-        """Marks the push's sequence number as used. One older than the last changes nothing.
+        """Marks the push's sequence number as used. A number below the last one changes nothing.
         `finished`: batches that all partitions have."""
         if push.sequence <= self.sequences.get(push.member_id, 0):
             return
@@ -124,7 +126,7 @@ class Settled:
         self.batches.pop(member_id, None)
 
     def copy(self) -> Settled:
-        """Returns an independent copy."""
+        """Returns an independent copy of the settled pushes."""
         return Settled(
             sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
         )
@@ -132,24 +134,25 @@ class Settled:
 
 @dataclass(kw_only=True)
 class Partition:
-    """Invariants: version 0 <=> no values; version = 1 + pushes applied. Pushes are admitted first;
-    then, in that order, they are all applied or, from some push on, all refused."""
+    """A partition of a server. Invariants: version 0 <=> no values; version = 1 + pushes applied.
+    Pushes are admitted first; then, in the same order, they are all applied or, from some push on,
+    all refused."""
 
     spec: PartitionSpec
     version: int = 0
     values: torch.Tensor | None = None
     settled: Settled = field(default_factory=Settled)
     largest_at_first: float = 0.0
-    """Largest magnitude among the initial values here. Calm updates do not raise it to where values
+    """Largest magnitude among the initial values. Calm updates do not raise it so far that values
     could overflow."""
     optimizer: PartitionOptimizer | None = None
-    """Created at the first push."""
+    """Optimizer of the partition, created at the first push."""
     bases: BaseValues = field(default_factory=BaseValues)
     """Used with delay compensation; otherwise empty."""
     readings: set[Reading] = field(default_factory=set)
-    """Open readings of the live values, which must not see the next change."""
+    """Open readings of the live values. They must not see the next change."""
     encoded: WeakValueDictionary[int, EncodedValues] = field(default_factory=WeakValueDictionary)
-    """Codec -> the current values encoded in it, while a reader uses them."""
+    """Codec -> current values encoded with it, while a reader uses them."""
     ahead: Settled | None = None
     """`settled` including pushes that are admitted but not applied; None if there are none."""
     on_their_way: int = 0
@@ -167,7 +170,7 @@ class Partition:
 
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
-        """Restores the partition from `image`, whose tensors become the partition's own."""
+        """Restores a partition from `image` and adopts its tensors as the partition's own."""
         partition = cls(
             spec=image.spec,
             version=image.version,
@@ -183,14 +186,14 @@ class Partition:
         return partition
 
     def initialize(self, values: torch.Tensor) -> None:
-        """Sets the first values. Only at version 0."""
+        """Sets the first values. Must be called at version 0."""
         self.values = values
         self.largest_at_first = largest_of(values)
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
-        """Returns True if this push was applied before, by this member or by one that had its
-        batch; False if it is the member's next one.
+        """Returns True if a push was already applied, either by its member or by another member
+        with the same batch. Returns False if the push is the member's next one.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """
@@ -221,23 +224,23 @@ class Partition:
         return known.has(push.batch)
 
     def has_of_another(self, push: UploadHeader) -> bool:
-        """Returns whether another member has pushed the batch here, or this one before it gave the
-        batch up."""
+        """Returns whether the batch of a push is already in the partition. Another member, or the
+        same member before it gave the batch up, has then pushed it."""
         return self.settled.has(push.batch, but_of=push.member_id)
 
     def last_sequence(self, member_id: str) -> int:
-        """Returns the last sequence number of a member that was applied or is pending; 0 if
-        none."""
+        """Returns the last sequence number of a member that was applied or is pending; 0 if there
+        is none."""
         return (self.ahead or self.settled).sequences.get(member_id, 0)
 
     def is_next(self, push: UploadHeader) -> bool:
-        """Returns whether its number is the member's next one, so that a push known by its batch
-        still has to use its number up."""
+        """Returns whether the sequence number of a push is the member's next one. A push recognized
+        by its batch must still use up its number."""
         return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)
 
     def admit(self, push: UploadHeader, finished: Container[int], *, applies: bool) -> int:
-        """Registers a pending push and returns the version after it. `applies`: whether it changes
-        the values."""
+        """Registers a pending push and returns the version after the push. `applies`: True if the
+        push changes the values."""
         if self.ahead is None:
             self.ahead = self.settled.copy()
         self.ahead.settle(push, finished)
@@ -248,7 +251,7 @@ class Partition:
     def arrived(
         self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False
     ) -> None:
-        """Unregisters the earliest pending push, which has been applied or is refused."""
+        """Unregisters the earliest pending push, which has been applied or refused."""
         if not refused:
             self.settled.settle(push, finished)
         self.on_their_way -= 1
@@ -264,9 +267,10 @@ class Partition:
         copies: Copies,
         base: int = 0,
     ) -> None:
-        """Makes one optimizer step with a valid gradient of the values' dtype, which is read and
-        not kept; it lacks the pieces at the positions `absent`. Open readings continue in `copies`.
-        `base`: the version it is compensated with, which `bases` expects; 0: no compensation."""
+        """Performs one optimizer step. `gradient`: valid gradient of the values' dtype without
+        the pieces at the positions `absent`; it is not kept. `copies`: memory in which open
+        readings continue. `base`: version used for compensation, which `bases` expects; 0: no
+        compensation."""
         values = self._values()
         gradient = self._compensated(gradient, absent, optimizer, base)
         if base:
@@ -281,8 +285,8 @@ class Partition:
         self.version += 1
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
-        """Returns whether an update by a gradient of this magnitude may be infinite; `check_trial`
-        then finds out."""
+        """Returns whether an update by a gradient with this largest magnitude may be infinite.
+        `check_trial` then verifies the update."""
         limit = _CALM.get(self.spec.element.torch, 0.0)
         if not limit or not max(largest, self.largest_at_first) <= limit:
             return True
@@ -297,8 +301,8 @@ class Partition:
         )
 
     def _may_outgrow(self, limit: float, growth: float) -> bool:
-        """Returns whether values may exceed `limit` after the pending updates and one more, each of
-        which multiplies their norm by at most `growth`, or changes zero values by about 1."""
+        """Returns whether values may exceed `limit` after the pending updates and one more. Each
+        update multiplies their norm by at most `growth`, or changes zero values by about 1."""
         norm = max(1.0, largest_of(self._values())) * math.sqrt(self.spec.length)
         return math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
 
@@ -309,7 +313,8 @@ class Partition:
         optimizer: OptimizerSettings,
         base: int = 0,
     ) -> None:
-        """Makes the update on copies. Only while nothing is pending. `base`: as in `apply`.
+        """Performs the update on copies to verify that its result is finite. Must not be called
+        while a push is pending. `base`: as in `apply`.
 
         Raises InvalidRequestError / RESULT_NOT_FINITE if values or the optimizer's state become
         infinite or NaN.
@@ -332,8 +337,8 @@ class Partition:
     def reserve(
         self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
     ) -> None:
-        """Ensures that there is memory for the state created by the first push of a piece, and for
-        a copy of the values if delay compensation may need one.
+        """Reserves memory for the state created by the first push of a piece, and for a copy of the
+        values if delay compensation may need one.
 
         Raises LimitError / MEMORY_EXHAUSTED.
         """
@@ -359,8 +364,9 @@ class Partition:
             self.ahead.forget(member_id)
 
     def read(self, codec: int, copies: Copies) -> Reading:
-        """Returns a reading of the current values in a codec, to be read in pieces. Only with
-        values; call `readings.discard` when done. Raises like `encode_values`."""
+        """Returns a reading of the current values, to be read in pieces. `codec`: encoding of the
+        values. The partition must have values; call `readings.discard` when done. Raises the errors
+        of `encode_values`."""
         if codec != codecs.RAW:
             encoded = self.encoded.get(codec)
             if encoded is None:
@@ -371,14 +377,14 @@ class Partition:
         return reading
 
     def image(self) -> PartitionImage:
-        """Returns a copy. Only with values."""
+        """Returns a copy of the partition, which must have values."""
         return replace(
             self.as_it_is(), pulled=dict(self.bases.pulled), base_values=dict(self.bases.copies)
         ).copy()
 
     def as_it_is(self) -> PartitionImage:
-        """Returns an image that shares the partition's tensors, so that the next change is visible
-        in it; excludes the copies for delay compensation. Only with values."""
+        """Returns an image that shares the partition's tensors, so that it shows later changes.
+        Excludes the copies for delay compensation. The partition must have values."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,
@@ -391,7 +397,7 @@ class Partition:
 
     @property
     def stored_rows(self) -> int:
-        """Number of rows of a sparse table."""
+        """Number of rows of a sparse table; 0 for any other partition."""
         return 0
 
     @property

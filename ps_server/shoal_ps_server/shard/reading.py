@@ -1,12 +1,12 @@
-"""Reads a partition in pieces while it may change: copy on write.
+"""Reads a partition in pieces while it may change, by copy on write.
 
-A reading sees the values at the time it was opened. Until the partition changes, it reads the live
-values; before a push is applied, the values are copied once for all unfinished readings. A pull
-therefore normally needs no copy and no lock, and a slow reader delays nobody. If slow readers would
-require too many copies, the earliest readings are ended.
+A reading sees the values at the time it was opened. Until the partition changes, the reading uses
+the live values. Before a push is applied, the values are copied once for all unfinished readings. A
+pull therefore normally needs no copy and no lock, and a slow reader delays nobody. If slow readers
+would require too many copies, the oldest readings are ended.
 
-Readers of compressed values read a copy from the start, one for all concurrent readers of that
-version.
+Readings of compressed values use a copy from the start, which all concurrent readers of a version
+share.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from shoal_common.errors import UnavailableError
 from shoal_ps_server.shard.payload import bytes_of
 
 MOST_COPIES_BYTES: Final = 256 << 20
-"""Maximum total size of a server's copies for readers."""
+"""Maximum total size of a server's copies for readers, in bytes."""
 RETRY_AFTER: Final = timedelta(seconds=1)
-"""Time for which a reader that was ended should wait before reading again; others may have finished
-by then."""
+"""Time for which a reader that was ended should wait before reading again; other readers may have
+finished by then."""
 
 
 class Reading:
@@ -36,7 +36,7 @@ class Reading:
     def __init__(
         self, values: torch.Tensor, *, version: int, encoded: EncodedValues | None = None
     ) -> None:
-        """`encoded`: owner of the payload `values`, unless they are the partition's own."""
+        """`encoded`: owner of the payload `values`; None if they are the partition's own values."""
         self.version = version
         self._encoded = encoded
         self._rest = bytes_of(values)
@@ -44,8 +44,8 @@ class Reading:
         self._promised = 0
 
     def take(self, nbytes: int) -> memoryview:
-        """Returns the next bytes, at most `nbytes`; empty at the end. They are live: copy them
-        before anything else happens to the shard.
+        """Returns the next bytes, at most `nbytes`; empty at the end. The bytes are live memory:
+        copy them before any change of the shard.
 
         Raises UnavailableError / PULL_TOO_SLOW if the reading was ended.
         """
@@ -55,8 +55,8 @@ class Reading:
         return piece
 
     def promise(self, nbytes: int) -> None:
-        """Reserves bytes already announced to the reader: they can be taken even after the rest is
-        given up. Raises like `take`."""
+        """Reserves bytes already announced to the reader. They can be taken even after the reading
+        is ended. Raises the errors of `take`."""
         self._check_held()
         self._promised = nbytes
 
@@ -71,7 +71,7 @@ class Reading:
 
     @property
     def rest(self) -> memoryview:
-        """Unread bytes, as live as the result of `take`."""
+        """Unread bytes, in the same live memory as the result of `take`."""
         return self._rest
 
     @property
@@ -80,7 +80,8 @@ class Reading:
         return self._rest.nbytes
 
     def detach(self, copy: memoryview) -> None:
-        """Continues in `copy`, a complete copy of the values, which are about to change."""
+        """Continues the reading in `copy`, a complete copy of the values, because the values are
+        about to change."""
         self._rest = copy[copy.nbytes - self._rest.nbytes :]
 
     def give_up(self) -> None:
@@ -92,14 +93,15 @@ class Reading:
 
 @dataclass(eq=False)
 class EncodedValues:
-    """One version of a partition, compressed. Only its readers keep it alive."""
+    """One version of a partition, compressed. Only its readers keep the object alive."""
 
     payload: torch.Tensor
-    """uint8."""
+    """Payload as uint8."""
     readers: weakref.WeakSet[Reading] = field(default_factory=weakref.WeakSet)
 
     def read(self, copies: Copies, *, version: int) -> Reading:
-        """Adds a reader."""
+        """Adds a reader and returns its reading. `copies`: accounts for the memory. `version`:
+        version of the values."""
         copies.keep(self.payload.nbytes, self.readers)
         reading = Reading(self.payload, version=version, encoded=self)
         self.readers.add(reading)
@@ -108,7 +110,7 @@ class EncodedValues:
 
 class Copies:
     """Memory used by a server's readers besides the live values: copies of changed values, and
-    compressed ones."""
+    compressed values."""
 
     def __init__(self, *, limit: int = MOST_COPIES_BYTES) -> None:
         self._limit = limit
@@ -116,7 +118,8 @@ class Copies:
         """Bytes of each copy and its readers, oldest first."""
 
     def detach(self, values: torch.Tensor, readings: Iterable[Reading]) -> None:
-        """Lets unfinished readings of `values`, which are about to change, continue in a copy."""
+        """Lets unfinished readings of `values` continue in a copy, because the values are about to
+        change."""
         unread = weakref.WeakSet(reading for reading in readings if reading.remaining)
         if not unread:
             return
@@ -126,8 +129,8 @@ class Copies:
             reading.detach(copy)
 
     def keep(self, nbytes: int, readers: weakref.WeakSet[Reading]) -> None:
-        """Counts memory as used until all of these readings, including later additions, have
-        finished. Ends the earliest readings if the total is too large."""
+        """Counts memory as used until all readings in `readers`, including ones added later, have
+        finished. Ends the oldest readings if the total is too large."""
         self._copies = deque(
             each for each in self._copies if any(reading.remaining for reading in each[1])
         )

@@ -1,10 +1,9 @@
 """Optimizer of a partition: one `torch.optim` instance over the runs of its values.
 
 A run is one tensor for adjacent pieces with the same hyperparameters and the same history of
-updates, so that torch steps them at once. A push with a gradient for only part of a run splits it,
-because the parts then differ (e.g. in Adam's step count); with optimizer state the split is
-permanent. For an optimizer that considers more than one element at a time, each piece is a separate
-run.
+updates, so that torch updates them at once. A push with a gradient for only part of a run splits
+the run, because the parts then differ (e.g. in Adam's step count); with optimizer state the split
+is permanent. For an optimizer that combines several elements, each piece is a separate run.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ class RunImage:
     """State of a run at one moment."""
 
     first: int
-    """Position of its first piece; `end` is exclusive."""
+    """Position of the run's first piece; `end` is exclusive."""
     end: int
     state: Mapping[str, torch.Tensor]
-    """The optimizer's state tensors by torch's names; empty before the run's first update."""
+    """State tensors of the optimizer by torch's names; empty before the run's first update."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,8 +35,8 @@ class _Run:
     first: int
     end: int
     values: torch.Tensor
-    """Part of the partition's values: a view that serves as torch's parameter. Flat, or by rows
-    if the optimizer works on rows."""
+    """Part of the partition's values: a view that serves as torch's parameter. It is flat, or has
+    rows if the optimizer works on rows."""
 
 
 class PartitionOptimizer:
@@ -50,8 +49,8 @@ class PartitionOptimizer:
         settings: OptimizerSettings,
         runs: Sequence[RunImage] = (),
     ) -> None:
-        """`runs`: those of an earlier optimizer of the partition, whose tensors this one takes
-        over; empty before the first update."""
+        """`runs`: runs of an earlier optimizer of the partition, whose tensors this optimizer
+        adopts; empty before the first update."""
         self._values = values
         self._spec = spec
         self._place_of_piece = [settings.place_of(piece.tensor) for piece in spec.pieces]
@@ -63,7 +62,7 @@ class PartitionOptimizer:
         for run in self._runs:
             by_place.setdefault(self._place_of(run), []).append(run.values)
         self._places = list(by_place)
-        """Index in the settings of each torch parameter group's hyperparameters."""
+        """Index, in the settings, of the hyperparameters of each torch parameter group."""
         declared = SERVER_OPTIMIZERS[settings.name]
         made: Callable[..., torch.optim.Optimizer] = declared.optimizer_class()
         least = declared.fused_from_bytes
@@ -79,14 +78,14 @@ class PartitionOptimizer:
                 self._torch.state[run.values] = dict(image.state)
 
     def retune(self, settings: OptimizerSettings) -> None:
-        """Adopts the hyperparameters of these settings; the state stays."""
+        """Adopts the hyperparameters of `settings` and keeps the state."""
         declared = SERVER_OPTIMIZERS[settings.name]
         for place, group in zip(self._places, self._torch.param_groups, strict=True):
             group.update(declared.arguments(settings.at(place)))
 
     def step(self, gradient: torch.Tensor, absent: Collection[int] = ()) -> None:
-        """Makes one update. `gradient`: of all pieces except those at the positions `absent`,
-        consecutively; it is read and not kept."""
+        """Performs one update. `gradient`: gradient of all pieces except the pieces at the
+        positions `absent`, consecutively; it is not kept."""
         missing = frozenset(absent)
         if missing:
             self._split(missing)
@@ -119,8 +118,8 @@ class PartitionOptimizer:
                 run.values.grad = None
 
     def fresh_pieces(self, absent: Collection[int]) -> list[Piece]:
-        """Returns the pieces without state that would get some from an update without the pieces
-        `absent`."""
+        """Returns the pieces without state that would receive state from an update without the
+        pieces `absent`."""
         missing = frozenset(absent)
         fresh = (run for run in self._runs if run.values not in self._torch.state)
         return [
@@ -131,21 +130,22 @@ class PartitionOptimizer:
         ]
 
     def state(self) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-        """Yields every state tensor: its name, the index of its first element in the values, the
-        number of values per state element, and the tensor."""
+        """Yields, for every state tensor, its name, the index of its first element in the values,
+        the number of values per state element, and the tensor."""
         for run in self._runs:
             each = self._spec.pieces[run.first].row if self._unit is Unit.ROW else 1
             for name, tensor in self._state_of(run).items():
                 yield name, self._spec.starts[run.first], each, tensor
 
     def images(self) -> tuple[RunImage, ...]:
-        """Returns the state of all runs in order, in the tensors that the next step changes."""
+        """Returns the state of all runs in order. The images contain the tensors that the next step
+        changes."""
         return tuple(
             RunImage(first=run.first, end=run.end, state=self._state_of(run)) for run in self._runs
         )
 
     def _state_of(self, run: _Run) -> dict[str, torch.Tensor]:
-        if run.values not in self._torch.state:  # asking would make an empty one
+        if run.values not in self._torch.state:  # indexing would create an empty state
             return {}
         return {
             name: tensor
@@ -161,7 +161,7 @@ class PartitionOptimizer:
         return _Run(first=first, end=end, values=values)
 
     def _split(self, missing: frozenset[int]) -> None:
-        """Splits runs so that none mixes missing pieces with others."""
+        """Splits runs so that each run contains only missing pieces or only other pieces."""
         parts_of: dict[_Run, list[_Run]] = {}
         for run in self._runs:
             parts = [
@@ -175,7 +175,7 @@ class PartitionOptimizer:
         self._put([part for run in self._runs for part in parts_of.get(run, (run,))])
 
     def _join_stateless(self) -> None:
-        """Merges adjacent runs without state, whose histories are all empty."""
+        """Merges adjacent runs that have no state and the same hyperparameters."""
         if self._unit is not Unit.ELEMENT:
             return
         runs: list[_Run] = []
@@ -194,7 +194,7 @@ class PartitionOptimizer:
             self._put(runs)
 
     def _put(self, runs: list[_Run]) -> None:
-        """Replaces the partition's runs, also in torch's parameter groups."""
+        """Replaces the partition's runs and torch's parameters."""
         self._runs = runs
         by_place: dict[int, list[torch.Tensor]] = {place: [] for place in self._places}
         for run in runs:
@@ -206,7 +206,7 @@ class PartitionOptimizer:
         return self._place_of_piece[run.first]
 
     def _hand_down(self, run: _Run, parts: Sequence[_Run]) -> None:
-        """Passes a run's state on to the parts into which it was split."""
+        """Passes a run's state to the parts into which the run was split."""
         if run.values not in self._torch.state:
             return
         state = self._torch.state.pop(run.values)
@@ -226,13 +226,13 @@ class PartitionOptimizer:
 
 
 def _alike(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields start and end of each stretch of pieces with the same hyperparameters."""
+    """Yields the start and end of each sequence of pieces with the same hyperparameters."""
     for _, positions in groupby(range(len(places)), key=places.__getitem__):
         stretch = list(positions)
         yield stretch[0], stretch[-1] + 1
 
 
 def warm_up() -> None:
-    """Makes a first optimizer. Call it once at the start: torch then imports its compiler, which
-    takes a second, and no push should wait for that."""
+    """Creates a first optimizer. Call this once at the start: torch then imports its compiler,
+    which takes a second, so that no push has to wait for the import."""
     torch.optim.SGD([torch.zeros(1)], lr=0.0)

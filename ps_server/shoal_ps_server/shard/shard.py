@@ -1,11 +1,13 @@
-"""Shard of a server: every partition that it holds, and the only functions that change one.
+"""Shard of a server: all partitions that the server stores, and the only functions that change a
+partition.
 
-A change is made in two steps: `admit_push` checks everything that can be checked and fixes its
-position in the order; `apply` makes it once it is in the journal, or `refuse` withdraws it.
-Admitted changes are applied in the order of their admission or, from some change on, all refused.
+A change is made in two steps. `admit_push` checks everything that can be checked and fixes the
+change's position in the order. Once the change is in the journal, `apply` makes it, or `refuse`
+withdraws it. Admitted changes are applied in the order of their admission or, from some change on,
+all refused.
 
-The shard belongs to the event loop's thread: no method locks, waits, or may be called from
-elsewhere (docs/decisions/0031-the-event-loop-owns-the-shard.md has the measurement). gRPC's own
+The shard belongs to the event loop's thread: no method locks, waits, or may be called from another
+thread (docs/decisions/0031-the-event-loop-owns-the-shard.md has the measurement). gRPC's own
 threads read the next chunks from the network while torch, which releases the GIL, applies a
 partition.
 """
@@ -47,59 +49,60 @@ class Outcome:
     version: int
     """Version after the upload."""
     staleness: int = 0
-    """Number of versions between the one the gradient was computed on and the one it was applied
-    to."""
+    """Number of versions between the version on which the gradient was computed and the version to
+    which it was applied."""
     duplicate: bool = False
-    """True if the upload was known before and changed nothing."""
+    """True if the upload was already known and changed nothing."""
     known_batch: bool = False
-    """True if another push had delivered its batch; `duplicate` is then True as well."""
+    """True if another push had already delivered the batch of this push; `duplicate` is then True
+    as well."""
     apply_seconds: float = 0.0
     """Time spent on arithmetic and final checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A validated change that will be applied."""
+    """A validated change of a partition that will be applied."""
 
     partition: Partition
     header: UploadHeader
     version: int
     """Version of the partition after the change."""
     values: torch.Tensor | None
-    """The gradient or the first values; None for a push known by its batch, which only uses its
-    number up."""
+    """Gradient or first values. None for a push recognized by its batch, which only uses up its
+    sequence number."""
     first: bool = False
-    """True if these are the first values."""
+    """True if `values` are the partition's first values."""
     base: int = 0
-    """Version whose values the gradient will be compensated with; 0: no compensation."""
+    """Version with whose values the gradient will be compensated; 0: no compensation."""
     check_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """Rows that will replace those of a bucket: see RestoreRows."""
+    """Rows that will replace the rows of a bucket, as requested by RestoreRows."""
 
     spec: PartitionSpec
     number: int
-    """RowsHeader.restoration."""
+    """Value of RowsHeader.restoration."""
     version: int
     rows: Rows
-    """Validated rows, which become the partition's own (`Shard.prepared`)."""
+    """Validated rows, which the bucket will adopt as its own (`Shard.prepared`)."""
     payload: memoryview
-    """The file that contained them."""
+    """File that contained the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSummary:
-    """Values for GetServer and the metrics."""
+    """Totals and versions for GetServer and the metrics."""
 
     versions: Mapping[int, int]
     """Partition id -> version, ascending; 0 if it has no values yet."""
     sequences: Mapping[int, int]
     """Partition id -> last sequence number of the requested member that was applied or is pending;
-    only those above 0."""
+    only numbers above 0."""
     restorations: Mapping[int, int]
-    """Partition id -> number of the last restoration; only those above 0."""
+    """Partition id -> number of the last restoration; only numbers above 0."""
     stored_bytes: int
     stored_rows: int
     """Number of sparse-table rows."""
@@ -119,9 +122,10 @@ class Shard:
     ) -> None:
         """`batches`: ranges of keys of finished batches, as in `Batches`."""
         self.batches = Batches(batches)
-        """Finished batches after the applied changes, as stored in a snapshot."""
+        """Batches that are finished after the applied changes, as stored in a snapshot."""
         self._admitted_batches = Batches(self.batches.runs())
-        """Finished batches after the admitted changes, against which the next push is checked."""
+        """Batches that are finished after the admitted changes. The next push is checked against
+        them."""
         self._optimizer = optimizer
         self._partitions = {
             image.spec.partition_id: restored_partition(image, optimizer) for image in restored
@@ -132,38 +136,41 @@ class Shard:
         self._pushes_deduplicated = 0
 
     def adopt(self, layout: Layout) -> None:
-        """Creates the missing partitions of a layout; existing ones stay unchanged."""
+        """Creates the partitions of a layout that are missing. Existing partitions stay
+        unchanged."""
         for partition_id, spec in layout.partitions.items():
             self._partitions.setdefault(partition_id, new_partition(spec))
 
     @property
     def frozen(self) -> frozenset[int]:
-        """Partitions moving to another server: they can be neither pulled nor pushed."""
+        """Ids of partitions that move to another server and can be neither pulled nor pushed."""
         return self._frozen
 
     def freeze(self, partition_ids: Iterable[int]) -> None:
-        """Blocks pulls of and pushes to these partitions; changes admitted earlier are still
-        applied, after which the partitions no longer change."""
+        """Blocks pulls and pushes of these partitions. Changes admitted earlier are still applied;
+        afterwards the partitions no longer change."""
         self._frozen |= frozenset(partition_ids)
 
     def thaw(self, partition_ids: Iterable[int]) -> None:
-        """Ends the freeze of these partitions, which stay here and are served again."""
+        """Ends the freeze of these partitions, which are served again."""
         self._frozen -= frozenset(partition_ids)
 
     def drop(self, partition_ids: Collection[int]) -> None:
-        """Drops partitions that another server has. Open readings can still finish."""
+        """Drops partitions that now belong to another server. Open readings can still finish."""
         for partition_id in partition_ids:
             del self._partitions[partition_id]
         self.thaw(partition_ids)
 
     def put(self, image: PartitionImage) -> None:
-        """Adds a partition of another server; the image's tensors become its own."""
+        """Adds a partition of another server and adopts the image's tensors as the partition's
+        own."""
         assert image.spec.partition_id not in self._partitions, "one server has it"
         self._partitions[image.spec.partition_id] = restored_partition(image, self._optimizer)
 
     def check_open(self, spec: PartitionSpec) -> None:
         """Raises UnavailableError / PARTITION_MOVING for a frozen partition, and PreconditionError
-        / STALE_SHARD_MAP for one that has moved to another server since its request was checked."""
+        / STALE_SHARD_MAP for a partition that has moved to another server since the request for it
+        was checked."""
         if spec.partition_id in self._frozen:
             raise UnavailableError(
                 f"{describe(spec)} is moving to another server; fetch the shard map again from "
@@ -183,7 +190,8 @@ class Shard:
         return self._partitions[spec.partition_id]
 
     def add_batches(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Adds leased batches known to another server as finished, as ranges of keys."""
+        """Marks leased batches known to another server as finished. `runs`: ranges of their
+        keys."""
         runs = tuple(runs)
         for batches in (self.batches, self._admitted_batches):
             batches.add_runs(runs)
@@ -196,8 +204,8 @@ class Shard:
                 partition.optimizer.retune(optimizer)
 
     def admit_values(self, upload: Upload) -> Admitted | None:
-        """Admits first values of a partition; returns None if it already has some or they are
-        pending. Raises like `check_open` and `Upload.values`."""
+        """Admits the first values of a partition. Returns None if the partition already has values
+        or they are pending. Raises the errors of `check_open` and `Upload.values`."""
         started = time.perf_counter()
         header = upload.header
         partition = self._open(header.spec)
@@ -215,14 +223,14 @@ class Shard:
         )
 
     def is_settled(self, header: UploadHeader) -> bool:
-        """Returns whether the number of a push is used up, or will be by pending pushes. Raises
-        like `check_open`."""
+        """Returns whether the sequence number of a push is used up, or will be used up by pending
+        pushes. Raises the errors of `check_open`."""
         return not self._open(header.spec).is_next(header)
 
     def needs_trial(self, upload: Upload) -> bool:
-        """Returns whether an update may be infinite and must therefore be tried first, once all
-        earlier changes are applied. The same holds after a restoration, which changes the
-        partition's version. Raises like `admit_push`."""
+        """Returns whether an update must first be tried once all earlier changes are applied. This
+        is the case if its result may be infinite, or while a restoration, which changes the
+        partition's version, is pending. Raises the errors of `admit_push`."""
         partition = self._open(upload.header.spec)
         if partition.is_restoring:
             return True
@@ -231,12 +239,14 @@ class Shard:
         return partition.needs_trial(upload.largest, self._optimizer)
 
     def admit_push(self, upload: Upload) -> Admitted | None:
-        """Admits a gradient, which will be applied once; returns None if it is known by its number.
-        If `needs_trial`, call it only when nothing is pending for the partition.
+        """Admits a gradient, which will be applied once. Returns None if the push is recognized by
+        its sequence number. If `needs_trial` is True for the push, no change of the partition may
+        be pending.
 
-        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and like `Partition.is_duplicate`),
-        LimitError / MEMORY_EXHAUSTED, InvalidRequestError / RESULT_NOT_FINITE, and like
-        `check_open` and `Upload.values`; nothing is admitted in these cases.
+        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and the errors of
+        `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED, InvalidRequestError /
+        RESULT_NOT_FINITE, and the errors of `check_open` and `Upload.values`. After an error
+        nothing is admitted.
         """
         started = time.perf_counter()
         header = upload.header
@@ -275,7 +285,7 @@ class Shard:
         )
 
     def apply(self, admitted: Admitted) -> Outcome:
-        """Applies the earliest pending change of its partition."""
+        """Applies an admitted change, which must be the earliest pending one of its partition."""
         started = time.perf_counter()
         partition, header, values = admitted.partition, admitted.header, admitted.values
         staleness = 0
@@ -304,19 +314,20 @@ class Shard:
         )
 
     def prepared(self, spec: PartitionSpec, image: RowsImage) -> Rows:
-        """Returns the rows of a `Restoration` for a bucket. Callable on any thread. Raises like
-        `TableRows.prepared`."""
+        """Returns the rows of a `Restoration` for a bucket. May be called on any thread. Raises the
+        errors of `TableRows.prepared`."""
         return TableRows.empty(spec).prepared(image)
 
     def admit_restoration(self, restoration: Restoration) -> bool:
-        """Returns whether the restoration has to be carried out by `restore`; otherwise it is
-        known. Only while nothing is pending for the bucket. Raises like `check_open`."""
+        """Returns whether a restoration must be carried out with `restore`, and admits it in this
+        case; False if it is already known. No change of the bucket may be pending. Raises the
+        errors of `check_open`."""
         partition = self._bucket(restoration.spec)
         partition.is_restoring = partition.takes(restoration.number)
         return partition.is_restoring
 
     def restore(self, restoration: Restoration) -> Outcome:
-        """Carries out a restoration that was admitted, or that was made in another process."""
+        """Carries out a restoration that was admitted here or in another process."""
         partition = self._partitions[restoration.spec.partition_id]
         assert isinstance(partition, TableRows), "it was looked at when it was admitted"
         partition.is_restoring = False
@@ -324,7 +335,7 @@ class Shard:
         return Outcome(partition_id=restoration.spec.partition_id, version=partition.version)
 
     def refuse_restoration(self, restoration: Restoration) -> None:
-        """Withdraws a restoration."""
+        """Withdraws an admitted restoration."""
         self._partitions[restoration.spec.partition_id].is_restoring = False
 
     def restoration(self, partition_id: int) -> int:
@@ -332,11 +343,12 @@ class Shard:
         return self._partitions[partition_id].restoration
 
     def bucket_image(self, spec: PartitionSpec) -> PartitionImage:
-        """Returns a copy of a bucket of a table. Raises like `check_open`."""
+        """Returns a copy of a bucket of a sparse table. Raises the errors of `check_open`."""
         return self._bucket(spec).as_it_is()
 
     def bucket_bytes(self, spec: PartitionSpec) -> int:
-        """Returns the maximum size of a copy of a bucket. Raises like `check_open`."""
+        """Returns the maximum size of a copy of a bucket in bytes. Raises the errors of
+        `check_open`."""
         return self._bucket(spec).stored_bytes
 
     def _bucket(self, spec: PartitionSpec) -> TableRows:
@@ -345,7 +357,8 @@ class Shard:
         return partition
 
     def refuse(self, admitted: Admitted) -> None:
-        """Withdraws a change; changes admitted after it are withdrawn as well."""
+        """Withdraws an admitted change. Changes of the partition that were admitted later must be
+        withdrawn as well."""
         if admitted.first:
             admitted.partition.on_their_way -= 1
         else:
@@ -356,18 +369,18 @@ class Shard:
                 admitted.partition.bases.settle(admitted.base)
 
     def _is_known(self, partition: Partition, header: UploadHeader) -> bool:
-        """Returns whether a push is known by its number or batch. Raises like
-        `Partition.is_duplicate`."""
+        """Returns whether a push is recognized by its sequence number or its batch. Raises the
+        errors of `Partition.is_duplicate`."""
         return partition.is_duplicate(header) or header.batch in self._admitted_batches
 
     def settle(self, header: UploadHeader) -> None:
-        """Marks the number of a push that was known by its batch as used."""
+        """Marks the sequence number of a push that was recognized by its batch as used."""
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload, *, compensated: bool = False) -> int:
-        """Applies a push that was admitted and applied in another process; returns the version
-        after it. `compensated`: whether it was compensated and registered by `will_redo`. Raises
-        like `Upload.values`."""
+        """Applies a push again that was admitted and applied in another process, and returns the
+        version after it. `compensated`: True if the push was compensated and registered by
+        `will_redo`. Raises the errors of `Upload.values`."""
         assert self._optimizer is not None, "it was admitted with one"
         partition = self._partitions[upload.header.spec.partition_id]
         base = upload.header.base_version if compensated else 0
@@ -376,29 +389,30 @@ class Shard:
         return partition.version
 
     def will_redo(self, partition_id: int, base_version: int) -> None:
-        """Registers a push to be redone later that was compensated with the values of this
-        version."""
+        """Registers a push that was compensated with the values of `base_version` and will be
+        applied again later."""
         self._partitions[partition_id].bases.expect(base_version)
 
     def note_pull(self, partition_id: int, member_id: str) -> None:
-        """Records that a member has the partition's current values. With delay compensation they
-        are kept for its next push."""
+        """Records that a member has pulled the partition's current values. With delay compensation
+        the values are kept for the member's next push."""
         if self._optimizer is not None and self._optimizer.delay_compensation:
             partition = self._partitions[partition_id]
             partition.bases.note_pull(member_id, partition.version)
 
     def keep_bases_of(self, members: Container[str]) -> None:
-        """Drops the values kept for pushes of other members."""
+        """Drops the values kept for pushes of members that are not in `members`."""
         for partition in self._partitions.values():
             partition.bases.forget_all_but(members)
 
     def pushed_before(self, header: UploadHeader) -> None:
-        """Records the batches reported by a push that was applied in another process."""
+        """Records the finished batches reported by a push that was applied in another process."""
         for batches in (self.batches, self._admitted_batches):
             batches.add(header.finished_batches)
 
     def known(self, header: UploadHeader) -> Outcome:
-        """Returns the answer to an upload that changes nothing. Raises like `check_open`."""
+        """Returns the outcome of an upload that changes nothing. Raises the errors of
+        `check_open`."""
         partition = self._open(header.spec)
         if header.sequence:
             self._pushes_deduplicated += 1
@@ -411,14 +425,14 @@ class Shard:
         )
 
     def initialize(self, upload: Upload) -> Outcome:
-        """Sets a partition's first values at once; a duplicate if it has some. Raises like
-        `admit_values`."""
+        """Admits and applies a partition's first values. The outcome is a duplicate if the
+        partition already has values. Raises the errors of `admit_values`."""
         admitted = self.admit_values(upload)
         return self.known(upload.header) if admitted is None else self.apply(admitted)
 
     def push(self, upload: Upload) -> Outcome:
-        """Applies one gradient at once. Raises like `admit_push`, in which case nothing has
-        changed."""
+        """Admits and applies one gradient. Raises the errors of `admit_push`; after an error
+        nothing has changed."""
         admitted = self.admit_push(upload)
         return self.known(upload.header) if admitted is None else self.apply(admitted)
 
@@ -428,8 +442,8 @@ class Shard:
 
     @contextmanager
     def reading(self, partition_id: int, codec: int = codecs.RAW) -> Iterator[Reading]:
-        """Yields a reading of a partition's current values in a codec, to be read in pieces. Only
-        with values. Raises like `encode_values`."""
+        """Yields a reading of a partition's current values, to be read in pieces. `codec`: encoding
+        of the values. The partition must have values. Raises the errors of `encode_values`."""
         partition = self._partitions[partition_id]
         reading = partition.read(codec, self._copies)
         try:
@@ -438,28 +452,30 @@ class Shard:
             partition.readings.discard(reading)
 
     def read_rows(self, partition_id: int, ids: Ids) -> Reading:
-        """Returns a reading of the current rows of a bucket, to be read in pieces."""
+        """Returns a reading of current rows of a bucket, to be read in pieces. `ids`: ids of the
+        rows."""
         partition = self._partitions[partition_id]
         assert isinstance(partition, TableRows), "the request was checked against the layout"
         return partition.read_rows(ids, self._copies)
 
     def image(self, partition_id: int) -> PartitionImage | None:
-        """Returns a copy of a partition for a snapshot or another server; None if it has no values
-        or is not held."""
+        """Returns a copy of a partition for a snapshot or another server. Returns None if the
+        partition has no values or is not in the shard."""
         partition = self._partitions.get(partition_id)
         return partition.image() if partition is not None and partition.version else None
 
     def frozen_image(self, partition_id: int) -> PartitionImage:
         """Returns an image that shares the memory of a frozen partition without pending changes.
-        Omits the members' pulled versions for delay compensation, which another server cannot know.
-        """
+        Omits the versions pulled by members for delay compensation, which the receiving server
+        cannot know."""
         partition = self._partitions[partition_id]
         assert partition_id in self._frozen, "it would change"
         assert not partition.on_their_way, "what was admitted is waited for"
         return partition.as_it_is()
 
     def is_trained(self, frozen: AbstractSet[str]) -> bool:
-        """Returns whether a partition here has values of a tensor that is not in `frozen`."""
+        """Returns whether any partition of the shard has values of a tensor that is not in
+        `frozen`."""
         held = [partition for partition in self._partitions.values() if partition.version]
         return any(
             piece.tensor not in frozen for partition in held for piece in partition.spec.pieces
@@ -482,7 +498,7 @@ class Shard:
                 partition.forget(member_id)
 
     def summary(self, member_id: str = "") -> ShardSummary:
-        """Returns totals and versions, and the sequence numbers of one member."""
+        """Returns totals and versions of all partitions, and the sequence numbers of one member."""
         held = [self._partitions[partition_id] for partition_id in self.partition_ids()]
         return ShardSummary(
             versions={each.spec.partition_id: each.version for each in held},

@@ -1,9 +1,9 @@
-"""A bucket of a sparse table as a partition: has rows by id instead of values. A push changes them,
-and a pull only reads them.
+"""Bucket of a sparse table as a partition, which contains rows by id instead of values. A push
+changes the rows, and a pull only reads them.
 
-Its version starts at 1, since even a row that was never pushed has values; they follow from its id
-and are not stored. The bucket therefore takes no first values, and version - 1 is the number of
-pushes, including empty ones.
+The version of a bucket starts at 1, since even a row that was never pushed has values; they are
+computed from its id and are not stored. The bucket therefore accepts no first values, and version -
+1 is the number of pushes, including empty ones.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from shoal_ps_server.shard.payload import UploadHeader, check_ids, describe, lar
 from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 
 LARGEST_BUCKET_BYTES: Final = 256 << 20
-"""A bucket is copied as a unit, for snapshots and for other servers, while nothing else runs."""
+"""Maximum bytes of a bucket. A bucket is copied as a unit, for snapshots and for other servers,
+while nothing else runs."""
 _CALM: Final = 1e16
 """Magnitudes whose square, as computed by Adagrad, is far below the largest float32."""
 
 
 @dataclass(kw_only=True)
 class TableRows(Partition):
-    """A partition that is a bucket; `optimizer`, `values` and `bases` of `Partition` are unused."""
+    """Partition that is a bucket of a sparse table. The fields `optimizer`, `values` and `bases` of
+    `Partition` are unused."""
 
     rows: Rows
     coming: int = 0
-    """Upper bound of the number of rows that pending pushes will create."""
+    """Upper bound for the number of rows that pending pushes will create."""
 
     @classmethod
     def empty(cls, spec: PartitionSpec) -> TableRows:
         """Returns a bucket without pushed rows."""
         bucket = _bucket(spec)
-        largest = bucket.spec.scale * 6  # beyond which nothing is drawn
+        largest = bucket.spec.scale * 6  # initial values are never larger
         return cls(
             spec=spec, version=1, rows=Rows(bucket.spec, bucket.dim), largest_at_first=largest
         )
@@ -64,8 +66,8 @@ class TableRows(Partition):
         return made
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
-        """Returns whether an update must be tried first, like `Partition.needs_trial`. The
-        optimizer is the table's own."""
+        """Returns whether an update must first be tried, like `Partition.needs_trial`. Uses the
+        table's own optimizer instead of `optimizer`."""
         return not max(largest, self.largest_at_first) <= _CALM or not is_calm(
             dict(_bucket(self.spec).spec.hyperparameters)
         )
@@ -94,7 +96,7 @@ class TableRows(Partition):
     def reserve(
         self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
     ) -> None:
-        """Ensures that there is memory for new rows, like `Partition.reserve`."""
+        """Reserves memory for new rows, like `Partition.reserve`."""
         bucket = _bucket(self.spec)
         ids, _ = split_rows(gradient, bucket.dim)
         more = self.coming + self.rows.count_new(ids)
@@ -136,17 +138,18 @@ class TableRows(Partition):
         copies: Copies,
         base: int = 0,
     ) -> None:
-        """Applies a payload of rows, like `Partition.apply`. The step is numbered by the version
-        before it."""
+        """Applies a payload of rows, like `Partition.apply`. The version before the update numbers
+        the step."""
         ids, gradients = split_rows(gradient, _bucket(self.spec).dim)
         self.rows.update(ids, gradients, self.version)
         self.version += 1
 
     def prepared(self, image: RowsImage) -> Rows:
-        """Returns the rows for `put_in_place`; changes nothing. Callable on any thread.
+        """Returns the rows of an image for `put_in_place`, without changing the bucket. May be
+        called on any thread.
 
-        Raises InvalidRequestError / ROWS_INVALID for rows that cannot belong to this bucket,
-        LimitError / MEMORY_EXHAUSTED for too many.
+        Raises InvalidRequestError / ROWS_INVALID for rows that cannot belong to this bucket, and
+        LimitError / MEMORY_EXHAUSTED for too many rows.
         """
         bucket = _bucket(self.spec)
         begun = Rows(bucket.spec, bucket.dim)
@@ -178,8 +181,8 @@ class TableRows(Partition):
             ) from error
 
     def takes(self, restoration: int) -> bool:
-        """Returns whether the restoration with this number (or 0) has to be carried out: see
-        RowsHeader.restoration. Only while nothing is pending."""
+        """Returns whether a restoration must be carried out. `restoration`: its number, or 0, as in
+        RowsHeader.restoration. No change of the bucket may be pending."""
         return (
             restoration > self.restoration
             if restoration
@@ -187,17 +190,18 @@ class TableRows(Partition):
         )
 
     def put_in_place(self, rows: Rows, version: int, restoration: int) -> None:
-        """Replaces the bucket's rows: a restoration."""
+        """Replaces the bucket's rows in a restoration. `restoration`: its number."""
         self.rows, self.version, self.restoration = rows, version, restoration
         self.largest_at_first = max(self.largest_at_first, rows.largest)
 
     def read_rows(self, ids: Ids, copies: Copies) -> Reading:
-        """Returns a reading of a copy of these rows."""
+        """Returns a reading of a copy of the rows `ids`."""
         values = torch.from_numpy(self.rows.values(ids))
         return EncodedValues(values.view(-1).view(torch.uint8)).read(copies, version=self.version)
 
     def as_it_is(self) -> PartitionImage:
-        """Returns a copy, unlike `Partition.as_it_is`."""
+        """Returns a copy of the bucket. Unlike `Partition.as_it_is`, the image shares no memory
+        with it."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,
@@ -212,7 +216,7 @@ class TableRows(Partition):
 
     @property
     def stored_rows(self) -> int:
-        """Number of rows that were pushed and not evicted."""
+        """Number of rows that were pushed and have not been evicted."""
         return len(self.rows)
 
     @property
@@ -227,7 +231,7 @@ def _bucket(spec: PartitionSpec) -> Bucket:
 
 
 def new_partition(spec: PartitionSpec) -> Partition:
-    """Returns a new partition for an entry of the layout."""
+    """Creates an empty partition for an entry of the layout."""
     return Partition(spec=spec) if spec.bucket is None else TableRows.empty(spec)
 
 

@@ -1,7 +1,7 @@
-"""Path of every change of a server's state: checks it, writes it to the journal, makes it. Belongs
-to the event loop.
+"""Path of every change of a server's state: checks the change, writes it to the journal, and
+applies it. Belongs to the event loop.
 
-Without a data directory there is no journal, and changes are made at once.
+Without a data directory there is no journal, and changes are applied at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PENDING_LIMIT: Final = timedelta(seconds=5)
 
 
 class Changes:
-    """All changes of one server, in a single order."""
+    """All changes of one server's state, made in a single order."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Changes:
         members: Callable[[], Members],
         pending_limit: timedelta = PENDING_LIMIT,
     ) -> None:
-        """`layout`, `members`: return the current ones; the journal records them before any change
-        made under them."""
+        """`layout`, `members`: return the current shard map and membership, which the journal
+        records before any change made under them."""
         self._shard = shard
         self._pending_limit = pending_limit
         self._layout = layout
@@ -55,37 +55,37 @@ class Changes:
         self._journal: Journal | None = None
         self._layout_written: Layout | None = None
         self._layout_on_its_way: Layout | None = None
-        """Newest layout passed to `adopt`."""
+        """Newest layout passed to `adopt`; None if there is none."""
         self._members_due = True
         self._latest: dict[int, asyncio.Future[Outcome]] = {}
-        """Partition -> its latest change, pending or not."""
+        """Partition id -> latest change of the partition, pending or not."""
         self._configured: asyncio.Future[None] | None = None
         """The latest change of the configuration, pending or not."""
 
     def write_to(self, journal: Journal) -> None:
-        """Sets the journal to write to."""
+        """Sets the journal that changes are written to."""
         self._journal = journal
 
     @property
     def write_error(self) -> Exception | None:
-        """Error of the journal's last write; None if it succeeded or there is no journal. May be
-        read on any thread."""
+        """Error of the journal's last write. None if the write succeeded or there is no journal.
+        May be read on any thread."""
         return None if self._journal is None else self._journal.write_error
 
     def members_changed(self) -> None:
-        """Schedules a journal record of the members before the next change."""
+        """Schedules a journal record of the members, written before the next change."""
         self._members_due = True
 
     async def push(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits a gradient. The returned future has its outcome and is shared, so `shield` it.
-        Raises like `Shard.admit_push`."""
+        """Admits a gradient and returns a future with its outcome. The future is shared, so use
+        `shield` to await it. Raises the errors of `Shard.admit_push`."""
         while self._shard.needs_trial(upload) and (before := self._on_their_way(upload)):
             await asyncio.wait(before)
         return await self._partition(upload, self._shard.admit_push(upload))
 
     async def quiet(self) -> None:
         """Waits for the currently pending changes of partitions. Raises UnavailableError if this
-        server makes no more changes."""
+        server applies no more changes."""
         if pending := [each for each in self._latest.values() if not each.done()]:
             await asyncio.wait(pending)
         if self.is_broken:
@@ -95,9 +95,9 @@ class Changes:
             )
 
     async def in_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `attempt`, which waits for changes, and periodically cancels and restarts it.
-        While changes wait for a backup, waiters are told to look for the server elsewhere: it may
-        have been replaced without knowing it.
+        """Awaits `attempt`, which waits for changes, and cancels and restarts it periodically.
+        While changes wait for a backup, raises an error instead, so that callers look for the
+        server elsewhere: it may have been replaced without knowing it.
 
         Raises UnavailableError / CHANGE_PENDING.
         """
@@ -117,7 +117,7 @@ class Changes:
                     ) from error
 
     async def made(self, partition_ids: Iterable[int]) -> None:
-        """Waits for the pending changes of these partitions, whatever their outcome."""
+        """Waits for the pending changes of these partitions, whatever their outcomes are."""
         if pending := [
             latest
             for each in partition_ids
@@ -126,7 +126,8 @@ class Changes:
             await asyncio.wait(pending)
 
     async def restore(self, restoration: Restoration) -> asyncio.Future[Outcome]:
-        """Admits rows that replace those of a bucket. Raises like `Shard.check_open`."""
+        """Admits rows that replace the rows of a bucket, and returns a future with the outcome.
+        Raises the errors of `Shard.check_open`."""
         number = restoration.spec.partition_id
         while (latest := self._latest.get(number)) is not None and not latest.done():
             await asyncio.wait([latest])
@@ -143,29 +144,30 @@ class Changes:
         return made
 
     def check_open(self, spec: PartitionSpec) -> None:
-        """Raises like `Shard.check_open`."""
+        """Raises the errors of `Shard.check_open` if the partition is frozen or has moved."""
         self._shard.check_open(spec)
 
     def is_settled(self, push: UploadHeader) -> bool:
-        """Returns whether the number of a push is used up, so that it will change nothing. Raises
-        like `Shard.check_open`."""
+        """Returns whether the sequence number of a push is used up, so that the push will change
+        nothing. Raises the errors of `Shard.check_open`."""
         return self._shard.is_settled(push)
 
     async def initialize(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits first values. Raises like `Shard.admit_values`."""
+        """Admits first values and returns a future with the outcome. Raises the errors of
+        `Shard.admit_values`."""
         return await self._partition(upload, self._shard.admit_values(upload))
 
     def configure(
         self, configuration: Configuration, effect: Callable[[], None]
     ) -> asyncio.Future[None]:
-        """Calls `effect` once the journal has the configuration. The future fails with
+        """Calls `effect` once the configuration is in the journal. The returned future fails with
         UnavailableError / JOURNAL_FAILED."""
         self._configured = self._make(configuration_record(configuration), effect)
         return self._configured
 
     def adopt(self, layout: Layout, effect: Callable[[], None]) -> asyncio.Future[None]:
-        """Calls `effect`, which adds and removes partitions, once the journal has the corresponding
-        shard map. The future fails like that of `configure`."""
+        """Calls `effect`, which adds and removes partitions, once the shard map `layout` is in the
+        journal. The returned future fails with UnavailableError / JOURNAL_FAILED."""
         if self._journal is None:
             effect()
             return _done(None)
@@ -179,33 +181,35 @@ class Changes:
         *,
         refused: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[None]:
-        """Calls `effect` once the journal has a record about moving partitions, or `refused` if it
-        cannot be written. The future fails like that of `configure`."""
+        """Calls `effect` once a record about moving partitions is in the journal, or `refused`
+        if it cannot be written. The returned future then fails with UnavailableError /
+        JOURNAL_FAILED."""
         return self._make(record, effect, refused=refused)
 
     def in_order(self, look: Callable[[], T]) -> asyncio.Future[T]:
-        """Calls `look` once everything passed to the journal before has been made. The future fails
-        like that of `configure`."""
+        """Calls `look` once all earlier changes have been applied. The returned future fails with
+        UnavailableError / JOURNAL_FAILED."""
         return self._make(None, look)
 
     def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:
-        """Writes a member's clock reported without a push to the journal. Nobody waits for it: if
-        it is lost, the member is considered slower than it is until its next report."""
+        """Writes the clock that a member reported without a push to the journal. Nobody waits for
+        the record. If it is lost, the member counts as slower than it is until its next report."""
         if self._journal is not None:
             self._make(clock_record(member_id, clock, place=place), lambda: None)
 
     @property
     def holds(self) -> bool:
-        """True if changes wait for another server to have them."""
+        """True if changes wait until another server has received them."""
         return self._journal is not None and self._journal.holds
 
     def give_up(self, reason: UnavailableError) -> None:
-        """Stops making changes; waiters get the reason."""
+        """Stops applying changes; waiters receive the error `reason`."""
         if self._journal is not None:
             self._journal.give_up(reason)
 
     def begin_file(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
-        """Begins a journal file, like `Journal.rotate`; without a journal the number is 0."""
+        """Starts a new journal file, like `Journal.rotate`. Without a journal, `effect` is called
+        with the number 0."""
         if self._journal is None:
             return _done(effect(0))
         # The new file starts with what the snapshot taken at its beginning may lack.
@@ -214,22 +218,22 @@ class Changes:
 
     @property
     def is_broken(self) -> bool:
-        """True if a change in the journal could not be made, so that the in-memory state must not
-        be written anywhere."""
+        """True if a change in the journal could not be applied, so that the state in memory must
+        not be written anywhere."""
         return self._journal is not None and self._journal.is_broken
 
     @property
     def journal_bytes(self) -> int:
-        """Bytes written since the last `begin_file`."""
+        """Bytes written to the journal since the last `begin_file`."""
         return 0 if self._journal is None else self._journal.bytes_since_rotation
 
     async def close(self) -> None:
-        """Waits for pending changes. No change may follow."""
+        """Waits for pending changes and closes the journal. No change may follow."""
         if self._journal is not None:
             await self._journal.close()
 
     def _on_their_way(self, upload: Upload) -> list[asyncio.Future[Any]]:
-        """Returns the changes that an update to be tried first has to wait for."""
+        """Returns the pending changes for which an update must wait before it can be tried."""
         changes = (self._latest.get(upload.header.spec.partition_id), self._configured)
         return [each for each in changes if each is not None and not each.done()]
 
@@ -240,7 +244,7 @@ class Changes:
         if admitted is None:
             if (latest := self._latest.get(number)) is not None:
                 await asyncio.wait([latest])
-                latest.result()  # what it is a duplicate of may not have been written
+                latest.result()  # raises if the push that it repeats could not be written
             return _done(self._shard.known(upload.header))
         change = admitted
         made = self._make(
@@ -276,7 +280,8 @@ class Changes:
         return journal.append(record, effect, refused=refused)
 
     def _newest_layout(self) -> Layout | None:
-        """Returns the newest layout. The journal never goes back to a map before a pending one."""
+        """Returns the newest layout, pending or not. The journal never returns to a map older than
+        a pending one."""
         layout, coming = self._layout(), self._layout_on_its_way
         return (
             coming

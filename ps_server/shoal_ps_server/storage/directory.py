@@ -1,7 +1,8 @@
-"""Data directory of a server: one snapshot, the journal of later changes, and one server at a time.
+"""Data directory of a server: one snapshot, and the journal of later changes. Only one server at a
+time uses a directory.
 
-Everything in it belongs to one run of the job, which the file `run` names. State of past runs is
-set aside in folders such as `run-3`.
+The contents belong to one run of the job, named in the file `run`. State of past runs is set aside
+in folders such as `run-3`.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from shoal_ps_server.storage.snapshot import read_snapshot
 _SNAPSHOT: Final = "snapshot.safetensors"
 _LOCK: Final = "lock"
 _CLEARING: Final = "clearing"
-"""File whose existence means that everything else in the directory is ignored."""
+"""Name of a file whose existence means that all other files in the directory are ignored."""
 _RUN: Final = "run"
 _ASIDE: Final = "run-"
 _SETTING_ASIDE: Final = "setting-aside"
-"""Names the folder into which everything is being moved."""
+"""Name of a file that contains the folder into which all contents are being moved."""
 RUNS_KEPT: Final = 4
-"""Maximum number of folders of past runs: more than compose.yaml's restarts of a failing job, so
-that these do not push out older state."""
+"""Maximum number of folders of past runs. It exceeds the number of times that compose.yaml restarts
+a failing job, so that restarts do not displace older state."""
 
 
 class DataDirectory:
-    """An open, locked data directory; a context manager. The lock is released when the process
-    ends, however that happens."""
+    """An open, locked data directory, as a context manager. The lock is released when the process
+    ends, however it ends."""
 
     def __init__(self, path: Path) -> None:
-        """Creates the directory if necessary. Raises ConfigurationError if it cannot be used or
-        another server uses it."""
+        """Creates the directory if necessary and locks it. Raises ConfigurationError if the
+        directory cannot be used or another server uses it."""
         self.path = path
         self.run: Run | None = None
-        """Run of the directory's contents; None if it is empty."""
+        """Run to which the directory's contents belong; None if the directory is empty."""
         self._segments: Segments | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -81,8 +82,8 @@ class DataDirectory:
         """Returns the snapshot of this job and server; None if there is none.
 
         Raises CorruptDataError like `read_snapshot`, and ConfigurationError / SNAPSHOT_FOREIGN for
-        that of another job or server. Removes temporary files left by a killed server only after a
-        successful read.
+        the snapshot of another job or server. After a successful read, removes temporary files left
+        by a killed server.
         """
         image = read_snapshot(self.snapshot)
         if image is not None and (image.state.job_id, image.state.server_id) != (job_id, server_id):
@@ -97,8 +98,8 @@ class DataDirectory:
         return image
 
     def recover(self, *, job_id: str, server_id: str) -> Recovered:
-        """Returns the server's state at its end, however that happened. Raises like `read` and
-        `recovery.recover`."""
+        """Returns the server's state at the end of its last process, however it ended. Raises the
+        errors of `read` and `recovery.recover`."""
         if (self.path / _CLEARING).exists():
             self._remove_all()
         image = self.read(job_id=job_id, server_id=server_id)
@@ -112,8 +113,9 @@ class DataDirectory:
             ) from error
 
     def clear(self, *, job_id: str, server_id: str) -> None:
-        """Removes the snapshot and the journal, because another server's state replaces them, and
-        begins a journal. Raises OSError; the next opening then removes the rest."""
+        """Removes the snapshot and the journal, because another server's state will replace them,
+        and starts a new journal. Raises OSError; the next start of the server then removes the
+        rest."""
         (self.path / _CLEARING).touch()
         sync_directory(self.path)
         self._remove_all()
@@ -121,8 +123,8 @@ class DataDirectory:
         self._segments.open()
 
     def note_run(self, run: Run) -> None:
-        """Records the run of the contents from now on, on disk before anything else. Raises
-        ConfigurationError."""
+        """Records, on disk, the run to which the contents belong from now on. Must be called before
+        anything is written for this run. Raises ConfigurationError."""
         if run == self.run:
             return
         try:
@@ -134,11 +136,11 @@ class DataDirectory:
         self.run = run
 
     def set_aside(self) -> Path | None:
-        """Moves the contents into a separate folder and returns it; only the newest such folders
-        are kept. Raises ConfigurationError.
+        """Moves the contents into a separate folder and returns its path. Only the newest such
+        folders are kept. Raises ConfigurationError.
 
-        Returns None if there was nothing. A run that ends before it begins to train leaves no
-        folder; otherwise a few restarts of a container would displace everything else.
+        Returns None if the directory had no contents. A run that ends before it starts to train
+        leaves no folder; otherwise a few restarts of a container would displace all older folders.
         """
         number = 1 if self.run is None else self.run.number
         names = (
@@ -168,8 +170,8 @@ class DataDirectory:
         return self.path / name
 
     def _holds_nothing(self) -> bool:
-        """Returns whether the directory contains neither a snapshot nor a change. Call after
-        `recover`."""
+        """Returns whether the directory contains neither a snapshot nor a change. Must be called
+        after `recover`."""
         if self.snapshot.exists() or self._segments is None:
             return False
         try:
@@ -178,7 +180,7 @@ class DataDirectory:
             return False
 
     def _finish_setting_aside(self) -> None:
-        """Completes the setting aside of contents by a server that was killed meanwhile."""
+        """Completes a `set_aside` that was interrupted because its server was killed."""
         marker = self.path / _SETTING_ASIDE
         if not marker.exists():
             return
@@ -192,8 +194,8 @@ class DataDirectory:
         marker.unlink()
 
     def _read_run(self) -> Run | None:
-        """Returns the run of the contents. Older releases wrote no such file; contents then belong
-        to the job's first run."""
+        """Returns the run to which the contents belong. Older releases did not write the run; such
+        contents belong to the job's first run."""
         if not (self.path / _RUN).exists():
             return (
                 Run(number=1)
@@ -221,17 +223,17 @@ class DataDirectory:
 
     @property
     def segments(self) -> Segments:
-        """The journal's files. Available after `recover`."""
+        """Files of the journal. Available after `recover`."""
         assert self._segments is not None, "recover() comes first"
         return self._segments
 
     def forget_journal_before(self, number: int) -> None:
-        """Removes journal files before `number`, whose contents are in a snapshot. Raises
+        """Removes the journal files before `number`, whose contents are in a snapshot. Raises
         OSError."""
         self.segments.forget_before(number)
 
     def close(self) -> None:
-        """Releases the directory. Idempotent."""
+        """Releases the lock on the directory. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -1,7 +1,8 @@
-"""Contents of a snapshot as values, and its metadata as JSON.
+"""Contents of a snapshot as values, and the conversion of its metadata to and from JSON.
 
-The metadata lists every tensor in the file with its xxh3-64 and is itself covered by one (file.py),
-so a snapshot is either exactly what was written or refused. No pickle is used anywhere.
+The metadata lists every tensor in the file with its xxh3-64, and another xxh3-64 covers the
+metadata (snapshot.py). A file is therefore accepted only if it is exactly what was written. No
+pickle is used anywhere.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.moves import Leaving, Taken
 
 FORMAT_VERSION: Final = 7
-"""Increased when an older release could not read the file: 2 has a journal beside it, in 3 a
-partition has pieces of several tensors, in 4 pieces know their rows, in 5 partitions may be moving
-between servers, in 6 they may be buckets of tables, and in 7 buckets may have been restored from a
-checkpoint."""
+"""Format of the file, increased when older releases could not read it. In 2 a journal accompanies
+the snapshot, in 3 a partition has pieces of several tensors, in 4 pieces know their rows, in 5
+partitions may move between servers, in 6 they may be buckets of tables, and in 7 buckets may have
+been restored from a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """Membership and clocks."""
+    """Membership and clocks of a job, as stored."""
 
     generation: int = -1
     members: frozenset[str] = frozenset()
     put_out: Mapping[str, int] = field(default_factory=dict)
     key_digests: Mapping[str, str] = field(default_factory=dict)
     clocks: Mapping[str, MemberClock] = field(default_factory=dict)
-    """Clock of each member."""
+    """Member -> clock."""
     slowest_clock: int = 0
     opened: int = 0
     """Under bsp, the newest iteration with an admitted push."""
 
     def fence(self) -> Fence:
-        """Returns the restored fence."""
+        """Returns a fence with the stored state."""
         return Fence.restored(
             generation=self.generation,
             members=self.members,
@@ -54,14 +55,14 @@ class Members:
         )
 
     def restored_clocks(self) -> Clocks:
-        """Returns the restored clocks of the members."""
+        """Returns the clocks of the members with the stored state."""
         clocks = Clocks(members=self.clocks, slowest=self.slowest_clock, opened=self.opened)
         clocks.follow(self.members)
         return clocks
 
     @classmethod
     def of(cls, fence: Fence, clocks: Clocks) -> Members:
-        """Returns the stored state of a fence and of clocks."""
+        """Captures the state of a fence and of clocks."""
         return cls(
             generation=fence.generation,
             members=fence.members,
@@ -75,7 +76,8 @@ class Members:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """Everything except the partitions: small, and captured on the event loop."""
+    """State of a server except for its partitions. It is small and is captured on the event
+    loop."""
 
     job_id: str
     server_id: str
@@ -83,31 +85,33 @@ class ServerState:
     configuration: Configuration | None
     membership: Members
     batches: Sequence[tuple[int, int]] = ()
-    """Finished leased batches, as in `Batches`."""
+    """Finished leased batches, as ranges of keys as in `Batches`."""
     backup: str = ""
-    """Backup that must have all acknowledged changes, as in `Recovered.backup`."""
+    """Id of the backup that must receive all acknowledged changes, as in `Recovered.backup`."""
     settled: int = 0
-    """Last move of partitions decided by the coordinator; `leaving`: partitions about to go."""
+    """Number of the last move of partitions decided by the coordinator; `leaving`: partitions that
+    are about to leave."""
     leaving: Leaving | None = None
     journal: int = 0
-    """Number of the first journal file that the snapshot lacks; 0 if there is no journal yet."""
+    """Number of the first journal file that is not included in the snapshot; 0 if there is no
+    journal yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerImage:
-    """State of an entire server. Each partition is consistent; different partitions may be from
-    slightly different moments."""
+    """State of an entire server. Each partition is consistent, but different partitions may have
+    been copied at slightly different moments."""
 
     state: ServerState
     partitions: tuple[PartitionImage, ...]
     taken: Taken | None = None
-    """Partitions handed over by another server that are not this one's yet; `coming`: the part
-    received of an incomplete move."""
+    """Partitions handed over by another server that do not belong to this server yet; `coming`:
+    partitions received so far of an incomplete move."""
     coming: Taken | None = None
 
 
 def state_to_json(state: ServerState) -> dict[str, Any]:
-    """Converts to plain JSON values."""
+    """Converts the state to plain JSON values."""
     return {
         "job_id": state.job_id,
         "server_id": state.server_id,
@@ -127,8 +131,8 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
 
 
 def state_from_json(value: Mapping[str, Any]) -> ServerState:
-    """Restores from JSON values. Raises KeyError, TypeError or ValueError for values not produced
-    by `state_to_json`."""
+    """Restores the state from JSON values. Raises KeyError, TypeError or ValueError for values not
+    produced by `state_to_json`."""
     return ServerState(
         job_id=str(value["job_id"]),
         server_id=str(value["server_id"]),
@@ -153,7 +157,7 @@ def _leaving_from_json(value: Sequence[Any] | None) -> Leaving | None:
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """Converts to plain JSON values."""
+    """Converts a layout to plain JSON values."""
     return {
         "epoch": layout.epoch,
         "server_index": layout.server_index,
@@ -165,7 +169,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 
 def layout_from_json(value: Mapping[str, Any]) -> Layout:
-    """Restores from JSON values. Raises like `state_from_json`."""
+    """Restores a layout from JSON values. Raises the errors of `state_from_json`."""
     specs = list(map(spec_from_json, value["partitions"]))
     return Layout(
         epoch=int(value["epoch"]),
@@ -180,14 +184,16 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 
 
 def spec_to_json(spec: PartitionSpec) -> list[Any]:
-    """Converts to plain JSON values; a bucket of a table has one more."""
+    """Converts a partition's specification to plain JSON values. A bucket of a table has one more
+    value than other partitions."""
     pieces = [[piece.tensor, piece.offset, piece.length, piece.row] for piece in spec.pieces]
     bucket = [] if spec.bucket is None else [_bucket_to_json(spec.bucket)]
     return [spec.partition_id, spec.element.name, pieces, *bucket]
 
 
 def spec_from_json(value: Sequence[Any]) -> PartitionSpec:
-    """Restores from JSON values. Raises like `state_from_json`."""
+    """Restores a partition's specification from JSON values. Raises the errors of
+    `state_from_json`."""
     number, dtype, pieces, *bucket = value
     return PartitionSpec(
         partition_id=int(number),
@@ -201,7 +207,7 @@ def spec_from_json(value: Sequence[Any]) -> PartitionSpec:
 
 
 def configuration_to_json(configuration: Configuration) -> dict[str, Any]:
-    """Converts to plain JSON values."""
+    """Converts a configuration to plain JSON values."""
     return {
         "configured": _optimizer_to_json(configuration.configured),
         "optimizer": _optimizer_to_json(configuration.optimizer),
@@ -214,7 +220,7 @@ def configuration_to_json(configuration: Configuration) -> dict[str, Any]:
 
 
 def configuration_from_json(value: Mapping[str, Any]) -> Configuration:
-    """Restores from JSON values. Raises like `state_from_json`."""
+    """Restores a configuration from JSON values. Raises the errors of `state_from_json`."""
     return Configuration(
         configured=_optimizer_from_json(value["configured"]),
         optimizer=_optimizer_from_json(value["optimizer"]),
@@ -227,7 +233,7 @@ def configuration_from_json(value: Mapping[str, Any]) -> Configuration:
 
 
 def members_to_json(members: Members) -> dict[str, Any]:
-    """Converts to plain JSON values."""
+    """Converts membership and clocks to plain JSON values."""
     return {
         "generation": members.generation,
         "members": sorted(members.members),
@@ -242,7 +248,7 @@ def members_to_json(members: Members) -> dict[str, Any]:
 
 
 def members_from_json(value: Mapping[str, Any]) -> Members:
-    """Restores from JSON values. Raises like `state_from_json`."""
+    """Restores membership and clocks from JSON values. Raises the errors of `state_from_json`."""
     # missing in data from before bsp existed
     resting = frozenset(map(str, value.get("resting", ())))
     # missing in data from older releases
@@ -270,7 +276,7 @@ def members_from_json(value: Mapping[str, Any]) -> Members:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """Serializes a value canonically, so that digests can be compared."""
+    """Serializes a value as canonical JSON, so that digests can be compared."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

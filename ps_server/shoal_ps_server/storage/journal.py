@@ -1,15 +1,15 @@
-"""Appends records to the journal: in the given order, many per sync. The effect of each runs after
-it is on disk, in the same order.
+"""Appends records to the journal in the given order, many per sync. The effect of each record is
+called after the record is on disk, in the same order.
 
-Threads: the event loop calls `append` and `rotate` and runs effects; one thread writes. They share
-only the queue.
+Threads: the event loop calls `append` and `rotate` and calls effects; one thread writes. The two
+share only the queue.
 
-If the disk does not accept a batch, neither that batch nor anything appended meanwhile has an
-effect, and its waiters are notified. The next append starts a new file, which records that nothing
-of that batch counts.
+If the disk does not accept a batch, neither that batch nor any record appended meanwhile has an
+effect, and their waiters receive an error. The next append starts a new file, which records that
+nothing of that batch counts.
 
-Another server may have to receive each record as well (`hold`); its effect then waits for that
-server's confirmation.
+With `hold`, each record must also be received by another server. The effect of the record then
+waits for that server's confirmation.
 """
 
 from __future__ import annotations
@@ -41,47 +41,46 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_IN_A_BATCH_BYTES: Final = 64 << 20
-"""Maximum bytes written before the waiters for the first record are answered."""
+"""Maximum bytes written in one batch, i.e. before the waiters for its first record are answered."""
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Suggested retry delay: a full disk will hardly have room sooner, and pushes are megabytes."""
+"""Suggested retry delay. A full disk is unlikely to have room sooner, and pushes are megabytes."""
 _LOG_EVERY_S: Final = 10.0
 _MOST_AT_ONCE_S: Final = 0.005
-"""Time for which consecutive effects may run before the loop's other tasks get their turn."""
+"""Time for which consecutive effects may run before the loop's other tasks run."""
 
 
 class Follower(Protocol):
-    """Receives every record in order. Called on the loop."""
+    """Interface for receiving every record in order. Methods are called on the event loop."""
 
     def made(self, record: Record) -> None:
-        """Handles a record that is on disk and has had its effect. Called while the journal does
-        not hold."""
+        """Called with a record that is on disk and has had its effect, while effects do not wait
+        for the follower."""
 
     def written(self, record: Record) -> int:
-        """Handles a record that is on disk. Its effect runs once the returned position is
-        confirmed. Called while the journal holds."""
+        """Called with a record that is on disk, while effects wait for the follower. The effect
+        runs once the returned position is confirmed."""
 
 
 @dataclass(kw_only=True)
 class _Entry(Generic[T]):
     record: Record | None
-    """None if nothing is written."""
+    """Record to write; None if nothing is written."""
     effect: Callable[[], T]
     refused: Callable[[], None]
     done: asyncio.Future[T]
     rotates: bool = False
-    """True if the next file begins here."""
+    """True if the next file starts with this entry."""
     number: int = 0
-    """Number of that file. Written before the loop is notified."""
+    """Number of the file that starts with this entry. Assigned before the loop is notified."""
     over: bool = False
-    """True if its effect has run, or it was refused. Owned by the loop."""
+    """True if the effect of the entry has run, or the entry was refused. Owned by the loop."""
     position: int = 0
-    """Position that must be confirmed before its effect while the journal holds. Owned by the
-    loop."""
+    """Position that the follower must confirm before the effect runs. Owned by the loop."""
 
 
 class _Control(enum.Enum):
     RESUME = "resume"
-    """The loop knows of the failure: later entries in the queue were appended with that
+    """The loop has learned of the failure: later entries in the queue were appended with this
     knowledge."""
     CLOSE = "close"
 
@@ -106,10 +105,10 @@ class Journal:
         written: Callable[[int, int, float], None] = lambda records, nbytes, seconds: None,
         unwritten: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins file `number`; `previous_end` is the number of valid bytes in the previous file.
-        `failed`: called when an effect raises; memory then lacks changes on disk, so the server
-        must end and recover. `written`: called with the records, bytes and seconds of each batch.
-        `unwritten`: called for a batch that the disk did not accept. Raises OSError."""
+        """Starts file `number`. `previous_end`: number of valid bytes in the previous file.
+        `failed`: called when an effect raises an error; memory then lacks changes on disk, so the
+        server must end and recover. `written`: called with the records, bytes and seconds of each
+        batch. `unwritten`: called for a batch that the disk did not accept. Raises OSError."""
         self._segments = segments
         self._fsync = fsync
         self._failed = failed
@@ -121,40 +120,41 @@ class Journal:
         self._descriptor, self._end = segments.create(number, previous_end=previous_end)
         self._journal_id = segments.journal_id
         self._durable = self._end
-        """Number of bytes of the file known to be on disk; `_end`: number of valid bytes."""
+        """Number of bytes of the file that are on disk for certain; `_end`: number of valid
+        bytes."""
         self._pending: deque[_Entry[Any]] = deque()
-        """Entries not known to be written. Owned by the loop."""
+        """Entries that are not known to be written. Owned by the loop."""
         self._ready: deque[_Entry[Any]] = deque()
-        """Written entries whose effect has not run. Owned by the loop."""
+        """Written entries whose effects have not run. Owned by the loop."""
         self._refusal: Exception | None = None
-        """Reason why the entries in `_pending` cannot be written; they are refused once `_ready` is
+        """Reason why the entries in `_pending` cannot be written. They are refused once `_ready` is
         empty. Owned by the loop, like the following fields."""
         self._making_soon = False
         """True if a call of `_make_some` is scheduled."""
         self._follower: Follower | None = None
         self._holding = False
         self._position = 0
-        """Position of the last record given to the follower while the journal holds; `_confirmed`:
-        the position up to which the follower has them."""
+        """Position of the last record passed to the follower while effects wait for it;
+        `_confirmed`: position up to which the follower has confirmed records."""
         self._confirmed = 0
         self.write_error: Exception | None = None
         """Error of the last write; None if it succeeded. Assigned on the loop, read by any
         thread."""
         self._unmade: Exception | None = None
-        """Reason why the effect of a record failed or no more records are written; later records
+        """Reason why the effect of a record failed or no further records are written. Later records
         have no effect. Owned by the loop."""
         self._broken = False
-        """True if the file may end with part of a batch. Owned by the thread, like the fields above
-        except the queue."""
+        """True if the file may end with part of a batch. Owned by the writing thread, like the
+        fields above except the queue."""
         self._unwritten_batches = 0
-        """Batches refused since the last one that was written; `_logged_at`: when this was last
-        logged. Owned by the thread."""
+        """Number of batches refused since the last one that was written; `_logged_at`: time of the
+        last log message about them. Owned by the writing thread."""
         self._logged_at = -math.inf
         self._held: _Entry[Any] | None = None
-        """Entry taken from the queue for a batch of its own."""
+        """Entry taken from the queue that starts the next batch; None without one."""
         self.bytes_since_rotation = segments.nbytes()
-        """Bytes written since the last `rotate`, or the bytes that a recovery would have to read.
-        Owned by the loop."""
+        """Bytes written since the last `rotate`; after a start, bytes that a recovery would have to
+        read. Owned by the loop."""
         self._thread = threading.Thread(target=self._write, name="shoal-ps-journal", daemon=True)
         self._thread.start()
 
@@ -165,19 +165,20 @@ class Journal:
         *,
         refused: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[T]:
-        """Writes the record, then calls `effect` on the loop. The future gets its result, or
-        UnavailableError / JOURNAL_FAILED.
+        """Writes a record, then calls `effect` on the loop. The returned future receives the result
+        of `effect`, or UnavailableError / JOURNAL_FAILED.
 
-        Without a record, only waits for all earlier appends. If the record could not be written,
-        `refused` is called instead of the effect.
+        `record`: None only waits for all earlier appends. `refused`: called instead of `effect` if
+        the record could not be written.
         """
         return self._put(
             _Entry(record=record, effect=effect, refused=refused, done=self._loop.create_future())
         )
 
     def rotate(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
-        """Begins the next file, and calls `effect` with its number between the records of earlier
-        files and those of that one. Fails like `append`."""
+        """Starts the next file. Calls `effect` with the number of this file after the records of
+        earlier files and before its own. The returned future fails with UnavailableError /
+        JOURNAL_FAILED."""
         done: asyncio.Future[T] = self._loop.create_future()
         entry = _Entry(
             record=None,
@@ -190,26 +191,28 @@ class Journal:
 
     def follow(self, follower: Follower) -> None:
         """Sets the follower, which from now on receives records after their effects. Replaces an
-        earlier one. May be called by an effect."""
+        earlier follower. May be called by an effect."""
         assert not self._holding, "the one before has been let go"
         self._follower = follower
 
     def hold(self, *, position: int, confirmed: int) -> None:
         """Makes effects wait: from now on the follower receives each record before its effect,
-        which waits for `confirm`. So far the follower has received records up to `position`, and
-        confirmed them up to `confirmed`. May be called by an effect."""
+        which then waits for `confirm`. `position`: position of the last record that the follower
+        has received. `confirmed`: position up to which it has confirmed records. May be called by
+        an effect."""
         assert self._follower is not None, "somebody follows"
         self._holding, self._position, self._confirmed = True, position, confirmed
         for entry in self._ready:
             self._give(entry)
 
     def confirm(self, position: int) -> None:
-        """Records that the follower has everything up to this position."""
+        """Records that the follower has everything up to `position`, so that the effects of these
+        records may run."""
         self._confirmed = max(self._confirmed, position)
         self._make_soon()
 
     def follow_no_more(self) -> None:
-        """Removes the follower, so that effects wait for nobody."""
+        """Removes the follower, so that effects no longer wait."""
         self._follower, self._holding = None, False
         self._make_soon()
 
@@ -225,18 +228,18 @@ class Journal:
 
     @property
     def end(self) -> tuple[int, int]:
-        """Number of the last file and of its valid bytes. Available after `close`."""
+        """Number of the last file, and number of its valid bytes. Available after `close`."""
         return self._number, self._end
 
     def give_up(self, reason: UnavailableError) -> None:
-        """Stops all further effects; waiters get the reason."""
+        """Prevents all further effects; waiters receive the error `reason`."""
         if self._unmade is None:
             self._unmade = reason
         self._follower, self._holding = None, False
         self._make_soon()
 
     async def close(self) -> None:
-        """Waits for appended records, but not for a follower. Nothing may be appended
+        """Waits until appended records are written, but not for a follower. Nothing may be appended
         afterwards."""
         self._queue.put(_Control.CLOSE)
         # the thread has reported everything to the loop before this returns
@@ -263,7 +266,8 @@ class Journal:
     # ---------------------------------------------------------------------------------- on the loop
 
     def _finish(self, batch: _Batch, error: Exception | None, seconds: float) -> None:
-        """Handles a batch that the thread has finished."""
+        """Processes a batch that the writing thread has finished: makes its entries ready, or
+        refuses them after an error."""
         if all(entry.over for entry in batch.entries):
             return  # refused with a batch before it
         if error is not None:
@@ -325,14 +329,14 @@ class Journal:
             self._failed(reason)
             return
         failpoint("journal.effect_made")
-        if not entry.done.done():  # whoever waited may have gone
+        if not entry.done.done():  # the caller may have been cancelled
             entry.done.set_result(result)
         if entry.record is not None and self._follower is not None and not self._holding:
             self._follower.made(entry.record)
 
     def _refuse(self, error: Exception) -> None:
-        """Refuses everything pending at once, so that later admissions do not depend on any of
-        it."""
+        """Refuses everything pending at once, so that later admissions do not depend on any refused
+        entry."""
         self._refusal = None
         refused, self._pending = self._pending, deque()
         for entry in refused:
@@ -361,8 +365,8 @@ class Journal:
             os.close(self._descriptor)
 
     def _next(self) -> tuple[_Batch, _Control | None]:
-        """Waits for the next entries and returns those that go together, with the control that
-        followed them, if any."""
+        """Waits for the next entries and returns those that form one batch. If a control message
+        follows them, returns it too."""
         batch = _Batch()
         held, self._held = self._held, None
         item = held or self._queue.get()
@@ -383,7 +387,7 @@ class Journal:
                 return batch, None
 
     def _write_batch(self, batch: _Batch) -> Exception | None:
-        """Writes a batch and returns the error, if any; whatever it is, the journal continues with
+        """Writes a batch and returns the error, if any. After any error the journal continues with
         the next batch."""
         try:
             if self._broken:
@@ -437,8 +441,8 @@ class Journal:
             )
 
     def _disown(self) -> None:
-        """Invalidates the remainder of a failed write or sync, whose extent is unknown, even in
-        case this process is killed before the next write."""
+        """Invalidates the remainder of a failed write or sync, whose extent is unknown. This must
+        be on disk even if the process is killed before the next write."""
         if not self._broken:
             return
         try:
@@ -449,7 +453,7 @@ class Journal:
                 os.fdatasync(self._descriptor)
 
     def _begin(self, number: int) -> None:
-        """Switches to the next file, which records how much of this one is valid."""
+        """Switches to the next file, which records how much of the current file is valid."""
         if not self._broken:
             os.fdatasync(self._descriptor)
         descriptor, end = self._segments.create(number, previous_end=self._end)
@@ -457,18 +461,19 @@ class Journal:
         self._end = self._durable = end
         self._broken = False
         failpoint("journal.file_begun")
-        with contextlib.suppress(OSError):  # it is synced, or does not count
+        with contextlib.suppress(OSError):
+            # an error loses nothing: the old file is already synced, or not needed
             os.close(before)
 
     def _tell(self, batch: _Batch, failure: Exception | None, seconds: float) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._finish, batch, failure, seconds)
 
 
 def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
     if not done.done():
         done.set_exception(error)
-        done.exception()  # nobody need ask
+        done.exception()  # avoids asyncio's warning about an exception that nobody retrieved
 
 
 def _refusal(error: Exception) -> UnavailableError:

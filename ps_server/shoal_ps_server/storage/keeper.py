@@ -1,8 +1,7 @@
-"""Decides when to write snapshots: on request, periodically, and at the end. Belongs to the event
-loop.
+"""Writes snapshots: on request, periodically, and at the end. Belongs to the event loop.
 
 Partitions are copied one by one between pushes and written to disk on a thread, so training
-continues; the cost is one copy of the shard in memory meanwhile
+continues. Meanwhile one copy of the shard is in memory
 (docs/explanation/parameter-servers.md#journal-and-snapshots).
 """
 
@@ -31,14 +30,14 @@ from shoal_ps_server.storage.snapshot import write_snapshot
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Suggested retry delay: a full disk will hardly have room sooner."""
+"""Suggested retry delay. A full disk is unlikely to have room sooner."""
 _LOOK_S: Final = 1.0
 """Interval between checks of the journal's length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A finished snapshot."""
+    """A snapshot that has been written."""
 
     path: Path
     nbytes: int
@@ -71,19 +70,19 @@ class SnapshotKeeper:
         self._metrics = metrics
         self._writing = asyncio.Lock()
         self._on_disk: asyncio.Future[int] | None = None
-        """Result of the writing thread; `_forgetting`: result of the thread that removes files made
-        obsolete by a snapshot."""
+        """Result of the thread that writes; `_forgetting`: result of the thread that removes files
+        made obsolete by a snapshot."""
         self._forgetting: asyncio.Future[None] | None = None
         self._last: tuple[object, ...] = ()
         self._begun = _Begun()
         """Data captured so far for the snapshot in progress."""
 
     async def write(self) -> Written:
-        """Writes a snapshot now; returns once it is on disk.
+        """Writes a snapshot now and returns once it is on disk.
 
         Raises PreconditionError (SNAPSHOTS_OFF without a data directory, TENSORS_UNDECLARED before
         there are partitions) and UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED if the disk
-        does not accept it; the previous one is then still there.
+        does not accept the data. The previous snapshot is then kept.
         """
         if self._directory is None:
             raise PreconditionError(
@@ -148,8 +147,8 @@ class SnapshotKeeper:
             return Written(path=self._directory.snapshot, nbytes=nbytes)
 
     async def write_if_changed(self) -> None:
-        """Writes a snapshot unless there is nothing to write or nothing was applied since the last
-        one. Raises UnavailableError like `write`."""
+        """Writes a snapshot unless there is nothing to write or nothing has changed since the last
+        snapshot. Raises UnavailableError like `write`."""
         state = self._state()
         if self._directory is None or state is None:
             return
@@ -165,7 +164,7 @@ class SnapshotKeeper:
 
     async def idle(self) -> None:
         """Waits until no thread of this keeper uses the directory. No snapshot may be requested
-        meanwhile."""
+        during the wait."""
         threads: list[asyncio.Future[Any]] = [
             each for each in (self._on_disk, self._forgetting) if each is not None
         ]
@@ -173,8 +172,9 @@ class SnapshotKeeper:
             await asyncio.wait(threads)
 
     async def periodically(self, interval: timedelta) -> None:
-        """Writes a snapshot every `interval` (0: never), and whenever the journal has grown enough,
-        until cancelled. Failures are logged and counted; training continues."""
+        """Writes a snapshot every `interval`, and whenever the journal has grown enough, until
+        cancelled. An interval of 0 means never. Failures are logged and counted; training
+        continues."""
         loop = asyncio.get_running_loop()
         due = loop.time() + interval.total_seconds() if interval else float("inf")
         while True:
@@ -218,8 +218,8 @@ class SnapshotKeeper:
             )
 
     async def _capture(self) -> tuple[PartitionImage, ...]:
-        """Returns all partitions as of the beginning of the journal's file, including those that go
-        to another server meanwhile."""
+        """Returns copies of all partitions as of the beginning of the current journal file,
+        including partitions that move to another server meanwhile."""
         begun = self._begun
         while begun.due:
             self._copy_now([min(begun.due)])
@@ -243,5 +243,6 @@ class _Begun:
 
 
 def _fingerprint(state: ServerState, versions: dict[int, tuple[int, int]]) -> tuple[object, ...]:
-    """Returns a value that is equal at two moments if no value changed between them."""
+    """Returns a value that is equal at two moments if no value of the server changed between
+    them."""
     return versions, state.configuration, state.layout.epoch

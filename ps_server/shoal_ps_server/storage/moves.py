@@ -1,9 +1,10 @@
-"""Partitions on their way between this server and another one, as recorded in the journal
+"""Partitions that move between this server and another one, as recorded in the journal
 (docs/explanation/parameter-servers.md#moving-partitions).
 
-Leaving partitions stay here, frozen, and taken ones are not served until the coordinator's shard
-map names their owner. A running server, a recovering one and its backup all reach the same state
-through the methods below, one for each kind of record. Belongs to the event loop.
+Leaving partitions stay on this server, frozen, and received ones are not served until the
+coordinator's shard map names their owner. A running server, a recovering server and a backup all
+reach the same state through the methods below, one for each kind of record. Belongs to the event
+loop.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shoal_ps_server.shard.shard import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving:
-    """Partitions that another server has taken, or may have taken."""
+    """Partitions that another server has received, or may have received."""
 
     move: int
     """Number of the move assigned by the coordinator: 1, 2, 3, ... in a job."""
@@ -30,25 +31,25 @@ class Leaving:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Partitions handed over by another server."""
+    """Partitions that another server has handed over to this one."""
 
     move: int
     images: Mapping[int, PartitionImage]
-    """Partition id -> image. Its tensors become the server's own when the shard map assigns the
-    partition to it."""
+    """Partition id -> image. The server adopts the tensors of an image as its own when the shard
+    map assigns the partition to it."""
 
     def copy(self) -> Taken:
-        """Returns a copy with tensors of its own."""
+        """Returns a copy with its own tensors."""
         return replace(self, images={number: image.copy() for number, image in self.images.items()})
 
 
 class Moves:
-    """Partitions given and taken by one server.
+    """Partitions that one server gives away and receives.
 
-    Invariants: `leaving` partitions are in the shard and frozen; `taken` and `coming` ones are not
-    served. They are not in the shard either, except for a copy that arrived again just when the
-    shard map had assigned the first one to this server; the second copy is ignored and dropped when
-    its move is settled.
+    Invariants: `leaving` partitions are in the shard and frozen; `taken` and `coming` partitions
+    are not served. They are not in the shard either, with one exception: a copy may arrive again
+    just when the shard map has assigned the first copy to this server. The second copy is ignored
+    and is dropped when its move is settled.
     """
 
     def __init__(
@@ -63,20 +64,22 @@ class Moves:
         """Restores the state from a snapshot; by default nothing is in progress."""
         self._shard = shard
         self.settled = settled
-        """Last move decided by the coordinator."""
+        """Number of the last move decided by the coordinator."""
         self.leaving = leaving
         self.taken = taken
-        """All partitions of a complete move."""
+        """All partitions of a completely received move; None without one."""
         self.coming = coming
-        """Partitions received so far of an incomplete move; they count once all have arrived."""
+        """Partitions received so far of an incomplete move. They do not count until all have
+        arrived."""
         self.before_drop: Callable[[Collection[int]], None] = lambda partition_ids: None
-        """Called with partitions about to be dropped; set by a component that copies the shard."""
+        """Called with partitions that are about to be dropped. Set by the component that copies the
+        shard."""
         if leaving is not None:
             shard.freeze(leaving.partitions)
 
     def bring(self, move: int, image: PartitionImage) -> None:
-        """Adds one received partition of a move, replacing an earlier copy from the same move.
-        Ignores partitions of a move older than the one already here."""
+        """Adds one received partition of a move, and replaces an earlier copy from the same move.
+        Ignores a partition of a move older than the current one."""
         if self._is_late(move):
             return
         before = {} if self.coming is None or self.coming.move != move else self.coming.images
@@ -85,9 +88,9 @@ class Moves:
     def take(
         self, move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
     ) -> None:
-        """Completes a move whose partitions have all arrived. Takes nothing if the move is late or
-        a partition is missing. `batches`: ranges of finished batches known to the giver, which are
-        recorded in any case."""
+        """Completes a move whose partitions have all arrived. Does nothing if the move is late or a
+        partition is missing, except that the batches are always recorded. `batches`: ranges of
+        finished batches known to the giver."""
         self._shard.add_batches(batches)
         wanted = frozenset(partition_ids)
         if (
@@ -108,15 +111,16 @@ class Moves:
         )
 
     def leave(self, move: int, partition_ids: Iterable[int]) -> None:
-        """Records that another server has these partitions: from now on only the coordinator
+        """Records that another server has these partitions. From now on only the coordinator
         decides about them."""
         self.leaving = Leaving(move=move, partitions=frozenset(partition_ids))
         self._shard.freeze(self.leaving.partitions)
 
     def check(self, layout: Layout, *, before: Layout | None) -> None:
-        """Raises PreconditionError / LAYOUT_CONFLICT for a map that would silently lose values: for
-        a server that knew a map `before`, it names partitions that nobody handed over, or with
-        different tensors, or omits partitions that were not given away."""
+        """Raises PreconditionError / LAYOUT_CONFLICT for a map that would silently lose values.
+        Such a map assigns partitions to this server that nobody handed over, has different tensors
+        for them, or omits partitions that were not given away. `before`: map that the server knew;
+        None if it knew none."""
         arriving, gone = self._changed_by(layout)
         known = {} if before is None else before.partitions
         wrong = {
@@ -137,14 +141,15 @@ class Moves:
             )
 
     def changes_with(self, layout: Layout) -> bool:
-        """Returns whether this server gains or loses a partition with values under a map."""
+        """Returns whether this server gains or loses a partition with values under the map
+        `layout`."""
         arriving, gone = self._changed_by(layout)
         return bool(gone) or (self.taken is not None and not arriving.isdisjoint(self.taken.images))
 
     def adopt(self, layout: Layout, *, before: Layout | None, members: AbstractSet[str]) -> None:
-        """Adopts a shard map: partitions assigned to this server are served, and others dropped.
-        `members`: members whose sequence numbers are kept. Raises like `check`, in which case
-        nothing has changed."""
+        """Adopts a shard map: partitions assigned to this server are served, and all other
+        partitions are dropped. `members`: members whose sequence numbers are kept. Raises the
+        errors of `check` before anything has changed."""
         self.check(layout, before=before)
         arriving, gone = self._changed_by(layout)
         if gone:
@@ -163,8 +168,9 @@ class Moves:
         self._shard.adopt(layout)
 
     def settle(self, move: int) -> None:
-        """Settles all moves up to this one after the corresponding map was adopted: partitions
-        still leaving stay, and partitions still taken belong to another server."""
+        """Settles all moves up to `move` after the corresponding map was adopted. Partitions that
+        are still leaving stay on this server. Partitions that are still taken belong to another
+        server and are dropped."""
         self.settled = max(self.settled, move)
         if self.taken is not None and self.taken.move <= move:
             self.taken = None
@@ -175,15 +181,15 @@ class Moves:
             self.leaving = None
 
     def is_open(self, move: int) -> bool:
-        """Returns whether anything here waits for the coordinator's decision on a move up to this
-        one."""
+        """Returns whether any partition waits for the coordinator's decision on a move up to
+        `move`."""
         return any(
             each is not None and each.move <= move
             for each in (self.leaving, self.taken, self.coming)
         )
 
     def _changed_by(self, layout: Layout) -> tuple[frozenset[int], frozenset[int]]:
-        """Returns the partitions that `layout` adds, and those that it removes."""
+        """Returns the partitions that `layout` adds, and the partitions that it removes."""
         held = frozenset(self._shard.partition_ids())
         return frozenset(layout.partitions) - held, held - layout.partitions.keys()
 

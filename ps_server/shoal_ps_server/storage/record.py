@@ -49,8 +49,9 @@ class Record:
     def encoded(
         self, journal_id: int, *, file: int, at: int, durable: int
     ) -> tuple[bytes, memoryview]:
-        """Returns the bytes before the payload, and the payload in its original memory. The record
-        will begin at byte `at`. `file`, `durable`: see the module."""
+        """Returns the bytes in front of the payload, and the payload in its original memory. `at`:
+        offset in the file at which the record will be written. `file`, `durable`: as described in
+        the module."""
         header = json.dumps(
             {"kind": self.kind, **self.fields}, separators=(",", ":"), allow_nan=False
         ).encode()
@@ -62,7 +63,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A complete record in a file."""
+    """A complete record found in a file."""
 
     record: Record
     end: int
@@ -71,8 +72,8 @@ class Found:
 
 
 def read(data: memoryview, start: int, journal_id: int, file: int) -> Found | None:
-    """Returns the record that begins at `start`; None if there is no complete and valid record of
-    that journal and file."""
+    """Returns the record that begins at `start`. Returns None if there is no complete and valid
+    record of this journal and file."""
     if start + OVERHEAD_BYTES > data.nbytes:
         return None
     magic, number, header_size, payload_size, durable = _FIXED.unpack_from(data, start)
@@ -109,7 +110,7 @@ def read(data: memoryview, start: int, journal_id: int, file: int) -> Found | No
 
 
 def read_all(data: memoryview, journal_id: int, file: int) -> Iterator[Found]:
-    """Yields consecutive valid records up to the first invalid one."""
+    """Yields consecutive valid records of a file, up to the first invalid one."""
     start = 0
     while (found := read(data, start, journal_id, file)) is not None:
         yield found
@@ -117,7 +118,8 @@ def read_all(data: memoryview, journal_id: int, file: int) -> Iterator[Found]:
 
 
 def later(data: memoryview, start: int, journal_id: int, file: int) -> Iterator[Found]:
-    """Yields valid records that begin anywhere after `start`, behind damaged data."""
+    """Yields valid records that begin anywhere after `start`, to find records behind damaged
+    data."""
     for position in _places(data, start + 1):
         if (found := read(data, position, journal_id, file)) is not None:
             yield found
@@ -133,7 +135,8 @@ def _digest(journal_id: int, at: int, *parts: bytes | memoryview) -> int:
 
 
 def _places(data: memoryview, start: int) -> Iterator[int]:
-    """Yields the offsets of the magic. Searches in pieces that overlap by its length."""
+    """Yields the offsets at which the magic occurs. Searches in pieces that overlap by the length
+    of the magic."""
     step = 1 << 24
     for piece in range(start, data.nbytes, step):
         part = bytes(data[piece : piece + step + len(MAGIC) - 1])

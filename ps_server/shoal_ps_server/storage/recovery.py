@@ -1,13 +1,13 @@
-"""Recovers a server from a snapshot and the journal after it: every acknowledged change, once, in
-its original order.
+"""Recovers a server from a snapshot and the later journal: replays every acknowledged change once,
+in its original order.
 
-Defines the record of each kind of change and its replay. A partition's changes carry the version
-that they led to; those already in the partition's snapshot are skipped. The arithmetic is the same
-as the first time, so the values are identical to the bit.
+This module defines the record of each kind of change and its replay. The record of a partition's
+change contains the version after the change; changes already in the partition's snapshot are
+skipped. The arithmetic equals that of the original change, so the values are identical to the bit.
 
-A push compensated for its delay (shard/compensation.py) needs values of an earlier version, which
-only it refers to. If a job uses compensation, the journal is therefore searched for such pushes
-before the first of them is replayed.
+A push compensated for its delay (shard/compensation.py) needs the values of an earlier version,
+which are not needed otherwise. If a job uses compensation, the journal is therefore searched for
+such pushes before the first of them is replayed.
 """
 
 from __future__ import annotations
@@ -55,22 +55,27 @@ CONFIGURATION: Final = "configuration"
 VALUES: Final = "values"
 PUSH: Final = "push"
 CLOCK: Final = "clock"
-"""A member reported finished iterations without a push."""
+"""Kind of record: a member reported finished iterations without a push."""
 BACKUP: Final = "backup"
-"""From here on, a given backup had to have each change before it was made, or none had to."""
+"""Kind of record: from here on, the named backup had to receive each change before it was applied.
+Without a name, none had to."""
 KNOWN: Final = "known"
-"""A push whose batch was known already: only its number changes the state."""
+"""Kind of record: a push whose batch was already known. It changes only the member's sequence
+number."""
 RESTORED: Final = "restored"
-"""The rows of a bucket were restored from a checkpoint. From here on its versions count from there,
-so records of pushes name the restoration after which they were made."""
+"""Kind of record: the rows of a bucket were restored from a checkpoint. Later versions count from
+the restored one, so records of pushes name the restoration after which they were made."""
 COMING: Final = "coming"
-"""A partition being handed over by another server."""
+"""Kind of record: a partition that another server is handing over."""
 TAKEN: Final = "taken"
-"""All partitions of a move have arrived. They become this server's once a LAYOUT says so."""
+"""Kind of record: all partitions of a move have arrived. They belong to this server once a LAYOUT
+assigns them to it."""
 LEAVING: Final = "leaving"
-"""Another server has taken partitions, which no longer change. A LAYOUT without them drops them."""
+"""Kind of record: another server has received partitions, which no longer change. A LAYOUT without
+these partitions drops them."""
 SETTLED: Final = "settled"
-"""The coordinator has decided on all moves up to this one, as recorded in the last LAYOUT."""
+"""Kind of record: the coordinator has decided on all moves up to the given one, as recorded in the
+last LAYOUT."""
 
 
 def layout_record(layout: Layout) -> Record:
@@ -79,18 +84,18 @@ def layout_record(layout: Layout) -> Record:
 
 
 def members_record(members: Members) -> Record:
-    """Returns the record of the fence and the clocks."""
+    """Returns the record of the members and their clocks."""
     return Record(kind=MEMBERS, fields=members_to_json(members))
 
 
 def configuration_record(configuration: Configuration) -> Record:
-    """Returns the record of the optimizer, including changes by a schedule."""
+    """Returns the record of the job's configuration, including changes by a schedule."""
     return Record(kind=CONFIGURATION, fields=configuration_to_json(configuration))
 
 
 def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
-    """Returns the record of a member's finished iterations, and of the corresponding clock if the
-    member reported it."""
+    """Returns the record of a member's finished iterations. `place`: clock that corresponds to the
+    report; 0 if the member did not report it."""
     return Record(
         kind=CLOCK,
         fields={"member": member_id, "clock": clock} | ({"place": place} if place else {}),
@@ -98,17 +103,19 @@ def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
 
 
 def backup_record(server_id: str) -> Record:
-    """Returns the record of the backup that must have each change from now on; empty: none."""
+    """Returns the record of the backup that must receive each change from now on. `server_id`: id
+    of the backup; empty: none."""
     return Record(kind=BACKUP, fields={"server_id": server_id})
 
 
 def coming_record(move: int, entry: Mapping[str, Any], payload: memoryview) -> Record:
-    """Returns the record of a partition being handed over, from `coming_fields` and its tensors."""
+    """Returns the record of a partition that another server is handing over. `entry`: result of
+    `coming_fields`. `payload`: the partition's tensors."""
     return Record(kind=COMING, fields={**entry, "move": move}, payload=payload)
 
 
 def coming_fields(image: PartitionImage) -> tuple[dict[str, Any], bytes]:
-    """Returns the description of a partition being handed over, and its tensors."""
+    """Returns the description of a partition to be handed over, and its tensors."""
     entry, data = partition_to_bytes(image)
     return entry | {"spec": spec_to_json(image.spec)}, data
 
@@ -116,15 +123,15 @@ def coming_fields(image: PartitionImage) -> tuple[dict[str, Any], bytes]:
 def coming_image(
     entry: Mapping[str, Any], data: memoryview, optimizer: OptimizerSettings | None
 ) -> PartitionImage:
-    """Restores the partition from `coming_fields` and its tensors. Raises like
-    `partition_from_bytes`."""
+    """Restores a partition from the result of `coming_fields`. `data`: its tensors. Raises the
+    errors of `partition_from_bytes`."""
     return partition_from_bytes(entry, data, spec_from_json(entry["spec"]), optimizer)
 
 
 def taken_record(
     move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
 ) -> Record:
-    """Returns the record of a move whose partitions have all arrived. `batches`: finished ones
+    """Returns the record of a move whose partitions have all arrived. `batches`: finished batches
     known to the giver."""
     return Record(
         kind=TAKEN,
@@ -133,18 +140,18 @@ def taken_record(
 
 
 def leaving_record(move: int, partition_ids: Iterable[int]) -> Record:
-    """Returns the record of partitions that another server has taken."""
+    """Returns the record of partitions that another server has received."""
     return Record(kind=LEAVING, fields={"move": move, "partitions": list(partition_ids)})
 
 
 def settled_record(move: int) -> Record:
-    """Returns the record of the coordinator's decision on all moves up to this one."""
+    """Returns the record of the coordinator's decision on all moves up to `move`."""
     return Record(kind=SETTLED, fields={"move": move})
 
 
 def moves_records(moves: Moves) -> Iterator[Record]:
-    """Yields the records of partitions handed over so far, for a new follower. Their payloads are
-    copies."""
+    """Yields the records of partitions received so far from other servers, for a new follower. The
+    payloads are copies."""
     for taken in (moves.taken, moves.coming):
         if taken is not None:
             for image in taken.images.values():
@@ -181,7 +188,7 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
 
 
 def restoration_record(restoration: Restoration) -> Record:
-    """Returns the record of rows that replace those of a bucket."""
+    """Returns the record of rows that replace the rows of a bucket."""
     fields = {
         "partition": restoration.spec.partition_id,
         "version": restoration.version,
@@ -192,27 +199,28 @@ def restoration_record(restoration: Restoration) -> Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """A recovered server."""
+    """State of a recovered server."""
 
     shard: Shard
     moves: Moves
     """Partitions moving into or out of this server's shard."""
     layout: Layout | None = None
-    """None if it knew no shard map yet."""
+    """Last known shard map; None if the server knew none."""
     configuration: Configuration | None = None
     members: Members = field(default_factory=Members)
     backup: str = ""
-    """Backup that had to have all acknowledged changes and may have taken over since; empty if
-    none."""
+    """Id of the backup that had to receive all acknowledged changes and may have taken over since;
+    empty if there is none."""
     next_file: int = 0
     """Number of the next journal file."""
     last_end: int = 0
-    """Number of valid bytes in the file before it."""
+    """Number of valid bytes in the file before the next one."""
 
 
 def recover(segments: Segments, image: ServerImage | None) -> Recovered:
-    """Recovers a server. Raises CorruptDataError like `Segments.records`, and for records that
-    contradict each other or the snapshot; OSError."""
+    """Recovers a server from its journal and an optional snapshot. Raises CorruptDataError like
+    `Segments.records`, and for records that contradict each other or the snapshot; also raises
+    OSError."""
     started = time.perf_counter()
     failpoint("recovery.begun")
     first = 0 if image is None else image.state.journal
@@ -246,16 +254,17 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
 
 
 class Replay:
-    """Replays records, one after another."""
+    """Replays records one after another on the state of a server."""
 
     def __init__(
         self, image: ServerImage | None, records: Callable[[], Iterable[Record]] = tuple
     ) -> None:
-        """`image`: the server before the records, whose tensors become the shard's own; None if it
-        was empty. `records`: all records to be replayed, as far as known in advance."""
+        """`image`: state of the server before the records, whose tensors the shard adopts; None if
+        the server was empty. `records`: returns all records to be replayed, as far as they are
+        known in advance."""
         self._records = records
         self._looked_ahead: frozenset[int] = frozenset()
-        """Partitions of the layout for which the journal was searched."""
+        """Partitions of the layout for which the journal has been searched."""
         state = None if image is None else image.state
         self._backup = "" if state is None else state.backup
         self.layout = None if state is None else state.layout
@@ -300,7 +309,7 @@ class Replay:
         return Members.of(self._members.fence(), self._clocks)
 
     def recovered(self, *, next_file: int, last_end: int) -> Recovered:
-        """Returns the server after the records replayed so far."""
+        """Returns the state of the server after the records replayed so far."""
         return Recovered(
             shard=self.shard,
             moves=self.moves,
@@ -313,7 +322,7 @@ class Replay:
         )
 
     def make(self, record: Record) -> None:
-        """Replays one change. Raises various errors for a record that cannot be replayed."""
+        """Replays one change. Raises an error of any type for a record that cannot be replayed."""
         self._makers[record.kind](record)
 
     def _hold(self, record: Record) -> None:
@@ -342,8 +351,8 @@ class Replay:
         self.moves.settle(int(record.fields["move"]))
 
     def _look_ahead(self) -> None:
-        """Registers the values needed by compensated pushes once there may be any; repeated for
-        partitions that come later."""
+        """Searches the journal for compensated pushes and registers the values that they need. Does
+        so once compensation is configured, and again for partitions added later."""
         compensates = (
             self.configuration is not None and self.configuration.optimizer.delay_compensation
         )
@@ -382,7 +391,7 @@ class Replay:
             self._clocks.report(member_id, clock, place=place)
 
     def _let_in(self, push: UploadHeader) -> None:
-        """Counts the iteration before the push as finished; the push's own iteration may be
+        """Counts the iteration before a push as finished. The push's own iteration may be
         incomplete."""
         self._finished(push.member_id, max(0, push.clock - 1))
         if (
@@ -435,7 +444,7 @@ class Replay:
             self.shard.restoration(spec.partition_id),
         )
         if restoration < newest or (restoration == newest and version <= have):
-            return  # the snapshot has it, or rows that were put in place after it
+            return  # the snapshot contains it, or rows restored after it
         if restoration > newest:
             raise ValueError(
                 f"it was made after restoration {restoration}, but the partition is at restoration "
@@ -461,7 +470,7 @@ class Replay:
             int(record.fields["restoration"]),
         )
         if number <= self.shard.restoration(spec.partition_id):
-            return  # the snapshot has it
+            return  # the snapshot contains it
         rows = self.shard.prepared(spec, read_bucket(record.payload).rows)
         version = int(record.fields["version"])
         self.shard.restore(

@@ -1,15 +1,15 @@
-"""Files of the journal: `journal.NUMBER`, each written once from beginning to end.
+"""Files of the journal, `journal.NUMBER`. Each is written once from beginning to end.
 
-A snapshot begins a new file, and once it is on disk the earlier files are obsolete. One of them is
-kept as a spare for the next file: overwriting existing pages takes the kernel a tenth of the time
-of allocating new ones. Data behind the last record of a file may therefore stem from an older file;
-records know the file they belong to.
+A snapshot starts a new file, and once the snapshot is on disk the earlier files are obsolete. One
+of them is kept as a spare for the next file: overwriting existing pages takes the kernel a tenth of
+the time of allocating new ones. Data behind the last record of a file may therefore stem from an
+older file; each record contains the number of its file.
 
 The first record of a file identifies its owner and the end of the previous file. The file
 `journal.id` contains a random number that seeds the checksums of all records. The last file ends
 with its last record. A crash may have torn that record, which was never acknowledged. If a record
-behind the damage says that the damaged bytes had been on disk for certain, the disk has lost
-acknowledged data, and the server does not start.
+behind the damage shows that the damaged bytes were already on disk, the disk has lost acknowledged
+data, and the server does not start.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 6
-"""Increased when an older release could not read the file: in 2 a partition has pieces of several
-tensors, in 3 pieces know their rows, in 4 partitions move between servers, in 5 they may be buckets
-of tables, and in 6 buckets may be restored from a checkpoint."""
+"""Format of the file, increased when older releases could not read it. In 2 a partition has pieces
+of several tensors, in 3 pieces know their rows, in 4 partitions move between servers, in 5 they may
+be buckets of tables, and in 6 buckets may be restored from a checkpoint."""
 _OLDEST_READABLE: Final = 3
 OPENING: Final = "journal"
 """Kind of a file's first record."""
@@ -43,12 +43,12 @@ JOURNAL_PREFIX: Final = "journal."
 _SPARE: Final = "journal.spare"
 _ID: Final = "journal.id"
 _MOST_PARTS: Final = 512
-"""Below the kernel's limit per call."""
+"""Maximum number of buffers per write, below the kernel's limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Owner of a journal."""
+    """Server and job to which a journal belongs."""
 
     job_id: str
     server_id: str
@@ -66,7 +66,8 @@ class Owner:
 
 
 class Segments:
-    """Files in a data directory. Methods that change them may be called by one thread at a time."""
+    """Journal files in a data directory. Only one thread at a time may call methods that change
+    files."""
 
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory
@@ -74,11 +75,11 @@ class Segments:
         self.last_end = 0
         """Number of valid bytes in the last file. Available after `records` is exhausted."""
         self.journal_id = 0
-        """The random number. Available after `open`."""
+        """Random number from `journal.id`. Available after `open`."""
 
     def open(self) -> None:
-        """Reads the journal's id, or creates one. Raises OSError, and CorruptDataError /
-        JOURNAL_CORRUPT."""
+        """Reads the journal's id, or creates an id for a new journal. Raises OSError, and
+        CorruptDataError / JOURNAL_CORRUPT."""
         path = self._directory / _ID
         if not path.exists():
             if self.numbers():
@@ -110,8 +111,8 @@ class Segments:
         return sum(self.path(number).stat().st_size for number in self.numbers())
 
     def create(self, number: int, *, previous_end: int) -> tuple[int, int]:
-        """Creates the file, on disk with its first record; returns a descriptor and the offset for
-        the next write. Raises OSError, in which case there is no such file."""
+        """Creates a file and writes its first record to disk. Returns a descriptor and the offset
+        for the next write. Raises OSError; the file then does not exist."""
         path = self.path(number)
         with contextlib.suppress(FileNotFoundError):
             (self._directory / _SPARE).rename(path)
@@ -132,8 +133,8 @@ class Segments:
         return descriptor, end
 
     def forget_before(self, number: int) -> None:
-        """Removes the files before `number`, whose contents are in a snapshot; the newest of them
-        becomes the spare. Raises OSError."""
+        """Removes the files before `number`, whose contents are in a snapshot. The newest removed
+        file becomes the spare. Raises OSError."""
         *older, newest = [0, *(each for each in self.numbers() if each < number)]
         if newest:
             self.path(newest).rename(self._directory / _SPARE)
@@ -143,11 +144,11 @@ class Segments:
         failpoint("snapshot.journal_shortened")
 
     def records(self, first: int) -> Iterator[Record]:
-        """Yields all records of the files from `first` on, in order; 0: of all files. Their
+        """Yields all records of the files from number `first` on, in order; 0: of all files. The
         payloads are views of the files.
 
         Raises CorruptDataError: JOURNAL_CORRUPT, JOURNAL_NEWER, JOURNAL_OLDER; ConfigurationError /
-        JOURNAL_FOREIGN for another server's.
+        JOURNAL_FOREIGN for the journal of another server.
         """
         numbers = [number for number in self.numbers() if number >= first]
         if numbers and self._opening(numbers[-1]) is None:
@@ -161,7 +162,7 @@ class Segments:
                 raise _corrupt(
                     self.path(last), "its first record is incomplete, although others follow it"
                 )
-            self.path(last).unlink()  # a crash came while it was made
+            self.path(last).unlink()  # the process crashed while creating this file
         if first and not numbers:
             raise _missing(self.path(first))
         for expected, number in enumerate(numbers, first or 1):
@@ -207,8 +208,8 @@ class Segments:
             )
 
     def _opening(self, number: int) -> Record | None:
-        """Returns the validated first record of a file; None if it is incomplete or has another
-        number."""
+        """Returns the validated first record of a file. Returns None if it is incomplete or belongs
+        to a file with another number."""
         found: Found | None = next(read_all(self._data(number), self.journal_id, number), None)
         if found is None or found.record.kind != OPENING:
             return None
@@ -240,8 +241,8 @@ class Segments:
 
 
 def write_all(descriptor: int, parts: list[bytes | memoryview], *, at: int) -> int:
-    """Writes all parts from byte `at` on; returns the number of bytes. Raises OSError, in which
-    case any part may have been written."""
+    """Writes all parts from offset `at` on, and returns the number of bytes written. Raises
+    OSError; any part may then have been written."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     total = sum(view.nbytes for view in views)
     while views:
@@ -255,7 +256,7 @@ def write_all(descriptor: int, parts: list[bytes | memoryview], *, at: int) -> i
 
 
 def sync_file(path: Path) -> None:
-    """Makes a file's content durable, whoever wrote it. Raises OSError."""
+    """Makes a file's content durable, even if another process wrote it. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

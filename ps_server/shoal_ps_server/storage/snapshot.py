@@ -1,14 +1,14 @@
-"""Snapshot on disk: a safetensors file that any tool can open, written under a temporary name,
-synced, and renamed into place.
+"""Snapshot on disk: a safetensors file that any tool can open. It is written under a temporary
+name, synced, and renamed.
 
-Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and `PARTITION:base:VERSION` (of
-earlier versions, for delay compensation). A bucket of a table has `PARTITION:rows:ids`,
+Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and, for values of earlier versions
+kept for delay compensation, `PARTITION:base:VERSION`. A bucket of a table has `PARTITION:rows:ids`,
 `PARTITION:rows:values`, `PARTITION:rows:updated_at` and `PARTITION:rows:state:NAME`. Partitions
 handed over by another server have the prefix `taken:` or `coming:`. The metadata lists the pieces
 of each run. It has three entries: `format` identifies the file, `shoal` is the JSON of image.py
-with each tensor's xxh3-64, and `xxh3` is the xxh3-64 of that JSON. The file is written by hand,
-since the library's writer would hold everything in memory once more, and read by the library, whose
-parser is strict.
+with each tensor's xxh3-64, and `xxh3` is the xxh3-64 of that JSON. This module writes the file
+itself, since the library's writer would copy everything in memory; the library, whose parser is
+strict, reads the file.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _DTYPES: Final = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 
 
 def write_snapshot(path: Path, image: ServerImage) -> int:
-    """Replaces `path` atomically; returns its size in bytes. On OSError the old file is intact, and
-    nothing else is left behind."""
+    """Replaces `path` atomically with a snapshot of `image`, and returns its size in bytes. After
+    an OSError the old file is intact, and no temporary file is left."""
     tensors = {
         name: tensor for partition in image.partitions for name, tensor in _named(partition).items()
     }
@@ -95,7 +95,7 @@ def write_snapshot(path: Path, image: ServerImage) -> int:
 
 
 def read_snapshot(path: Path) -> ServerImage | None:
-    """Returns the stored image; None if there is no file.
+    """Returns the image stored in a snapshot; None if the file does not exist.
 
     Raises CorruptDataError: SNAPSHOT_CORRUPT (truncated, changed, unreadable), SNAPSHOT_FOREIGN
     (another program's file), SNAPSHOT_NEWER and SNAPSHOT_OLDER (another release's).
@@ -152,8 +152,8 @@ def read_snapshot(path: Path) -> ServerImage | None:
 
 
 def partition_to_bytes(partition: PartitionImage) -> tuple[dict[str, Any], bytes]:
-    """Returns one partition for another server: its entry in the metadata of a snapshot, and its
-    tensors as a safetensors file."""
+    """Converts one partition for another server. Returns its entry in a snapshot's metadata, and
+    its tensors as a safetensors file."""
     tensors = _named(partition)
     header = _header(tensors, {})
     return _entry(partition), b"".join(
@@ -167,9 +167,9 @@ def partition_from_bytes(
     spec: PartitionSpec,
     optimizer: OptimizerSettings | None,
 ) -> PartitionImage:
-    """Restores the partition, in tensors of its own. `optimizer`: the owner of the partition's
-    state. Raises KeyError, TypeError or ValueError for data not produced by `partition_to_bytes`.
-    """
+    """Restores a partition from the result of `partition_to_bytes`, with its own tensors.
+    `optimizer`: optimizer to which the partition's state belongs. Raises KeyError, TypeError or
+    ValueError for other data."""
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:begin]))
 
@@ -356,7 +356,7 @@ def _partition(
 def _bucket(
     spec: PartitionSpec, bucket: Bucket, entry: Mapping[str, Any], tensors: dict[str, torch.Tensor]
 ) -> PartitionImage:
-    """Returns the image of a bucket of a table."""
+    """Restores the image of a bucket of a table from its entry and tensors."""
     prefix = f"{spec.partition_id}:rows:"
     arrays = {name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items()}
     begun = Rows(bucket.spec, bucket.dim)
@@ -398,7 +398,7 @@ def _run(
     tensors: dict[str, torch.Tensor],
     optimizer: OptimizerSettings | None,
 ) -> RunImage:
-    """Extracts a run's tensors from a partition's."""
+    """Extracts the tensors of one run from a partition's tensors."""
     if not 0 <= first < end <= len(spec.pieces):
         raise ValueError(f"partition {spec.partition_id} has no run of pieces {first} to {end}")
     if optimizer is None:

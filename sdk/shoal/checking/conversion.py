@@ -1,7 +1,7 @@
 """Converts a plain training script for `shoal init --from`. Pure.
 
-Only changes that are certain are made. What `shoal check` finds in the result is marked with a
-comment. The loop is converted if it has this shape, in one block of the script:
+Only changes that are certain are made. Findings of `shoal check` in the result are marked with
+comments. The loop is converted if it has this shape, in one block of the script:
 
     loader = DataLoader(...)
     optimizer = torch.optim.X(model.parameters(), ...)
@@ -35,26 +35,26 @@ _OTHER_LIBRARIES: Final = {
     "pytorch_lightning": "trainers.md",
     "transformers.Trainer": "trainers.md",
 }
-"""Libraries that distribute a script already, and their pages in docs/migration."""
+"""Libraries that already distribute a script, and their pages in docs/migration."""
 _NOT_DEALT: Final = frozenset({"sampler", "batch_sampler", "worker_init_fn"})
-"""Arguments of a DataLoader that a person has to look at."""
+"""Arguments of a DataLoader that the user has to check."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A converted script."""
+    """Result of converting a script."""
 
     source: str
     changes: int
-    """Places that were changed."""
+    """Number of places that were changed."""
     marks: int
-    """Comments that name what remains."""
+    """Number of comments that name remaining work."""
     refusal: str
-    """Reason why the training loop stayed as it was; empty if it was converted."""
+    """Reason why the training loop was not changed; empty if it was converted."""
 
 
 class _Unclear(Exception):
-    """The loop has another shape."""
+    """The training loop has a shape that cannot be converted."""
 
     def __init__(self, what: str, node: ast.AST | None = None) -> None:
         line = getattr(node, "lineno", None)
@@ -63,27 +63,27 @@ class _Unclear(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """A loop that can be converted, and the statements around it."""
+    """A training loop that can be converted, and the statements around it."""
 
     first_import: ast.stmt
     block: list[ast.stmt]
     model: str
     optimizer: str
     made: ast.stmt
-    """Statement that makes the optimizer."""
+    """Statement that creates the optimizer."""
     loader: str
     loader_call: ast.Call
     epochs: ast.For
     backward: ast.stmt
     loss: str
-    """Name of the loss; empty if it has none."""
+    """Name of the loss; empty if the loss has no name."""
     step: ast.stmt
     scheduler: ast.stmt | None
-    """Step of a scheduler, directly below `step`."""
+    """Statement with the step of a scheduler, directly below `step`; None without one."""
 
 
 def convert(source: str, name: str = "<script>") -> Conversion | None:
-    """Returns the converted script; None if it has no training loop.
+    """Converts a training script. Returns None if the script has no training loop.
 
     Raises SyntaxError.
     """
@@ -230,7 +230,7 @@ def _backward(script: Script, inner: ast.For) -> tuple[ast.stmt, str]:
 
 
 def _step(script: Script, inner: ast.For) -> tuple[str, ast.stmt]:
-    """Returns the optimizer's name, and the statement of its step."""
+    """Returns the name of the optimizer, and the statement that performs its step."""
     names = {ast.unparse(each.targets[0]) for each in _optimizers(script)}
     calls = [
         call
@@ -257,8 +257,8 @@ def _step(script: Script, inner: ast.For) -> tuple[str, ast.stmt]:
 
 
 def _scheduler(script: Script, inner: ast.For, step: ast.stmt) -> ast.stmt | None:
-    """Returns the one other step of a batch: a scheduler's, whose place is directly below the
-    optimizer's."""
+    """Returns the statement of the scheduler's step, which must be directly below the optimizer's
+    step; None if there is none."""
     others = [
         script.statement(call)
         for call in _method_calls(script, "step")
@@ -273,7 +273,7 @@ def _scheduler(script: Script, inner: ast.For, step: ast.stmt) -> ast.stmt | Non
 
 
 def _optimizers(script: Script) -> list[ast.Assign]:
-    """Assignments of torch's optimizers."""
+    """Returns the assignments that create torch optimizers."""
     return [
         node
         for node in script.of_type(ast.Assign)
@@ -283,7 +283,7 @@ def _optimizers(script: Script) -> list[ast.Assign]:
 
 
 def _optimizer(script: Script, block: list[ast.stmt], name: str) -> tuple[ast.stmt, str]:
-    """Returns the statement that makes the optimizer, and the name of its model."""
+    """Returns the statement that creates the optimizer, and the name of its model."""
     made = _optimizers(script)
     if (
         len(made) != 1
@@ -309,7 +309,7 @@ def _optimizer(script: Script, block: list[ast.stmt], name: str) -> tuple[ast.st
 
 
 def _loader(script: Script, block: list[ast.stmt], inner: ast.For) -> tuple[str, ast.Call]:
-    """Returns the name of the loader, and the call that makes it."""
+    """Returns the name of the loader, and the call that creates it."""
     looped = inner.iter
     if isinstance(looped, ast.Call) and ast.unparse(looped.func) == "enumerate" and looped.args:
         looped = looped.args[0]
@@ -355,8 +355,8 @@ def _check_names(
     inner: ast.For,
     names: tuple[str, str, str],
 ) -> None:
-    """Checks that the names of model, optimizer and loader mean one object each, and that nothing
-    else refers to the model before it is replaced."""
+    """Checks that the names of model, optimizer and loader each refer to one object, and that no
+    other object refers to the model before it is replaced."""
     model, optimizer, loader = names
     scope = script.scope(inner)
     made_once = [
@@ -387,7 +387,8 @@ def _check_names(
 
 
 def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
-    """Returns whether an expression passes the model itself on: an argument, a value, an item."""
+    """Returns whether an expression passes on the model itself, e.g. as an argument, a value or an
+    item."""
     if not isinstance(node, ast.Name) or node.id != model or not isinstance(node.ctx, ast.Load):
         return False
     parent = next(script.above(node))
@@ -396,7 +397,7 @@ def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
 
 
 def _names_again(part: ast.stmt, model: str) -> bool:
-    """Returns whether a statement only binds the model's own name: `model = f(model)`."""
+    """Returns whether a statement only rebinds the model's own name: `model = f(model)`."""
     return isinstance(part, ast.Assign) and [ast.unparse(each) for each in part.targets] == [model]
 
 
@@ -404,7 +405,7 @@ def _names_again(part: ast.stmt, model: str) -> bool:
 
 
 class _Edits:
-    """Insertions and replacements by place, applied together."""
+    """Insertions and replacements by position, applied together."""
 
     def __init__(self, source: str) -> None:
         self._lines = source.encode().split(b"\n")  # columns of ast are bytes
@@ -421,12 +422,12 @@ class _Edits:
         self.count += 1
 
     def below(self, statement: ast.stmt, text: str) -> None:
-        """Adds a line with the indentation of the statement."""
+        """Adds a line below a statement, with the same indentation."""
         end = statement.end_lineno or statement.lineno
         self.before(end + 1, f"{self.indent(statement.lineno)}{text}\n")
 
     def shift(self, statement: ast.stmt) -> None:
-        """Indents a statement of one line by one more level."""
+        """Indents a one-line statement by one more level."""
         level = b"\t" if self.indent(statement.lineno).endswith("\t") else b"    "
         self._edits.append((statement.lineno - 1, 0, len(self._edits), 0, level))
 
@@ -474,7 +475,7 @@ def _convert_loop(script: Script, shape: _Shape, found: list[Finding], edits: _E
 
 
 def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast.Call]:
-    """Calls of print after the model is distributed, which every rank makes."""
+    """Yields calls of print that every rank makes after the model is distributed."""
     later = shape.block[shape.block.index(shape.made) + 1 :]
     inside = {node for part in later for node in ast.walk(part)}
     reported = {finding.line for finding in found if finding.what.startswith("print()")}
@@ -491,8 +492,8 @@ def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast
 
 
 def _marked(source: str, name: str) -> tuple[str, int]:
-    """Returns the script with a comment above each statement that has findings, and their
-    number."""
+    """Returns the script with a comment above each statement that has findings, and the number of
+    these comments."""
     script = Script(source, name)
     edits = _Edits(source)
     for finding in check(source, name) or ():

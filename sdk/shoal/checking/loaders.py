@@ -1,4 +1,4 @@
-"""Plain DataLoaders of a script: where they are made, passed and iterated."""
+"""Plain DataLoaders of a script: where they are created, passed and iterated."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shoal.checking.script import Function, Loop, Script, last_name
 
 DATA_LOADERS: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _DEALS: Final = frozenset({"from_dataloader", "as_distributed", "evaluate", "prepare"})
-"""Calls that deal the batches of a DataLoader passed to them."""
+"""Names of calls that deal the batches of a DataLoader passed to them."""
 _PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "islice", "cycle"})
 
 
 class Loaders:
-    """Assigns DataLoaders to the names that they have in each scope."""
+    """Maps names in each scope to the DataLoaders that they may refer to."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -34,14 +34,14 @@ class Loaders:
         """Loaders whose batches Shoal deals."""
 
     def plain_loops(self) -> Iterator[tuple[Loop, set[ast.Call]]]:
-        """Loops over loaders that are not dealt, and these loaders."""
+        """Yields loops over loaders that are not dealt, with these loaders."""
         for loop in self._script.of_type(ast.For, ast.AsyncFor):
             found = self.of(loop.iter) - self.dealt
             if found:
                 yield loop, found
 
     def of(self, node: ast.AST) -> set[ast.Call]:
-        """Returns the loaders that an expression may be."""
+        """Returns the loaders to which an expression may refer."""
         if isinstance(node, ast.Call):
             if node in self._made:
                 return {node}
@@ -74,7 +74,8 @@ class Loaders:
         return found
 
     def _spread(self) -> bool:
-        """Follows assignments, arguments and results once. Returns whether something was found."""
+        """Follows assignments, arguments and results once. Returns whether a further reference to a
+        loader was found."""
         before = self._count()
         for node in self._script.of_type(ast.Assign):
             for target in node.targets:

@@ -1,7 +1,7 @@
 """Rules of `shoal check`: lines that are wrong or wasteful in an elastic run. Pure.
 
-Each rule yields findings with what happens and the remedy. Lines with the comment
-`# shoal: ignore` are left out.
+Each rule yields findings that describe the effect and the remedy. Lines with the comment `# shoal:
+ignore` are skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IGNORED: Final = re.compile(r"#\s*shoal:\s*ignore\b")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Finding:
-    """One line to change."""
+    """A line to change."""
 
     line: int
     what: str
@@ -30,7 +30,8 @@ class Finding:
 
 
 def check(source: str, name: str = "<script>") -> list[Finding] | None:
-    """Returns the findings of a script by line; None if it has no training loop to check.
+    """Returns the findings of a script, ordered by line; None if the script has no training loop to
+    check.
 
     Raises SyntaxError.
     """
@@ -53,7 +54,7 @@ _OWN_FILE: Final = frozenset(
     {"pid", "getpid", "tmp", "temp", "tempfile", "mkdtemp", "mkstemp", "bytes", "io", "buffer"}
     | {"devnull", "uuid"}
 )
-"""Words in expressions for files of one process's own."""
+"""Words in expressions for files that belong to one process."""
 _SAVES: Final = {
     "torch.save": 1,
     "numpy.save": 0,
@@ -61,7 +62,7 @@ _SAVES: Final = {
     "numpy.savez_compressed": 0,
     "safetensors.torch.save_file": 1,
 }
-"""Functions that write a file, and the place of its path among their arguments."""
+"""Functions that write a file, and the position of its path among their arguments."""
 _WRITING_METHODS: Final = frozenset({"write_text", "write_bytes", "to_csv", "save_pretrained"})
 _STARTS_RECORD: Final = (
     "wandb.init",
@@ -103,7 +104,7 @@ def _files(script: Script) -> Iterator[Finding]:
 
 
 def _written_path(name: str, call: ast.Call) -> ast.AST | None:
-    """Returns the path that a call writes to; None if it writes none."""
+    """Returns the path that a call writes to; None if the call writes no file."""
     if name in _SAVES:
         return _argument(call, _SAVES[name], "f" if name == "torch.save" else "file")
     if name in ("open", "io.open"):
@@ -133,7 +134,8 @@ def _writes(mode: ast.AST | None) -> bool:
 
 
 def _is_own(script: Script, path: ast.AST) -> bool:
-    """Returns whether a path seems to belong to one process: of its rank, or temporary."""
+    """Returns whether a path seems to belong to one process, because it contains the rank or is
+    temporary."""
     if script.mentions_rank(path) or words_in(path) & _OWN_FILE:
         return True
     names = {part.id for part in ast.walk(path) if isinstance(part, ast.Name)}
@@ -165,7 +167,7 @@ def _output(script: Script) -> Iterator[Finding]:
         if kind is None or not script.runs_on_all_ranks(call):
             continue
         if any(script.mentions_rank(part) for part in (*call.args, *call.keywords)):
-            continue  # it says or depends on the rank
+            continue  # the output mentions or depends on the rank
         if kind == "print":
             yield _finding(
                 call,
@@ -270,7 +272,7 @@ def _values(script: Script) -> Iterator[Finding]:
 
 
 def _assigned(made: ast.Assign) -> Iterator[tuple[str, ast.AST]]:
-    """Names and their values, also of `a, b = 0, 1`."""
+    """Yields assigned names with their values, also for `a, b = 0, 1`."""
     for target in made.targets:
         if isinstance(target, ast.Name):
             yield target.id, made.value
@@ -294,7 +296,8 @@ def _is_plain(value: ast.AST) -> bool:
 
 
 def _decides(script: Script, loop: Loop, name: str) -> bool:
-    """Returns whether a loop carries a name from one pass to the next and decides by it."""
+    """Returns whether a loop carries a name from one iteration to the next and bases a decision on
+    it."""
     if name in {
         part.id
         for part in ast.walk(getattr(loop, "target", ast.Pass()))
@@ -318,7 +321,7 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
 
 
 def _until(script: Script, node: ast.AST, end: ast.AST) -> Iterator[ast.AST]:
-    """Nodes around a node, up to an enclosing one."""
+    """Yields the nodes around a node, up to the enclosing node `end`."""
     return itertools.takewhile(lambda above: above is not end, script.above(node))
 
 

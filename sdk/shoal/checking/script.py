@@ -14,16 +14,16 @@ _B = TypeVar("_B", bound=ast.AST)
 _C = TypeVar("_C", bound=ast.AST)
 
 _ONE_PROCESS: Final = frozenset({"rank", "main", "master", "primary", "leader", "chief", "zero"})
-"""Words in the names of conditions that choose one process."""
+"""Words in the names of conditions that select one process."""
 _MAIN_FIRST: Final = ("main_first", "main_process_first", "local_main_process_first")
 _TRAINING_CALLS: Final = frozenset({"backward", "train_step"})
 
 
 class Script:
-    """One source file."""
+    """One source file, parsed and analysed."""
 
     def __init__(self, source: str, name: str = "<script>") -> None:
-        """Raises SyntaxError."""
+        """Parses the source. Raises SyntaxError."""
         self.tree = ast.parse(source, name)
         self.lines = source.splitlines()
         self._parents = {
@@ -33,7 +33,7 @@ class Script:
         }
         self._imports = _imported(self.tree)
         self.functions: dict[str, list[Function]] = {}
-        """Functions and methods by their bare names."""
+        """Functions and methods of the script by their bare names."""
         for node in self.of_type(ast.FunctionDef, ast.AsyncFunctionDef):
             self.functions.setdefault(node.name, []).append(node)
         self._initializers = {
@@ -59,29 +59,29 @@ class Script:
     ) -> Iterator[_A | _B | _C]: ...
 
     def of_type(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
-        """All nodes of these kinds, in the order of their lines."""
+        """Returns all nodes of the given kinds, ordered by line."""
         found = [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
         return iter(sorted(found, key=lambda node: getattr(node, "lineno", 0)))
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
-        """Yields all calls of functions with one of these full names, or all calls if no names are
-        given."""
+        """Yields all calls of functions with one of the full names `names`, or all calls if no
+        names are given."""
         for call in self.of_type(ast.Call):
             if not names or self.full_name(call.func) in names:
                 yield call
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Enclosing nodes, innermost first."""
+        """Yields the enclosing nodes of a node, innermost first."""
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """Innermost statement that is or contains the node."""
+        """Returns the innermost statement that is or contains the node."""
         return next(each for each in (node, *self.above(node)) if isinstance(each, ast.stmt))
 
     def scope(self, node: ast.AST) -> Function | None:
-        """Innermost function whose body contains the node; None for the module."""
+        """Returns the innermost function whose body contains the node; None for the module."""
         below = node
         for parent in self.above(node):
             if isinstance(parent, Function) and below in parent.body:
@@ -90,8 +90,8 @@ class Script:
         return None
 
     def full_name(self, node: ast.AST) -> str:
-        """Dotted name with imports resolved, such as torch.distributed.all_reduce; empty if the
-        expression is no name."""
+        """Returns the dotted name of an expression with imports resolved, such as
+        torch.distributed.all_reduce; empty if the expression is not a name."""
         if isinstance(node, ast.Name):
             return self._imports.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -100,7 +100,7 @@ class Script:
         return ""
 
     def imports(self, package: str) -> bool:
-        """Returns whether the script imports the package or something of it."""
+        """Returns whether the script imports the package or something from it."""
         return any(
             name == package or name.startswith(f"{package}.") for name in self._imports.values()
         )
@@ -108,11 +108,11 @@ class Script:
     # --------------------------------------------------------------------------------------- guards
 
     def runs_on_all_ranks(self, node: ast.AST) -> bool:
-        """Returns whether every worker certainly runs the node."""
+        """Returns whether it is certain that every worker runs the node."""
         return self.scope(node) in self.unguarded_scopes and not self._is_guarded(node)
 
     def mentions_rank(self, node: ast.AST) -> bool:
-        """Returns whether an expression depends on the rank by the names in it."""
+        """Returns whether an expression depends on the rank, judged by its names."""
         return any(_words(name) & _ONE_PROCESS or name in self._flags for name in _names_in(node))
 
     def _is_guarded(self, node: ast.AST) -> bool:
@@ -130,7 +130,7 @@ class Script:
                 if any(last_name(item.context_expr) in _MAIN_FIRST for item in parent.items):
                     return True
             elif isinstance(parent, ast.ExceptHandler):
-                return True  # an error is that of one worker
+                return True  # an error usually occurs in one worker only
             if isinstance(below, ast.stmt) and self._follows_exit(below, parent):
                 return True
             if isinstance(parent, Function):
@@ -139,8 +139,8 @@ class Script:
         return False
 
     def _is_instead_of_training(self, node: ast.AST, branches: ast.If) -> bool:
-        """Returns whether a branch does not train, and its other branch does or it ends the
-        script."""
+        """Returns whether a branch replaces training: the branch does not train, and either the
+        other branch trains or this branch ends the script."""
         own, other = branches.body, branches.orelse
         if node in other:
             own, other = other, own
@@ -149,7 +149,8 @@ class Script:
         return isinstance(own[-1], ast.Return) or any(self.trains(part) for part in other)
 
     def _follows_exit(self, node: ast.stmt, parent: ast.AST) -> bool:
-        """Returns whether a condition on the rank above the statement ends the block."""
+        """Returns whether an earlier condition on the rank may end the block before the
+        statement."""
         for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
             if isinstance(block, list) and node in block:
                 return any(
@@ -161,7 +162,7 @@ class Script:
         return False
 
     def _named_after_ranks(self) -> set[str]:
-        """Variables that hold a condition on the rank."""
+        """Returns the names of variables whose value is a condition on the rank."""
         self._flags = set()
         for node in self.of_type(ast.Assign):
             value = node.value
@@ -193,7 +194,8 @@ class Script:
         return found
 
     def called(self, call: ast.Call) -> Iterator[Function]:
-        """Functions of the script that a call may run, also those passed to it by name."""
+        """Yields the functions of the script that a call may run, including functions passed to it
+        by name."""
         if isinstance(call.func, ast.Name):
             if call.func.id in self._initializers:
                 yield from (
@@ -213,8 +215,8 @@ class Script:
     # ------------------------------------------------------------------------------------- training
 
     def trains(self, node: ast.AST) -> bool:
-        """Returns whether the code below a node computes gradients, itself or in a function of the
-        script that it calls."""
+        """Returns whether the code below a node computes gradients, itself or in a called function
+        of the script."""
         for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
             if isinstance(call.func, ast.Attribute) and call.func.attr in _TRAINING_CALLS:
                 return True
@@ -231,7 +233,7 @@ class Script:
             self._training_functions = found
 
     def training_loops(self) -> list[Loop]:
-        """Loops that train, without those inside another one of the same scope."""
+        """Returns the loops that train, except loops inside another one in the same scope."""
         loops = [
             loop for loop in self.of_type(ast.For, ast.AsyncFor, ast.While) if self.trains(loop)
         ]
@@ -245,12 +247,12 @@ class Script:
         ]
 
     def is_in_training_loop(self, node: ast.AST) -> bool:
-        """Returns whether the node is repeated by a loop that trains."""
+        """Returns whether a training loop repeats the node."""
         return any(isinstance(above, Loop) and self.trains(above) for above in self.above(node))
 
 
 def _imported(tree: ast.AST) -> dict[str, str]:
-    """Full names of what the script imports, by the names that it uses."""
+    """Returns the imported names of a script, mapped to their full names."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -270,7 +272,7 @@ def _names_in(node: ast.AST) -> Iterator[str]:
         elif isinstance(part, ast.Attribute):
             yield part.attr
         elif isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):
-            yield part.value  # of the environment
+            yield part.value  # environment variables
 
 
 def _words(name: str) -> set[str]:

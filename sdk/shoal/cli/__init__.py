@@ -1,5 +1,5 @@
-"""The command `shoal`: one module per command, imported when it is called. No torch here;
-`shoal run` must start as fast as it can."""
+"""Command `shoal`: one module per command, imported when the command is called. None of them
+imports torch, since `shoal run` must start as fast as possible."""
 
 from shoal.cli.entry import main
 

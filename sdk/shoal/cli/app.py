@@ -1,8 +1,8 @@
-"""The command-line program: its commands, and the presentation of errors. Each command's flags are
-in its own module, whose dependencies are imported when it is called.
+"""Command-line program: its commands, and the presentation of errors. Each command's flags are in
+its own module, whose dependencies are imported when the command is called.
 
-Flags may be spelled with hyphens or underscores, as in torchrun. Exit statuses:
-docs/exit-status.md; errors and their remedies: docs/troubleshooting.md.
+Flags may be spelled with hyphens or underscores, as in torchrun. docs/exit-status.md lists the exit
+statuses, docs/troubleshooting.md the errors and their remedies.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ app.command(
 
 
 def run_command() -> None:
-    """Runs the command that the process's arguments name, and exits with its status."""
+    """Runs the command named by the process's arguments, and exits with its status."""
     try:
         app(prog_name="shoal")
     except ShoalError as error:
@@ -96,7 +96,7 @@ def run_command() -> None:
 
 
 def _described(error: OSError) -> str:
-    """Returns the error's text, with a remedy if the machine rather than the command is at
+    """Returns the text of an OSError, with a remedy if the machine rather than the command is at
     fault."""
     if error.errno == errno.ENOSPC:
         return f"{error}; free some space, or set TMPDIR to a directory on another disk"

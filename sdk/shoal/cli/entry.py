@@ -1,5 +1,5 @@
-"""Entry point of the program. Its commands are loaded here, so that Ctrl-C ends it without a
-traceback even while they load."""
+"""Entry point of the program. It also loads the commands, so that Ctrl-C during loading ends the
+program without a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point of the console script and of `python -m shoal`."""
+    """Runs the console script or `python -m shoal`."""
     try:
         from shoal.cli.app import run_command
 

@@ -1,7 +1,7 @@
 """Process of a background run: `python -m shoal.cli.submitted DIRECTORY RECORD ARGUMENTS`.
 
-It forks before any heavy import. The parent writes the submission's record and exits, so that the
-submitter knows that the launcher exists. The child leads a session of its own, runs `shoal run
+The process forks before any heavy import. The parent writes the submission's record and exits,
+which tells the submitter that the launcher exists. The child leads its own session, runs `shoal run
 ARGUMENTS`, and finally writes the outcome.
 """
 
@@ -21,7 +21,7 @@ from shoal.launcher.run.submissions import Outcome, log_of, write_outcome, write
 
 
 def main() -> None:
-    """Runs the program, as described in the module."""
+    """Runs the program that the module describes."""
     directory, known, arguments = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     written, writing = os.pipe()
     child = os.fork()
@@ -32,7 +32,7 @@ def main() -> None:
     os.setsid()
     os.close(writing)
     if not os.read(written, 1):
-        os._exit(1)  # nobody could know of this run
+        os._exit(1)  # the parent died before it could record this run
     os.close(written)
     _run(directory, arguments)
 
@@ -63,12 +63,12 @@ def _run(directory: Path, arguments: list[str]) -> None:
 
 
 def _end_early(*_: object) -> None:
-    """Exits on a signal that arrives before the launcher handles signals."""
+    """Exits because of a signal that arrives before the launcher handles signals."""
     sys.exit(PREEMPTED)
 
 
 def _last_words(directory: Path) -> str:
-    """Returns the command's own last line of output."""
+    """Returns the last line that the launcher itself printed; empty if it printed none."""
     lines = log_of(directory).read_text(errors="replace").splitlines()
     return next(
         (line.removeprefix("shoal: ") for line in reversed(lines) if line.startswith("shoal: ")), ""

@@ -1,8 +1,8 @@
-"""`shoal` with the summary of failed workers also written to a file: `python -m
+"""Runs `shoal` and also writes the summary of failed workers to a file: `python -m
 shoal.cli.summarized FILE ARGUMENTS`.
 
-For programs that must distinguish failures of a launcher's own workers, which its exit status does
-not (`shoal.ray`).
+For programs that must know whether a launcher's own workers failed, which its exit status does not
+tell (`shoal.ray`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoal.cli.entry import main as shoal
 
 
 def main() -> None:
-    """Runs the program, as described in the module. Writes no file if no worker has failed."""
+    """Runs the program that the module describes. Writes no file if no worker has failed."""
     file, sys.argv = Path(sys.argv[1]), ["shoal", *sys.argv[2:]]
     try:
         shoal()

@@ -1,7 +1,8 @@
 """Selects the coordinator and job of a command: those given by flags or the environment, otherwise
 the newest cluster on this machine.
 
-If there are several, or none that answers, explains on standard error how to choose.
+If there are several candidates, or none that answers, the module explains on standard error how to
+choose.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _NOT_A_COORDINATORS = (
     DeadlineError.default_reason,
     "UNIMPLEMENTED",
 )
-"""gRPC's reasons if nobody or another program listens at the address."""
+"""Reasons of errors that occur if nobody, or another program, listens at an address."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A job at a coordinator."""
+    """Job at a coordinator to which a command refers."""
 
     client: Client
     job_id: str
@@ -46,9 +47,9 @@ class Target:
 
 
 def past_run(run: str | None, coordinator: str | None, job: str | None) -> RecordedRun | None:
-    """Returns the past run that a command is about: the named one, otherwise the newest of this
-    machine (of the job) if no cluster here runs and it has ended; None if the command is about a
-    coordinator. Raises UnknownResourceError."""
+    """Returns the past run to which a command refers; None if the command refers to a coordinator.
+    This is the run named `run` or, if no cluster on this machine is running, the newest run (of the
+    job) that has ended. Raises UnknownResourceError."""
     if run is not None:
         if coordinator or job:
             raise ConfigurationError(
@@ -67,9 +68,10 @@ def past_run(run: str | None, coordinator: str | None, job: str | None) -> Recor
 
 @contextmanager
 def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
-    """Connects. Raises UnknownResourceError with the remedy if there is no cluster or no unique
-    job, UnavailableError if nobody answers, and the channel's ShoalErrors. Errors of the caller's
-    own requests are translated likewise."""
+    """Connects to a coordinator and yields it with a job. Raises UnknownResourceError with the
+    remedy if there is no cluster or no unique job, UnavailableError if nobody answers, and the
+    channel's ShoalErrors. Errors of requests in the enclosed block are explained in the same
+    way."""
     settings: ChannelSettings | None
     http = ""
     if coordinator:

@@ -1,5 +1,5 @@
 """Control of jobs from outside: `Client`, `AsyncClient`, and the plain values that they return.
-Needs no torch and exposes no protobuf."""
+This package needs no torch and exposes no protobuf."""
 
 from shoal.client.aio import AsyncClient
 from shoal.client.event import Event

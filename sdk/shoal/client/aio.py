@@ -1,5 +1,5 @@
-"""`shoal.AsyncClient`: the calls of `shoal.Client` for asyncio. Each runs on one of this client's
-threads, so that none blocks the loop; `wait` sleeps on the loop."""
+"""`shoal.AsyncClient`: the calls of `shoal.Client` for asyncio. Each call runs on one of this
+client's threads, so that none blocks the loop; `wait` sleeps on the loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 _MOST_THREADS: Final = 64
-"""Each stream that is waited for occupies one thread."""
+"""Maximum number of threads. Each stream that is being awaited occupies one."""
 
 
 class _Stream(Protocol[ItemT_co]):
@@ -36,9 +36,9 @@ class _Stream(Protocol[ItemT_co]):
 
 
 class AsyncClient:
-    """`shoal.Client` for asyncio, which documents the calls. An asynchronous context manager;
-    belongs to one event loop. A cancelled call returns to its caller at once, but a request already
-    sent to a coordinator may still be carried out."""
+    """Asynchronous version of `shoal.Client`, which documents the calls. An asynchronous context
+    manager that belongs to one event loop. A cancelled call returns to its caller at once, but a
+    request already sent to a coordinator may still be carried out."""
 
     @override
     def __init__(
@@ -62,7 +62,7 @@ class AsyncClient:
         environment: Mapping[str, str] | None = None,
         directory: str | Path | None = None,
     ) -> str:
-        """Like `Client.submit`."""
+        """Submits a script, like `Client.submit`."""
         return await self._call(
             lambda: self._client.submit(
                 script,
@@ -77,7 +77,7 @@ class AsyncClient:
         )
 
     async def wait(self, job_id: str, *, timeout: timedelta | None) -> Result:
-        """Like `Client.wait`."""
+        """Waits until a job has ended, like `Client.wait`."""
         deadline = Deadline(timeout)
         while (result := await self._call(lambda: self._client.outcome(job_id))) is None:
             deadline.check(f"the end of job {job_id!r}")
@@ -85,29 +85,29 @@ class AsyncClient:
         return result
 
     async def result(self, job_id: str) -> Result:
-        """Like `Client.result`."""
+        """Returns the result of an ended job, like `Client.result`."""
         return await self._call(lambda: self._client.result(job_id))
 
     async def outcome(self, job_id: str) -> Result | None:
-        """Like `Client.outcome`."""
+        """Returns the result of a job or None while it runs, like `Client.outcome`."""
         return await self._call(lambda: self._client.outcome(job_id))
 
     # -------------------------------------------------------------------------------------- looking
 
     async def jobs(self) -> tuple[JobSummary, ...]:
-        """Like `Client.jobs`."""
+        """Returns all known jobs, like `Client.jobs`."""
         return await self._call(self._client.jobs)
 
     async def job(self, job_id: str) -> Job:
-        """Like `Client.job`."""
+        """Returns a job, like `Client.job`."""
         return await self._call(lambda: self._client.job(job_id))
 
     async def members(self, job_id: str) -> tuple[Member, ...]:
-        """Like `Client.members`."""
+        """Returns a job's workers, like `Client.members`."""
         return await self._call(lambda: self._client.members(job_id))
 
     async def servers(self, job_id: str) -> tuple[Server, ...]:
-        """Like `Client.servers`."""
+        """Returns a job's parameter servers, like `Client.servers`."""
         return await self._call(lambda: self._client.servers(job_id))
 
     async def events(
@@ -118,7 +118,7 @@ class AsyncClient:
         follow: bool = False,
         timeout: timedelta | None = None,
     ) -> AsyncIterator[Event]:
-        """Like `Client.events`, as an asynchronous generator."""
+        """Yields a job's events, like `Client.events`."""
         stream = await self._call(
             lambda: self._client.events(job_id, after=after, follow=follow, timeout=timeout)
         )
@@ -133,7 +133,7 @@ class AsyncClient:
         follow: bool = False,
         timeout: timedelta | None = None,
     ) -> AsyncIterator[str]:
-        """Like `Client.logs`, as an asynchronous generator."""
+        """Yields the lines of a job's output, like `Client.logs`."""
         stream = await self._call(
             lambda: self._client.logs(job_id, rank=rank, follow=follow, timeout=timeout)
         )
@@ -143,19 +143,20 @@ class AsyncClient:
     async def state_dict(
         self, job_id: str, *, timeout: timedelta = PATIENCE
     ) -> dict[str, torch.Tensor]:
-        """Like `Client.state_dict`."""
+        """Returns the model's newest values from the parameter servers, like
+        `Client.state_dict`."""
         return await self._call(lambda: self._client.state_dict(job_id, timeout=timeout))
 
     # --------------------------------------------------------------------------------------- ending
 
     async def stop(self, job_id: str, *, reason: str = "") -> None:
-        """Like `Client.stop`."""
+        """Asks all workers of a job to stop, like `Client.stop`."""
         await self._call(lambda: self._client.stop(job_id, reason=reason))
 
     async def drain(
         self, job_id: str, *, rank: int | None = None, server: str | None = None, reason: str = ""
     ) -> str:
-        """Like `Client.drain`."""
+        """Asks a worker or a parameter server to leave, like `Client.drain`."""
         return await self._call(
             lambda: self._client.drain(job_id, rank=rank, server=server, reason=reason)
         )
@@ -163,13 +164,13 @@ class AsyncClient:
     async def kill(
         self, job_id: str, *, rank: int | None = None, server: str | None = None
     ) -> Member | None:
-        """Like `Client.kill`."""
+        """Kills a worker, a parameter server or a submitted job, like `Client.kill`."""
         return await self._call(lambda: self._client.kill(job_id, rank=rank, server=server))
 
     # -------------------------------------------------------------------------------------- closing
 
     async def close(self) -> None:
-        """Like `Client.close`."""
+        """Closes all connections, like `Client.close`."""
         self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -188,8 +189,8 @@ class AsyncClient:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _each(self, stream: _Stream[T]) -> AsyncIterator[T]:
-        """Yields items, each fetched on a thread. Closes the stream with the generator, which frees
-        that thread."""
+        """Yields the items of a stream, each fetched on a thread. Closing the generator closes the
+        stream, which frees the thread."""
         try:
             while items := await self._call(lambda: list(islice(stream, 1))):
                 yield items[0]

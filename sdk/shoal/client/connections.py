@@ -1,4 +1,4 @@
-"""Finds the coordinator of a job, and keeps one connection per coordinator."""
+"""Finds the coordinators of jobs, and keeps one connection per coordinator."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from shoal.launcher.processes.credentials import channel_settings
 
 
 class Connections:
-    """Connections to one coordinator, or to those of the clusters on this machine. Thread-safe."""
+    """Connections to one coordinator, or to the coordinators of all clusters on this machine.
+    Thread-safe."""
 
     def __init__(self, coordinator: str | ChannelSettings | None, *, timeout: timedelta) -> None:
-        """`timeout`: of each call."""
+        """`timeout`: deadline of each call."""
         if isinstance(coordinator, str):
             coordinator = channel_settings(coordinator)
         self.shared = coordinator and replace(coordinator, deadline=timeout)
-        """None: the clusters on this machine."""
+        """Settings for the shared coordinator; None: the coordinators of the clusters on this
+        machine."""
         self._timeout = timeout
         self._lock = threading.Lock()
         self._clients: dict[str, CoordinatorClient] = {}
-        """By address."""
+        """Clients by the coordinator's address."""
         self._closed = False
 
     def settings(self, job_id: str) -> ChannelSettings:
@@ -37,11 +39,11 @@ class Connections:
         )
 
     def of(self, job_id: str) -> CoordinatorClient:
-        """Returns a client of a job's coordinator. Raises like `settings`."""
+        """Returns a client of a job's coordinator. Raises the errors of `settings`."""
         return self._client(self.settings(job_id))
 
     def all(self) -> list[CoordinatorClient]:
-        """Returns one client per coordinator."""
+        """Returns one client for each coordinator."""
         if self.shared is not None:
             return [self._client(self.shared)]
         addresses = dict.fromkeys(record.coordinator for record in running_clusters())
@@ -52,7 +54,7 @@ class Connections:
         ]
 
     def close(self) -> None:
-        """Calls in progress end with UnavailableError. Idempotent."""
+        """Closes all connections; calls in progress end with UnavailableError. Idempotent."""
         with self._lock:
             self._closed = True
             clients, self._clients = self._clients, {}

@@ -1,4 +1,4 @@
-"""An event of a job. A plain value; nothing here sends requests."""
+"""Event of a job: a plain value that sends no requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ class Event:
     """One entry of a job's event log, which the coordinator keeps."""
 
     event_id: str
-    """Increasing; `Client.events(after=...)` continues after it."""
+    """Id of the event, increasing within a job; `Client.events(after=...)` continues after it."""
     at: datetime
     kind: str
-    """job_created, member_joined, member_lost, generation_formed, server_lost, ..."""
+    """Kind of event: job_created, member_joined, member_lost, generation_formed, server_lost,
+    ..."""
     generation: int
     """Newest generation at that time; 0 if there was none."""
     member_id: str | None

@@ -1,5 +1,5 @@
-"""A job as described by its coordinator, with its members and parameter servers. Plain values;
-nothing here sends requests."""
+"""A job as described by its coordinator, with its members and parameter servers. Plain values that
+send no requests."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class JobPhase(StrEnum):
     """Phase of a job."""
 
     UNKNOWN = "unknown"
-    """A phase unknown to this release."""
+    """A phase that this release does not know."""
     WAITING = "waiting"
     """Fewer than `min_workers` members are ready, so nobody trains."""
     RUNNING = "running"
     STOPPING = "stopping"
-    """Asked to stop: members leave at their next step boundary."""
+    """The job was asked to stop: members leave at their next step boundary."""
     FINISHED = "finished"
-    """Ended; `Job.ending` gives the outcome."""
+    """The job has ended; `Job.ending` is the outcome."""
 
 
 class JobEnding(StrEnum):
     """Outcome of a job that ends or has ended."""
 
     UNKNOWN = "unknown"
-    """An outcome unknown to this release."""
+    """An outcome that this release does not know."""
     COMPLETED = "completed"
     """A member finished its script."""
     STOPPED = "stopped"
-    """Asked to stop before a script finished."""
+    """The job was asked to stop before a script finished."""
     FAILED = "failed"
 
 
@@ -41,23 +41,23 @@ class MemberPhase(StrEnum):
     """Phase of a member."""
 
     UNKNOWN = "unknown"
-    """A phase unknown to this release."""
+    """A phase that this release does not know."""
     JOINED = "joined"
-    """Its script runs up to its first batch."""
+    """The member's script runs up to its first batch."""
     READY = "ready"
-    """It waits for a rank in the next generation."""
+    """The member waits for a rank in the next generation."""
     RANKED = "ranked"
     DRAINING = "draining"
-    """Leaves at its next step boundary."""
+    """The member leaves at its next step boundary."""
     QUARANTINED = "quarantined"
-    """Excluded until it can reach its peers again."""
+    """The member is excluded until it can reach its peers again."""
 
 
 class ServerRole(StrEnum):
     """Role of a parameter server in its place."""
 
     UNKNOWN = "unknown"
-    """A role unknown to this release."""
+    """A role that this release does not know."""
     PRIMARY = "primary"
     BACKUP = "backup"
 
@@ -69,34 +69,35 @@ class Member:
     member_id: str
     phase: MemberPhase
     rank: int | None
-    """Rank in the newest generation; None if it has none."""
+    """Rank in the newest generation; None if the member has none."""
     host: str
     pid: int
     metrics_address: str | None
-    """host:port of its /metrics."""
+    """Address (host:port) of the member's /metrics; None if it has none."""
     joined: datetime
     step: int
-    """Number of optimizer steps it has committed."""
+    """Number of optimizer steps that the member has committed."""
     epoch: int
     samples: int
-    """Number of its own samples in committed steps."""
+    """Number of the member's own samples in committed steps."""
     samples_per_s: float
-    """Own rate over about the last second."""
+    """Samples per second of this member, over about the last second."""
     loss: float | None
     """Last loss reported by train_step or shoal.report; None if never."""
     step_time: timedelta
-    """Median over the last steps."""
+    """Median duration of a step over the last steps."""
     busy_time: timedelta
-    """Part of `step_time` in which it did not wait for its peers."""
+    """Part of `step_time` in which the member did not wait for its peers."""
     waiting: timedelta
-    """Time for which it has been waiting for its peers without interruption."""
+    """Time for which the member has been waiting for its peers without interruption."""
     waiting_in: str | None
     staleness: float
-    """Versions between its last pull and its last push (async_sgd)."""
+    """Number of versions between the member's last pull and its last push (async_sgd)."""
     note: str | None
-    """Note for people if it slows the others down or has been silent for long."""
+    """Note for people, if the member slows the others down or has been silent for long; otherwise
+    None."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Last values of the other numbers that it reports (`shoal.report`), by name."""
+    """Last values of the other numbers that the member reports (`shoal.report`), by name."""
     steps_in_all: int | None = None
     """Number of steps that the run will have committed at its end; None if unknown."""
 
@@ -107,14 +108,14 @@ class Server:
 
     server_id: str
     place: int
-    """Number in the shard map; a backup has that of its primary."""
+    """Index of the server's place in the shard map; a backup has the place of its primary."""
     role: ServerRole
     address: str | None
-    """host:port"""
+    """Address of the server (host:port); None if it serves nobody yet."""
     metrics_address: str | None
     alive: bool
     in_sync: bool
-    """True if a backup has everything that its primary acknowledged."""
+    """True if a backup has received everything that its primary has acknowledged."""
     draining: bool
     """True if its partitions are being moved to other servers."""
     partitions: int
@@ -124,16 +125,17 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """A job in a list."""
+    """A job in a list of jobs."""
 
     job_id: str
     phase: JobPhase
     generation: int
-    """Newest generation; 0 if none yet."""
+    """Newest generation; 0 if there is none yet."""
     world_size: int
-    """Number of ranks in it."""
+    """Number of ranks in the newest generation."""
     result: Result | None = None
-    """Result of a job submitted here; None while it runs, or if only its coordinator knows."""
+    """Result of a job submitted from this machine. None while the job runs, or if only its
+    coordinator knows the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,7 @@ class PastRun:
     ended: datetime
     ending: JobEnding
     reason: str | None
-    """For people."""
+    """Reason of the outcome, for people; None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,25 +159,26 @@ class Job:
     """Number of the newest run; the first one is 1."""
     phase: JobPhase
     ending: JobEnding | None
-    """None while it runs."""
+    """Outcome of the run; None while it runs."""
     ending_reason: str | None
-    """For people."""
+    """Reason of the outcome, for people; None if there is none."""
     generation: int
-    """Newest generation; 0 if none yet."""
+    """Newest generation; 0 if there is none yet."""
     world_size: int
-    """Number of ranks in it."""
+    """Number of ranks in the newest generation."""
     min_workers: int
     max_workers: int
     members: tuple[Member, ...]
-    """Ranked members first, in rank order."""
+    """Members of the job: ranked ones first, in rank order."""
     servers: tuple[Server, ...]
     waits_for: str | None
     """Explanation of the current wait, for people; None if nothing is stalled."""
     past_runs: tuple[PastRun, ...]
     """The latest past runs, oldest first."""
     now: datetime
-    """Time by the clock of the coordinator's Redis, like all times here."""
+    """Time at which the state was read, by the clock of the coordinator's Redis, like all other
+    times."""
     steps: int = 0
-    """Committed steps of the newest run, also after its end."""
+    """Committed steps of the newest run, also after the run has ended."""
     steps_in_all: int | None = None
-    """Number of steps that it will have committed at its end; None if unknown."""
+    """Number of steps that the newest run will have committed at its end; None if unknown."""

@@ -26,10 +26,10 @@ _EnumT = TypeVar("_EnumT", bound=StrEnum)
 
 
 def job_of(message: pb.GetJobResponse) -> Job:
-    """Converts a job with its members and servers."""
+    """Converts the message of a job with its members and servers."""
     return Job(
         job_id=message.spec.job_id,
-        run=message.run.number or 1,  # an older coordinator has one
+        run=message.run.number or 1,  # an older coordinator has one run in each job
         phase=_named(pb.JobPhase, message.phase, JobPhase),
         ending=_named(pb.JobEnding, message.ending, JobEnding) if message.ending else None,
         ending_reason=message.ending_reason or None,
@@ -48,7 +48,7 @@ def job_of(message: pb.GetJobResponse) -> Job:
 
 
 def past_run_of(message: pb.RunStatus) -> PastRun:
-    """Converts a run that has ended."""
+    """Converts the message of a run that has ended."""
     return PastRun(
         number=message.run.number,
         began=_moment(message.run.began_unix_ms),
@@ -59,7 +59,7 @@ def past_run_of(message: pb.RunStatus) -> PastRun:
 
 
 def summary_of(message: pb.JobSummary) -> JobSummary:
-    """Converts a job in a list."""
+    """Converts the message of a job in a list of jobs."""
     return JobSummary(
         job_id=message.job_id,
         phase=_named(pb.JobPhase, message.phase, JobPhase),
@@ -69,7 +69,7 @@ def summary_of(message: pb.JobSummary) -> JobSummary:
 
 
 def member_of(message: pb.MemberStatus) -> Member:
-    """Converts a member and its progress."""
+    """Converts the message of a member and its progress."""
     progress = message.progress
     return Member(
         member_id=message.member_id,
@@ -99,7 +99,7 @@ def member_of(message: pb.MemberStatus) -> Member:
 
 
 def server_of(message: pb.ServerStatus) -> Server:
-    """Converts a parameter server."""
+    """Converts the message of a parameter server."""
     return Server(
         server_id=message.server_id,
         place=message.server_index,
@@ -115,7 +115,7 @@ def server_of(message: pb.ServerStatus) -> Server:
 
 
 def event_of(message: pb.Event) -> Event:
-    """Converts an event."""
+    """Converts the message of an event."""
     return Event(
         event_id=message.event_id,
         at=_moment(message.unix_ms),

@@ -1,4 +1,4 @@
-"""Result of a job. A plain value; nothing here sends requests."""
+"""Result of a job: a plain value that sends no requests."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from datetime import datetime
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of a job."""
+    """Outcome of a job."""
 
     job_id: str
     ok: bool
-    """True if it is finished: its script finished, possibly after a request to stop."""
+    """True if the job is finished: its script finished, possibly after a request to stop."""
     exit_status: int | None
-    """Exit status of `shoal run` (docs/exit-status.md). None: its launcher was killed before it
-    could record it, or the job was not submitted from this machine, so that its launcher is unknown
-    here."""
+    """Exit status of `shoal run` (docs/exit-status.md). None if the launcher was killed before it
+    could record the status, or if the job was not submitted from this machine."""
     summary: str
-    """Failed workers and the causes, for people, or why it is not finished. May be empty."""
+    """Description for people of the failed workers and the causes, or of the reason why the job is
+    not finished. May be empty."""
     ended: datetime | None
-    """None if unknown."""
+    """Time at which the job ended; None if unknown."""

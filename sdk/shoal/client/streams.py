@@ -1,4 +1,4 @@
-"""Incremental streams: a job's events, and the lines of its log."""
+"""Streams that are read incrementally: a job's events, and the lines of its log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_BACKOFF_S: Final = 2.0
 
 
 class Deadline:
-    """A deadline that may be infinite."""
+    """Deadline of a call, possibly infinite."""
 
     def __init__(self, timeout: timedelta | None) -> None:
         self._timeout = timeout
@@ -30,13 +30,14 @@ class Deadline:
 
     @property
     def left(self) -> timedelta | None:
-        """None: unlimited."""
+        """Remaining time, at least 0; None: unlimited."""
         return (
             None if self._at is None else timedelta(seconds=max(0.0, self._at - time.monotonic()))
         )
 
     def check(self, what: str) -> None:
-        """Raises DeadlineError if it has passed. `what`: description of the awaited event."""
+        """Raises DeadlineError if the deadline has passed. `what`: description of the awaited
+        event."""
         if self._at is not None and time.monotonic() >= self._at:
             assert self._timeout is not None
             raise DeadlineError(
@@ -46,14 +47,14 @@ class Deadline:
 
 
 class _Watch(Protocol):
-    """Opens a stream of events after a given one."""
+    """Function that opens a stream of the events after a given one."""
 
     def __call__(self, after: str, timeout: timedelta | None, /) -> ResponseStream[Any]: ...
 
 
 class EventStream:
-    """Events, oldest first. Iterate over it on one thread; `close` on any thread ends the
-    iteration. A context manager."""
+    """Events of a job, oldest first. One thread iterates over the stream; `close` on any thread
+    ends the iteration. A context manager."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class EventStream:
         timeout: timedelta | None,
         patience: timedelta,
     ) -> None:
-        """`gone`: returns whether the coordinator has ended for good. `patience`: how long a
+        """`gone`: returns whether the coordinator has ended for good. `patience`: time for which a
         followed stream tolerates an absent coordinator."""
         self._watch = watch
         self._gone = gone
@@ -138,8 +139,8 @@ class EventStream:
 
 
 class LogStream:
-    """Lines of a log, without line breaks. Iterate over it on one thread; `close` on any thread
-    ends the iteration. A context manager."""
+    """Lines of a log, without line breaks. One thread iterates over the stream; `close` on any
+    thread ends the iteration. A context manager."""
 
     def __init__(
         self,
@@ -150,8 +151,8 @@ class LogStream:
         ended: Callable[[], bool] | None,
         timeout: timedelta | None,
     ) -> None:
-        """`rank`: only lines of the worker started with this rank. `ended`: returns whether the log
-        is complete; None: read only the existing lines."""
+        """`rank`: return only lines of the worker started with this rank. `ended`: returns whether
+        the log is complete; None: read only the existing lines."""
         self._path = path
         self._what = what
         self._prefix = "" if rank is None else f"[{rank}]: "

@@ -1,5 +1,5 @@
-"""`shoal.Client`: control of jobs by a program outside of them. Blocking; `aio` has the same calls
-for asyncio."""
+"""`shoal.Client`: control of jobs by another program. Calls block; `aio` has the same calls for
+asyncio."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 class Client:
     """Submits, awaits, inspects and stops jobs from outside. A context manager; thread-safe.
 
-    A job is named by its id. Every call has a deadline, and raises the errors of
+    Calls name a job by its id. Every call has a deadline, and raises the errors of
     `shoal_common.errors`: UnknownResourceError for missing objects, UnavailableError and
     DeadlineError for a coordinator that does not answer.
     """
@@ -59,7 +59,7 @@ class Client:
             coordinator: host:port of a shared coordinator, with the token and certificates from the
                 environment (SHOAL_TOKEN, SHOAL_TLS_...), or complete ChannelSettings. None: this
                 user's jobs on this machine, whose clusters have a coordinator each.
-            timeout: of each call to a coordinator.
+            timeout: maximum duration of each call to a coordinator.
         """
         self._connections = Connections(coordinator, timeout=timeout)
         self._submissions = Submissions()
@@ -121,8 +121,8 @@ class Client:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> str:
-        """Submits a complete command line of `shoal run` that names neither job nor coordinator.
-        `name`: basis of a new id."""
+        """Submits a complete command line of `shoal run` that names neither a job nor a
+        coordinator. `name`: basis of a new job id."""
         job_id = job_id or new_job_id(name)
         shared = self._connections.shared
         where = ["--rdzv-endpoint", shared.address] if shared is not None else ["--standalone"]
@@ -141,10 +141,10 @@ class Client:
         return submission.job_id
 
     def wait(self, job_id: str, *, timeout: timedelta | None) -> Result:
-        """Blocks until the job has ended.
+        """Blocks until the job has ended, and returns its result.
 
         Raises:
-            DeadlineError: it has not ended within `timeout` (None: no limit).
+            DeadlineError: the job has not ended within `timeout` (None: no limit).
             UnknownResourceError: there is no such job.
         """
         deadline = Deadline(timeout)
@@ -154,8 +154,8 @@ class Client:
         return result
 
     def result(self, job_id: str) -> Result:
-        """Returns the result of an ended job. Raises PreconditionError (JOB_RUNNING) if it has not
-        ended; use `wait`."""
+        """Returns the result of an ended job. Raises PreconditionError (JOB_RUNNING) if the job has
+        not ended; use `wait` then."""
         result = self.outcome(job_id)
         if result is None:
             raise PreconditionError(
@@ -165,16 +165,16 @@ class Client:
         return result
 
     def outcome(self, job_id: str) -> Result | None:
-        """Returns the result of the job; None while it runs. Raises UnknownResourceError if there
-        is no such job."""
+        """Returns the result of a job; None while the job runs. Raises UnknownResourceError if
+        there is no such job."""
         submission = self._submission(job_id)
         return _end_of(self.job(job_id)) if submission is None else _result_of(submission)
 
     # -------------------------------------------------------------------------------------- looking
 
     def jobs(self) -> tuple[JobSummary, ...]:
-        """Returns all jobs known to the coordinator; without one, those of this machine, including
-        ended ones that were submitted here."""
+        """Returns all jobs known to the coordinator. Without a coordinator, returns the jobs of
+        this machine, including ended jobs that were submitted from it."""
         found: dict[str, JobSummary] = {}
         for client in self._connections.all():
             try:
@@ -197,15 +197,15 @@ class Client:
         return tuple(found[job_id] for job_id in sorted(found))
 
     def job(self, job_id: str) -> Job:
-        """Returns the job with its members and servers, as known to its coordinator."""
+        """Returns a job with its members and servers, as known to the coordinator."""
         return job_of(self._ask(job_id, lambda client: client.get_job(job_id)))
 
     def members(self, job_id: str) -> tuple[Member, ...]:
-        """Returns the job's workers: those with a rank first, in rank order."""
+        """Returns a job's workers: workers with a rank first, in rank order."""
         return self.job(job_id).members
 
     def servers(self, job_id: str) -> tuple[Server, ...]:
-        """Returns the job's parameter servers by place."""
+        """Returns a job's parameter servers, ordered by place."""
         return self.job(job_id).servers
 
     def events(
@@ -224,7 +224,7 @@ class Client:
                 until the job's own cluster ends or the stream is closed.
             timeout: raise DeadlineError if the stream has not ended by then; None: no limit.
         """
-        self.job(job_id)  # it is there
+        self.job(job_id)  # raises if there is no such job
         client = self._connections.of(job_id)
 
         def gone() -> bool:
@@ -291,17 +291,18 @@ class Client:
         """
         from shoal.parameter_servers import ModelReader
 
-        self.job(job_id)  # it is there
+        self.job(job_id)  # raises if there is no such job
         with ModelReader(self._connections.settings(job_id), job_id, patience=timeout) as reader:
             return reader.state_dict()
 
     # --------------------------------------------------------------------------------------- ending
 
     def stop(self, job_id: str, *, reason: str = "") -> None:
-        """Asks all workers to stop at their next step boundary, and returns; use `wait` for the
-        end. The code after the loop runs.
+        """Asks all workers to stop at their next step boundary, and returns at once; use `wait` to
+        wait for the end. The code after the loop runs.
 
-        A script without `shoal.init()` has no step boundaries and is not affected; use `kill`.
+        A script without `shoal.init()` has no step boundaries and is not affected; use `kill`
+        instead.
         """
         self._ask(
             job_id, lambda client: client.stop_job(job_id, reason=reason or "shoal.Client.stop")
@@ -310,8 +311,8 @@ class Client:
     def drain(
         self, job_id: str, *, rank: int | None = None, server: str | None = None, reason: str = ""
     ) -> str:
-        """Asks the worker of a rank, or a parameter server by its id, to leave, and returns the id
-        of the member or server. Nothing is lost."""
+        """Asks the worker of a rank, or a parameter server given by its id, to leave. Returns the
+        id of the member or server. Nothing is lost."""
         if (rank is None) == (server is None):
             raise ConfigurationError(f"drain(rank={rank!r}, server={server!r}): pass one of them")
         reason = reason or "shoal.Client.drain"
@@ -325,9 +326,9 @@ class Client:
     def kill(
         self, job_id: str, *, rank: int | None = None, server: str | None = None
     ) -> Member | None:
-        """Kills the worker of a rank and returns its `Member`, or a parameter server by its id.
-        Without either, kills all workers of a submitted job and returns when its launcher has
-        ended, with status 143. Works only on the machine where they run.
+        """Kills the worker of a rank and returns its `Member`, or kills a parameter server given by
+        its id. Without either, kills all workers of a submitted job and returns when its launcher
+        has ended, with status 143. Works only on the machine where the processes run.
 
         Raises:
             UnknownResourceError: MEMBER_UNKNOWN: no member has this rank; SERVER_UNKNOWN: there is
@@ -376,8 +377,8 @@ class Client:
         self.close()
 
     def _ask(self, job_id: str, call: Callable[[CoordinatorClient], T]) -> T:
-        """Calls the job's coordinator. For a job that was just submitted, waits until it has a
-        coordinator that knows it."""
+        """Calls the job's coordinator. If the job was just submitted, waits until a coordinator
+        knows the job."""
         deadline = Deadline(self._timeout)
         while True:
             try:
@@ -396,8 +397,8 @@ class Client:
             time.sleep(LOOK_INTERVAL.total_seconds())
 
     def _submission(self, job_id: str) -> Submission | None:
-        """Returns the job's last run submitted from here to this client's coordinator; None if
-        there is none."""
+        """Returns the job's last run submitted from this machine to this client's coordinator; None
+        if there is none."""
         shared = self._connections.shared
         try:
             found = self._submissions.newest(job_id)
@@ -407,7 +408,7 @@ class Client:
 
 
 def _of_rank(job: Job, rank: int) -> Member:
-    """Returns the member with that rank. Raises UnknownResourceError, which lists the existing
+    """Returns the member with a rank. Raises UnknownResourceError, which lists the existing
     ranks."""
     ranked = {member.rank: member for member in job.members if member.rank is not None}
     if rank in ranked:
@@ -430,7 +431,7 @@ def _of_rank(job: Job, rank: int) -> Member:
 
 
 def _result_of(submission: Submission) -> Result | None:
-    """Returns the result; None while it runs."""
+    """Returns the result of a submission; None while it runs."""
     outcome = submission.outcome()
     if outcome is None:
         return None
@@ -447,8 +448,8 @@ def _result_of(submission: Submission) -> Result | None:
 
 
 def _end_of(job: Job) -> Result | None:
-    """Returns what a coordinator knows about a job's end; exit statuses are known only to
-    launchers."""
+    """Returns the result of an ended job as known to its coordinator, without an exit status, which
+    only launchers know. Returns None if the job has not ended."""
     if job.phase is not JobPhase.FINISHED:
         return None
     return Result(
@@ -461,7 +462,8 @@ def _end_of(job: Job) -> Result | None:
 
 
 def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
-    """Returns the environment of the launcher of a job at a shared coordinator."""
+    """Returns environment variables with the credentials for a shared coordinator, for a job's
+    launcher."""
     if shared is None:
         return {}
     tls = shared.tls
@@ -475,7 +477,6 @@ def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
 
 
 def _in_a_file(token: str | None) -> bool:
-    """Returns whether the launcher finds this token by itself, through the variable that names its
-    file."""
+    """Returns whether the launcher can read this token from the file named by its environment."""
     own = CallerSettings.load()
     return own.token_file is not None and own.bearer_token == token

@@ -1,10 +1,10 @@
-"""`shoal demo`: the main job on real handwritten digits, on a cluster of processes of this machine,
-with faults.
+"""`shoal demo`: trains on real handwritten digits with faults, on a cluster of processes of this
+machine.
 
 digits      the data set and the network
-train       what each worker runs, synchronously or asynchronously: an ordinary training script
-trace       what each worker notes down of its steps, and the reader
-stage       one training run: starts it, watches it, makes the faults, ends it
+train       the workers' script, synchronous or asynchronous: an ordinary training script
+trace       records of the workers' steps, and their reader
+stage       one training run: starts it, watches it, injects the faults, ends it
 screen      the live table
 report      the figures, the verdict and the plot
 director    both runs, one after the other: `main`

@@ -1,8 +1,8 @@
 """Handwritten digits (scikit-learn's bundled set: UCI, 1797 images of 8 x 8 pixels) and a small
 convolutional network for them.
 
-The set's file is read directly: importing scikit-learn would cost a second for every starting
-worker, including the replacement.
+The file of the data set is read directly: importing scikit-learn would cost a second for every
+starting worker, including replacements.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _GREY_LEVELS: Final = 16
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
-    """Returns training set and test set, the same in every process: 1437 and 360 images, (1, 8, 8)
-    float32 in 0..1.
+    """Returns the training set and the test set, which are the same in every process: 1437 and 360
+    images, (1, 8, 8) float32 in 0..1.
 
     Raises:
         ConfigurationError: scikit-learn is not installed, or lacks the file.
@@ -36,7 +36,8 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
 
 
 def network() -> nn.Module:
-    """Returns two convolutions and a classifier, with dropout; about 200 000 parameters."""
+    """Returns a network of two convolutions and a classifier, with dropout; about 200 000
+    parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
@@ -52,7 +53,7 @@ def network() -> nn.Module:
 
 
 def _file() -> Path:
-    found = find_spec("sklearn")  # does not import it
+    found = find_spec("sklearn")  # finds the package without importing it
     if found is None or found.origin is None:
         raise ConfigurationError(
             "the demo uses the digits of scikit-learn, which is not installed; run `pip install "

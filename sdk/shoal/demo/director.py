@@ -1,4 +1,4 @@
-"""Runs both parts of the demo one after the other, and gives the verdict."""
+"""Runs both parts of the demo one after the other, and prints the verdict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SLOW_WORKER = 2
 
 
 def plans(*, sync_epochs: int, async_epochs: int) -> list[Plan]:
-    """Returns the plans of the two runs."""
+    """Returns the plans of the demo's two runs."""
     return [
         Plan(
             title="synchronous (ddp), one worker killed",

@@ -19,7 +19,7 @@ from shoal.ticks import is_wide, logarithmic
 LEAST_ACCURACY = 0.95
 _SOON_S = 20
 _LOST_UPDATES = "updates of this worker that it had acknowledged"
-"""Part of a worker's message when a restarted server has lost acknowledged updates."""
+"""Part of a worker's message that reports that a restarted server has lost acknowledged updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,11 @@ class Figures:
     accuracy: float | None
     samples_per_s: float
     pause_at_kill_s: float | None
-    """Seconds from the SIGKILL of a worker to the next committed step; for a parameter server, the
+    """Seconds from the SIGKILL of a worker to the next committed step. For a parameter server, the
     longest time between two steps in the 20 seconds after its SIGKILL."""
     pause_at_join_s: float | None
-    """Seconds from the last step before the replacement's generation to the first one in it."""
+    """Seconds from the last step before the replacement's generation to the first step in this
+    generation."""
     staleness_p50: float | None
     staleness_p99: float | None
     samples_once: int
@@ -46,7 +47,7 @@ class Figures:
 
 
 def measure(outcome: Outcome) -> Figures:
-    """Computes the figures from the workers' files."""
+    """Computes the figures of a run from the files written by its workers."""
     notes = trace.read(outcome.traces)
     verdict = audit(outcome.records)
     times, losses = notes.loss_curve(common_steps=outcome.plan.strategy != "async_sgd")
@@ -94,7 +95,7 @@ def _pauses(
 
 
 def faults(outcome: Outcome, figures: Figures) -> list[str]:
-    """Returns the failed checks, for people; empty if none."""
+    """Returns descriptions of the failed checks, for people; empty if all passed."""
     found = []
     if outcome.exit_code != 0:
         found.append(
@@ -130,7 +131,7 @@ def faults(outcome: Outcome, figures: Figures) -> list[str]:
 
 
 def print_table(console: Console, all_figures: Sequence[Figures]) -> None:
-    """Prints the figures with one column per run."""
+    """Prints the figures as a table with one column per run."""
     table = Table(title="Shoal on handwritten digits")
     table.add_column("")
     for figures in all_figures:

@@ -1,4 +1,5 @@
-"""Live table of the demo with a row per rank. Without a terminal, prints a line now and then."""
+"""Live table of the demo with a row per rank. Without a terminal, prints an occasional line
+instead."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _LINE_EVERY_S = 3.0
 
 
 class Screen:
-    """Shows the runs; a context manager."""
+    """Display of the demo's runs, as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -30,8 +31,8 @@ class Screen:
         self._started: dict[str, float] = {}
         self._most_steps: dict[str, int] = {}
         self._last_ranked: dict[str, pb.GetJobResponse] = {}
-        """Run -> the job while it had ranks. At its end they leave, and the launcher takes some
-        seconds to clean up."""
+        """Run -> last state of its job while the job had ranks. At the end of a run the ranks
+        leave, and the launcher takes some seconds to clean up."""
 
     def __enter__(self) -> Screen:
         if self._live is not None:

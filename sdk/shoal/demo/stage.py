@@ -1,5 +1,5 @@
-"""One training run of the demo: starts it as a user would, observes it through the coordinator,
-injects the faults, and makes sure that nothing is left behind."""
+"""Performs one training run of the demo: starts it as a user would, observes it through the
+coordinator, injects the faults, and verifies that no process is left behind."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from shoal.launcher.clusters.registry import ClusterRecord, running_clusters
 _POLL_S = 0.2
 _MARK = "SHOAL_DEMO_RUN"
 _SERVER = "shoal_ps_server"
-"""Part of the command line of parameter servers only."""
+"""Part of a command line that identifies parameter servers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run, with the faults to inject."""
+    """A run of the demo, with the faults to inject."""
 
     title: str
     strategy: str
@@ -47,19 +47,19 @@ class Plan:
     SIGKILL; None: no kill."""
     environment: Mapping[str, str] = field(default_factory=dict)
     patience: timedelta = timedelta(seconds=60)
-    """Maximum time without a new step; the run itself may take as long as the machine needs."""
+    """Maximum time without a new step. The run itself may take as long as the machine needs."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Observations of a run."""
+    """Observations of one run."""
 
     plan: Plan
     directory: Path
     exit_code: int = -1
     killed_unix_s: float | None = None
     killed: str = ""
-    """Killed process, for people."""
+    """Description of the killed process, for people."""
     left_running: list[str] = field(default_factory=list)
 
     @property
@@ -74,7 +74,7 @@ class Outcome:
 
     @property
     def log(self) -> Path:
-        """Output of the run."""
+        """File with the output of the run."""
         return self.directory / "output.log"
 
 
@@ -82,7 +82,8 @@ Show = Callable[[Plan, pb.GetJobResponse | None, Outcome], None]
 
 
 def perform(plan: Plan, directory: Path, show: Show) -> Outcome:
-    """Runs `plan` to its end; `show` is called some times a second.
+    """Performs the run `plan` to its end. `show`: called several times per second with the current
+    state.
 
     Raises:
         DeadlineError: the run made no progress for longer than the plan allows; it was stopped.
@@ -185,11 +186,11 @@ def _job(
     try:
         return client.get_job(cluster.job_id, deadline=timedelta(seconds=2))
     except ShoalError:
-        return None  # not up yet, or gone already: the process says which
+        return None  # not started yet, or already ended: its process's status tells which
 
 
 def steps_done(plan: Plan, members: Iterable[pb.MemberStatus]) -> int:
-    """Returns the number of optimizer steps so far, out of `Plan.total_steps`."""
+    """Returns the number of optimizer steps committed so far, out of `Plan.total_steps`."""
     steps = [member.progress.step for member in members]
     if not steps:
         return 0
@@ -215,8 +216,8 @@ def _kill_when_due(job: pb.GetJobResponse, plan: Plan, outcome: Outcome, mark: s
 
 
 def _marked_processes(mark: str) -> list[str]:
-    """Returns the processes that carry the run's mark in their environment, as "PID: COMMAND": its
-    descendants, even after their parents have ended."""
+    """Returns the processes that have the run's mark in their environment, as "PID: COMMAND". These
+    are the run's descendants, even after their parents have ended."""
     if not Path("/proc/self/environ").exists():
         raise InternalError(
             "the demo searches /proc for processes left behind, but this system has no /proc"

@@ -1,5 +1,5 @@
-"""Records of a demo worker's committed steps, with their reader. One file of JSON lines per
-process."""
+"""Records of the committed steps of the demo's workers, and their reader. Each process writes one
+file of JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENVIRONMENT = "SHOAL_DEMO_TRACE_DIR"
 
 @dataclass(frozen=True, kw_only=True)
 class CommittedStep:
-    """One committed step as seen by one worker."""
+    """One committed step, as recorded by one worker."""
 
     unix_s: float
     member: str
@@ -41,7 +41,7 @@ class Accuracy:
 
 
 class TraceWriter:
-    """Writes this process's file."""
+    """Writes the trace file of this process."""
 
     def __init__(self) -> None:
         self._member = os.environ.get("SHOAL_MEMBER_ID", "alone")
@@ -62,7 +62,7 @@ class TraceWriter:
         samples: int,
         staleness: float = 0.0,
     ) -> None:
-        """Notes one step."""
+        """Records one committed step."""
         self._write(
             "step",
             asdict(
@@ -80,7 +80,7 @@ class TraceWriter:
         )
 
     def accuracy(self, sums: dict[str, float]) -> None:
-        """Notes the result on the test set."""
+        """Records the result on the test set."""
         self._write("accuracy", {"correct": sums["correct"], "samples": sums["samples"]})
 
     def _write(self, kind: str, fields: dict[str, object]) -> None:
@@ -93,12 +93,13 @@ class Trace:
     """Records of all workers in one run."""
 
     steps: tuple[CommittedStep, ...]
-    """By time."""
+    """Committed steps of all workers, ordered by time."""
     accuracies: tuple[Accuracy, ...]
 
     def loss_curve(self, *, common_steps: bool) -> tuple[list[float], list[float]]:
-        """Seconds since the first step, and losses: of each step the mean over the workers that
-        noted it, or, without common steps, of each push."""
+        """Returns the seconds since the first step, and the losses. With common steps, the loss
+        of a step is the mean over the workers that recorded it; otherwise each push counts
+        separately."""
         if not self.steps:
             return [], []
         start = self.steps[0].unix_s
@@ -115,7 +116,7 @@ class Trace:
 
 
 def read(directory: Path) -> Trace:
-    """Reads all files in `directory`; a line torn by a SIGKILL is left out."""
+    """Reads all trace files in `directory`. Skips a line that was torn by a SIGKILL."""
     steps: list[CommittedStep] = []
     accuracies: list[Accuracy] = []
     for file in sorted(directory.glob("*.jsonl")):

@@ -79,8 +79,9 @@ def main() -> None:
 
 
 class Drag:
-    """Simulates a busy machine: an iteration takes `factor` times as long as its fastest one did.
-    (The last one is no measure, since it may have waited for others.)"""
+    """Simulates a busy machine: an iteration takes `factor` times as long as the fastest
+    iteration so far. The last iteration is not used as a measure, since it may have waited for
+    other workers."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -89,22 +90,23 @@ class Drag:
         self._began_s = 0.0
 
     def begin(self) -> None:
-        """Marks the arrival of a batch."""
+        """Records the time at which a batch arrives."""
         self._began_s = time.perf_counter()
 
     def hold(self) -> None:
-        """Delays between the gradient and its push, so that the gradient becomes stale."""
+        """Waits between the computation of the gradient and its push, so that the gradient becomes
+        stale."""
         self._held_s = (self._factor - 1) * (self._own_s or 0.0)
         time.sleep(self._held_s)  # waits for nothing: this is the slow machine's part of the step
 
     def end(self) -> None:
-        """Marks the end of a step."""
+        """Records the time at which a step ends."""
         taken_s = time.perf_counter() - self._began_s - self._held_s
         self._own_s = taken_s if self._own_s is None else min(self._own_s, taken_s)
 
 
 def count_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
-    """Sums over one batch, for `shoal.evaluate`."""
+    """Returns the numbers of correct answers and of samples in one batch, for `shoal.evaluate`."""
     images, labels = batch
     return {
         "correct": float((model(images).argmax(1) == labels).sum()),

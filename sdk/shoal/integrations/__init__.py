@@ -1,5 +1,5 @@
 """Elastic versions of other libraries' trainers: one package per library, each with its own extra
 (`'shoal[transformers]'`).
 
-Nothing is imported here; only `import shoal.integrations.transformers` needs transformers.
+This package imports nothing; only `import shoal.integrations.transformers` needs transformers.
 """

@@ -1,4 +1,4 @@
-"""Evaluations for Trainers, distributed over all ranks, that also keep values of each batch;
+"""Evaluations for Trainers, distributed over all ranks, that also keep values of each batch.
 `shoal.evaluate` returns only sums."""
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def evaluate_on_all(
     *,
     gathers: bool,
 ) -> tuple[dict[str, float], list[Any]]:
-    """Returns the sums over all batches, each evaluated on one rank, and the values kept of each,
-    in order; the same on all ranks.
+    """Evaluates each batch on one rank. Returns the sums over all batches, and the values kept of
+    each batch, in order; both are the same on all ranks.
 
     Args:
-        session: of this process.
-        model: is put into evaluation mode.
-        batches: of an evaluation loader.
+        session: session of this process.
+        model: model, which is put into evaluation mode.
+        batches: batches of an evaluation loader.
         measure: receives a batch's number and the batch; returns its sums and the values to keep:
             tensors, numbers, strings, and tuples, lists and dictionaries of them.
-        gathers: whether to gather the kept values; otherwise the list is empty.
+        gathers: True to gather the kept values; otherwise the list is empty.
     """
     own: dict[int, Any] = {}
 
@@ -57,8 +57,8 @@ def evaluate_on_all(
 
 
 def on_cpu(value: Any) -> Any:
-    """Moves tensors, and tuples, lists and dictionaries of them, to the CPU, as required by
-    `gather`."""
+    """Moves tensors to the CPU, as required by `gather`, including tensors in tuples, lists and
+    dictionaries."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""Evaluation batches with their numbers; `shoal.evaluate` passes batches without them."""
+"""Evaluation batches paired with their numbers, which `shoal.evaluate` does not pass on by
+itself."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from shoal_worker.elastic.session.evaluation import Batches, StreamedBatches
 
 
 class _Numbered:
-    """Evaluation batches, each paired with its number."""
+    """Evaluation batches of a dataset, each paired with its number."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -19,7 +20,7 @@ class _Numbered:
         return len(self._batches)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """Reads batches as `Batches` does, each with its number."""
+        """Reads batches as `Batches` does, each paired with its number."""
         return ((number, (number, batch)) for number, batch in self._batches.read(numbers))
 
 
@@ -32,18 +33,18 @@ class _NumberedStream:
 
     @property
     def ended(self) -> str:
-        """Name as in `StreamedBatches`."""
+        """Sources read to their end on this rank, as in `StreamedBatches`."""
         return self._batches.ended
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
-        """Deals as `StreamedBatches` does."""
+        """Deals batches as `StreamedBatches` does."""
         return self._batches.deal(held, ended, rank, world_size)
 
     def read(self, parts: Any) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """Reads batches as `StreamedBatches` does, each with its number."""
+        """Reads batches as `StreamedBatches` does, each paired with its number."""
         return ((number, (number, batch)) for number, batch in self._batches.read(parts))
 
 
 def numbered(batches: Batches | StreamedBatches) -> _Numbered | _NumberedStream:
-    """Returns the given batches for `evaluate`, each paired with its number."""
+    """Returns batches for `evaluate`, each paired with its number."""
     return _NumberedStream(batches) if isinstance(batches, StreamedBatches) else _Numbered(batches)

@@ -1,5 +1,4 @@
-"""Shoal on Ray: `shoal.ray.run` (docs/clusters/ray.md). Ray itself is imported when that is
-called."""
+"""Shoal on Ray: `shoal.ray.run` (docs/clusters/ray.md). Ray is imported when `run` is called."""
 
 from shoal.ray.api import run
 

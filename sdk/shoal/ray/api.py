@@ -1,4 +1,5 @@
-"""`shoal.ray.run`: validates its arguments and converts them to commands for Ray's machines."""
+"""`shoal.ray.run`: validates its arguments and converts them to commands for the machines of a Ray
+cluster."""
 
 from __future__ import annotations
 
@@ -43,47 +44,49 @@ def run(
     placement_timeout: timedelta = _PLACEMENT,
     shutdown_timeout: timedelta = _SHUTDOWN,
 ) -> dict[int, Any] | int:
-    """Trains on a Ray cluster: launchers of Shoal in a placement group's bundles. Blocks until the
-    run has ended.
+    """Trains on a Ray cluster, with Shoal's launchers in the bundles of placement groups. Blocks
+    until the run has ended.
 
-    When a machine dies, the other workers go on without it; Ray finds another place for what it
-    had, and the worker that is started there joins them. Ray is initialized if it is not.
+    When a machine dies, the other workers continue without it. Ray finds another place for the lost
+    processes, and the workers started there join the run. Ray is initialized if necessary.
 
     Args:
-        fn_or_script: a function, which is called on each worker, or the path of a script that all
-            machines have there.
-        args: of the function, or of the script.
-        workers: how many; all have a place before the first starts, and one of them is enough to go
-            on. Or the fewest that train, and the most: those above the fewest join when Ray has a
-            place for them.
-        resources: of a bundle, as Ray names them: {"CPU": 1}, the default, {"CPU": 8, "GPU": 1},
-            ...
-        workers_per_bundle: workers in one bundle, by one launcher; `workers` is a multiple of it.
-        strategy: Ray's, by which bundles are placed.
-        servers: parameter servers, for async_sgd, each in a bundle of its own.
-        server_backups: 0 or 1 backup for each of them. Without one, what a server has learnt is
-            lost with its machine.
-        server_resources: of a server's bundle; {"CPU": 1} unless given.
-        coordinator: HOST:PORT of one that runs already and that all machines reach; the credentials
-            are this process's (SHOAL_TOKEN, ...). None: one is started beside this process, with a
-            token that is made for it.
-        environment: further variables of all workers and servers.
-        flags: further flags of `shoal run`, as in ("--max-restarts", "2").
-        placement_timeout: how long Ray may take to place the first workers, and how long it may
-            have no place for any.
-        shutdown_timeout: how long workers have to leave when this process is interrupted, before
-            they are killed.
+        fn_or_script: function that is called on each worker, or path of a script that exists under
+            this path on all machines.
+        args: arguments of the function or of the script.
+        workers: number of workers. All of them have a place before the first one starts, and one is
+            enough to continue. A pair gives the minimum and the maximum: workers above the minimum
+            join when Ray has a place for them.
+        resources: resources of a bundle, as Ray names them, e.g. {"CPU": 8, "GPU": 1}; by default
+            {"CPU": 1}.
+        workers_per_bundle: number of workers in one bundle, started by one launcher; `workers` must
+            be a multiple of it.
+        strategy: Ray's strategy for placing bundles.
+        servers: number of parameter servers, for async_sgd, each in its own bundle.
+        server_backups: number of backups per parameter server, 0 or 1. Without a backup, the values
+            of a server are lost with its machine.
+        server_resources: resources of a server's bundle; by default {"CPU": 1}.
+        coordinator: HOST:PORT of a running coordinator that all machines reach, used with the
+            credentials of this process (SHOAL_TOKEN, ...). None: a coordinator is started next to
+            this process, with a new token.
+        environment: additional variables for all workers and servers.
+        flags: additional flags of `shoal run`, e.g. ("--max-restarts", "2").
+        placement_timeout: time for which Ray may take to place the first workers, and time for
+            which it may have no place for any worker.
+        shutdown_timeout: time for which workers may take to leave when this process is interrupted,
+            before they are killed.
 
     Returns:
-        Of a function, what it returned, by rank; a rank whose machine died after its end is
-        missing, and the log says so. Of a script, its exit status (docs/exit-status.md).
+        For a function, its return values by rank; the value of a rank whose machine died after the
+        function had ended is missing, and a log message reports it. For a script, its exit status
+        (docs/exit-status.md).
 
     Raises:
         ConfigurationError: Ray is not installed (RAY_NOT_INSTALLED), or an argument cannot work.
         DeadlineError: Ray has no place for the bundles (RESOURCES_UNAVAILABLE).
-        UnavailableError: the run did not come to its end, for what happened to its machines.
-        Exception: what the function raised, on the rank where it failed first, with a note that has
-            rank and traceback.
+        UnavailableError: the run did not reach its end because of failures of its machines.
+        Exception: exception of the function, from the rank on which it failed first, with a note
+            that contains the rank and the traceback.
     """
     if callable(fn_or_script):
         script: tuple[str, ...] = ("--module", "shoal.ray.worker")
@@ -126,7 +129,8 @@ def run(
 
 
 def _returned(outcome: Outcome) -> dict[int, Any]:
-    """Returns the function's results by rank. Raises its exception, or UnavailableError."""
+    """Returns the function's results by rank. Raises the exception of the function, or
+    UnavailableError."""
     if not outcome.came_to_the_end:
         failure = call.first_failure_in(outcome.failed)
         if failure is None:
@@ -147,8 +151,8 @@ def _returned(outcome: Outcome) -> dict[int, Any]:
 
 
 def _status(outcome: Outcome) -> int:
-    """Returns the script's status. Launchers whose own workers did not fail know only that others'
-    did (1)."""
+    """Returns the script's exit status. Launchers whose own workers did not fail know only that
+    other workers failed (1)."""
     if outcome.came_to_the_end:
         return 0
     if not outcome.failed:

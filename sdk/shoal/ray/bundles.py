@@ -1,8 +1,8 @@
-"""Places for launchers in a Ray cluster: placement groups, and in each bundle an actor that runs a
+"""Places for launchers in a Ray cluster: placement groups, and an actor in each bundle that runs a
 command.
 
-The bundles required to begin a run form one group, which Ray places as a unit. Each further one is
-a group of its own, which Ray (and its autoscaler) places when there is room. When a machine dies,
+The bundles required to start a run form one group, which Ray places as a unit. Each further bundle
+is a separate group, which Ray (and its autoscaler) places when there is room. When a machine dies,
 Ray places its bundles again, restarts their actors, and makes them run their commands again.
 """
 
@@ -26,11 +26,11 @@ _THREADS: Final = 2
 
 
 class Bundles:
-    """Bundles of a run, all alike. A context manager: at its end actors, commands and groups are
-    gone."""
+    """Bundles of a run, all with the same resources. A context manager: at its end, the actors,
+    their commands and the groups are gone."""
 
     def __init__(self, what: str, resources: Mapping[str, float], *, strategy: str) -> None:
-        """`what`: their purpose, for people."""
+        """`what`: purpose of the bundles, for people."""
         self._what = what
         self._resources = dict(resources)
         self._strategy = strategy
@@ -38,8 +38,8 @@ class Bundles:
         self.actors: list[Any] = []
 
     def place(self, least: int, most: int, *, timeout: timedelta) -> None:
-        """Waits until `least` bundles are placed, and requests the others. Raises DeadlineError,
-        which lists the cluster's resources."""
+        """Waits until `least` bundles are placed, and requests further ones up to `most`. Raises
+        DeadlineError, which lists the cluster's resources."""
         group = self._ask_for(least)
         if not group.wait(timeout.total_seconds()):
             raise DeadlineError(

@@ -1,10 +1,11 @@
-"""Transfers a function to the ranks, and its results or exceptions back, as files next to a
-launcher.
+"""Transfers a function to the ranks, and its results or exceptions back, through files in a
+launcher's directory.
 
-They are pickled by Ray's cloudpickle, like all functions run by Ray: anyone who may submit work to
-a Ray cluster can run code there anyway (docs/explanation/launcher-and-deployment.md#batch-systems).
-The actors in between pass bytes on; only the worker that calls the function unpickles it, and the
-driver its result. Only these two import Ray.
+The function and the results are pickled by Ray's cloudpickle, like all functions run by Ray: anyone
+who may submit work to a Ray cluster can run code there anyway
+(docs/explanation/launcher-and-deployment.md#batch-systems). The actors in between pass the bytes
+on. Only the worker that calls the function unpickles it, and only the driver unpickles its result;
+no other process imports Ray for this.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from shoal_common.errors import ConfigurationError
 from shoal.ray.command import PATH, Ended
 
 CALL: Final = "call"
-"""File with the function and its arguments."""
+"""Name of the file with the function and its arguments."""
 _VALUE: Final = "value-{}.left"
 _FAILURE: Final = "failure-{}.left"
 
 
 @dataclass(frozen=True)
 class Value:
-    """Return value of one rank's call."""
+    """Return value of the call on one rank."""
 
     rank: int
     world_size: int
@@ -41,10 +42,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Failure:
-    """Exception of one rank's call."""
+    """Exception of the call on one rank."""
 
     at: float
-    """Unix time, on its machine's clock."""
+    """Unix time of the exception, on the clock of the rank's machine."""
     rank: int
     error: BaseException
     """The exception itself or, if it cannot be pickled, a RuntimeError with its text."""
@@ -52,7 +53,8 @@ class Failure:
 
 
 def packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
-    """Returns the call as bytes. Raises ConfigurationError if it cannot be pickled."""
+    """Pickles the function and its arguments. Raises ConfigurationError if they cannot be
+    pickled."""
     from ray import cloudpickle
 
     try:
@@ -66,10 +68,10 @@ def packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
 
 
 def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, int]]) -> None:
-    """Makes the call stored in `directory`, and stores its return value or exception there.
+    """Calls the function stored in `directory`, and stores its return value or exception there.
 
     Args:
-        directory: shared with the actor.
+        directory: directory shared with the actor.
         index: this worker's local rank.
         standing: returns this worker's rank and the world size; called once the function has ended.
 
@@ -80,7 +82,7 @@ def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, 
     sys.path += [
         entry for entry in json.loads((directory / PATH).read_text()) if entry not in sys.path
     ]
-    # from the actor, through a directory of this user's
+    # trusted: written by the actor into a directory of this user
     function, arguments = pickle.loads((directory / CALL).read_bytes())  # noqa: S301
     try:
         value = function(*arguments)
@@ -98,12 +100,12 @@ def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, 
 
 
 def values_in(ended: Iterable[Ended]) -> list[Value]:
-    """Returns the calls' return values by rank."""
+    """Returns the return values of all calls, ordered by rank."""
     return sorted(_read(ended, _VALUE), key=lambda value: value.rank)
 
 
 def first_failure_in(ended: Iterable[Ended]) -> Failure | None:
-    """Returns the earliest failure, which caused the others."""
+    """Returns the earliest failure, which caused the others; None if there was none."""
     return min(_read(ended, _FAILURE), key=lambda failure: failure.at, default=None)
 
 
@@ -115,7 +117,7 @@ def _read(ended: Iterable[Ended], name: str) -> list[Any]:
         for file, content in sorted(end.files.items())
         if file.startswith(prefix)
     ]
-    # from this run's own workers, over Ray
+    # trusted: sent by this run's own workers over Ray
     return [pickle.loads(content) for content in found]  # noqa: S301
 
 

@@ -1,9 +1,9 @@
-"""A command in a place found by Ray: the actor that starts it, with its input and output files.
+"""Command in a bundle of a Ray cluster: the actor that starts it, with its input and output files.
 
-The actor runs on the bundle's machine, and its command is a separate process, since launchers need
-a main thread and no Ray. The command's output goes to the actor's output, which Ray shows to the
-driver. When the actor is killed, or its machine's raylet dies, the kernel kills the command and its
-descendants. Nothing here is imported from Ray.
+The actor runs on the bundle's machine. Its command is a separate process, since launchers need a
+main thread and no Ray. The command's output is the actor's output, which Ray shows to the driver.
+When the actor is killed, or its machine's raylet dies, the kernel kills the command and its
+descendants. This module imports nothing from Ray.
 """
 
 from __future__ import annotations
@@ -26,71 +26,77 @@ from shoal_common.system.scratch import ScratchDirectory
 from shoal.launcher.processes.process import Child, Handle, stop_all, wait_all
 
 DIRECTORY: Final = "SHOAL_RAY_DIRECTORY"
-"""Variable with the directory shared by command and actor, which only this user can read."""
+"""Variable with the directory shared by command and actor. Only this user can read the
+directory."""
 HERE: Final = "{directory}"
-"""Stands for that directory in a command's arguments."""
+"""Placeholder for the shared directory in a command's arguments."""
 SUMMARY: Final = "summary.left"
-"""File in that directory with the launcher's failed workers, for people."""
+"""Name of the file, in the shared directory, with a description of the launcher's failed workers
+for people."""
 PATH: Final = "path.json"
-"""File in that directory with the actor's sys.path, which Ray has set up like the driver's."""
+"""Name of the file, in the shared directory, with the actor's sys.path, which Ray has set up like
+the driver's."""
 _KEPT_MOST: Final = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Command of an actor: `python -m MODULE ARGUMENTS`, with the Python of its machine."""
+    """Command of an actor, `python -m MODULE ARGUMENTS`, with the Python interpreter of its
+    machine."""
 
     module: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
-    """Added to the actor's environment; unlike the arguments, it may contain secrets."""
+    """Variables added to the actor's environment. Unlike the arguments, they may contain
+    secrets."""
     files: Mapping[str, bytes] = field(repr=False, default_factory=dict)
     """Name -> content, written to the command's directory before it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """Result of a command."""
+    """Result of a command that has ended."""
 
     status: int
     """Exit status as in a shell."""
     host: str
     files: Mapping[str, bytes] = field(repr=False)
-    """Files ending in .left that it has left in its directory."""
+    """Files ending in .left that the command has left in its directory, by name."""
 
     @property
     def was_ended(self) -> bool:
-        """True if a launcher was ended by an external event rather than by its script
+        """True if the launcher was ended by an external event rather than by its script
         (docs/exit-status.md)."""
         return self.status == PUT_OUT or self.status > 128
 
     @property
     def has_failed(self) -> bool:
-        """True if a launcher ended because of its own workers: others exit with 1 when the job has
-        failed, or arrive too late."""
+        """True if the launcher ended because of its own workers. Other launchers exit with 1 when
+        the job has failed, or start too late."""
         return self.status not in (0, PUT_OUT, PREEMPTED) and SUMMARY in self.files
 
 
 class CommandActor:
-    """Runs one command at a time. `run` blocks one of the actor's threads, the other methods run on
-    another."""
+    """Actor that runs one command at a time. `run` blocks one of the actor's threads; the other
+    methods run on a second thread."""
 
     def __init__(self, name: str) -> None:
         """`name`: prefix of each output line shown by Ray."""
         self._name = name
         self._scratch = ScratchDirectory("ray")
-        """Kept for the next command, so that a restarted server finds its data; removed with the
-        actor."""
+        """Directory that is kept for the next command, so that a restarted server finds its data,
+        and is removed with the actor."""
         self._lock = threading.Lock()
         self._handle: Handle | None = None
-        """Process of the running command."""
+        """Process of the running command; None without one."""
         self._stopped = False
 
     def __repr__(self) -> str:
         return self._name
 
     def run(self, command: Command) -> Ended:
-        """Runs it to its end. Raises OSError when it cannot be started."""
+        """Runs a command to its end and returns its result. Raises OSError if the command cannot be
+        started."""
         directory = self._scratch.path
         for path in directory.glob("*.left"):
             path.unlink()
@@ -124,14 +130,14 @@ class CommandActor:
             stop_all([child], grace=timedelta(0))
 
     def stop(self) -> None:
-        """Sends SIGTERM to the current or the next command: a launcher's workers leave at their
-        next step boundary."""
+        """Sends SIGTERM to the current or the next command. A launcher's workers then leave at
+        their next step boundary."""
         with self._lock:
             self._stopped = True
             if self._handle is not None:
                 self._handle.send(signal.SIGTERM)
 
     def where(self) -> tuple[str, int]:
-        """Returns the host name of its machine and its process id there. Any answer shows that it
-        runs."""
+        """Returns the host name of the actor's machine, and the actor's process id. Any answer
+        shows that the actor is running."""
         return socket.gethostname(), os.getpid()

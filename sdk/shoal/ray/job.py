@@ -1,5 +1,5 @@
-"""Carries out a plan on Ray: the coordinator next to the driver, bundles, and their commands until
-the end.
+"""Carries out a plan on Ray: starts the coordinator next to the driver, places bundles, and runs
+their commands to the end.
 
 The coordinator is a child of the driver: when the driver dies, Ray ends everything that it started,
 so the coordinator adds no point of failure
@@ -43,8 +43,8 @@ class Patience:
 
 
 def carry_out(plan: Plan, *, coordinator: str | None, patience: Patience) -> Outcome:
-    """Blocks until the run has ended and nothing of it is left. `coordinator`: host:port of a
-    running one; None: starts one."""
+    """Carries out a plan. Blocks until the run has ended and none of its processes is left.
+    `coordinator`: address (host:port) of a running coordinator; None: starts one."""
     _connect()
     if not plan.files:
         plan = replace(plan, script=(_on_all_machines(plan.script[0]), *plan.script[1:]))
@@ -97,9 +97,9 @@ def _connect() -> None:
 
 
 def _on_all_machines(script: str) -> str:
-    """Returns the script's path on every machine: relative to the directory that Ray has copied to
-    all of them (working_dir), if the driver has set one, otherwise this machine's own path. Raises
-    ConfigurationError if it does not exist."""
+    """Returns the path of the script on every machine. It is relative to the directory that Ray has
+    copied to all machines (working_dir), if the driver has set one; otherwise it is this machine's
+    own path. Raises ConfigurationError if the script does not exist."""
     if ray.get_runtime_context().runtime_env.get("working_dir"):
         return script
     path = Path(script).absolute()
@@ -113,8 +113,8 @@ def _on_all_machines(script: str) -> str:
 
 
 def _own_credentials() -> dict[str, str]:
-    """Returns this process's credentials for the launchers: the token itself, certificates by
-    path."""
+    """Returns this process's credentials for the launchers: the token itself, and the paths of
+    certificates."""
     token = CallerSettings.load().bearer_token
     return {
         **({"SHOAL_TOKEN": token} if token else {}),

@@ -1,5 +1,5 @@
-"""Plan of a run on Ray, validated and converted to commands for its machines. Knows nothing of Ray
-except the names of its resources."""
+"""Plan of a run on Ray, validated and converted to commands for Ray's machines. The plan uses
+nothing of Ray except the names of its resources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.launcher.workers.settings import NodeRange
 from shoal.ray.command import HERE, SUMMARY, Command
 
 TOKENS: Final = "tokens"
-"""File next to a server that defines who may call it."""
+"""Name of the file, next to a server, that defines who may call the server."""
 _JOIN_GRACE_S: Final = 30
 _STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _SET_HERE: Final = frozenset(
@@ -45,13 +45,14 @@ _SET_HERE: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run. Raises ConfigurationError, naming the invalid argument of `shoal.ray.run`."""
+    """Plan of one run. Raises ConfigurationError, which names the invalid argument of
+    `shoal.ray.run`."""
 
     job_id: str
     script: tuple[str, ...]
     """Arguments after the flags of `shoal run`."""
     files: Mapping[str, bytes] = field(repr=False)
-    """Files next to each launcher."""
+    """Files written next to each launcher, by name."""
     workers: int | tuple[int, int]
     workers_per_bundle: int = 1
     resources: Mapping[str, float]
@@ -114,7 +115,8 @@ class Plan:
 
     @property
     def nodes(self) -> NodeRange:
-        """Launchers, one per bundle. One is enough to continue, unless a minimum was given."""
+        """Number of launchers, one per bundle. One is enough to continue, unless a minimum was
+        given."""
         if isinstance(self.workers, tuple):
             least, most = self.workers
             return NodeRange(least // self.workers_per_bundle, most // self.workers_per_bundle)
@@ -122,7 +124,7 @@ class Plan:
 
     @property
     def gang(self) -> int:
-        """Number of launchers that are placed together before any starts."""
+        """Number of launchers that are placed together before any of them starts."""
         return self.nodes.least if isinstance(self.workers, tuple) else self.nodes.most
 
     @property
@@ -130,8 +132,8 @@ class Plan:
         return self.servers * (1 + self.server_backups)
 
     def launcher(self, coordinator: str, *, secrets: Mapping[str, str]) -> Command:
-        """Returns the `shoal run` command. A job id belongs to one run only, and `--run 1` keeps a
-        late launcher from beginning another."""
+        """Returns the `shoal run` command of a launcher. Each job id has a single run, and `--run
+        1` keeps a late launcher from starting another one."""
         nodes = self.nodes
         flags: dict[str, str | int] = {
             "--rdzv-endpoint": coordinator,
@@ -154,8 +156,8 @@ class Plan:
         )
 
     def server(self, index: int, coordinator: str, *, token: str, tokens: bytes) -> Command:
-        """Returns the `shoal-ps-server` command. Its data is next to it: kept across restarts, and
-        lost with its machine."""
+        """Returns the `shoal-ps-server` command of a server. The server's data is stored next to
+        it: it is kept across restarts, and lost with the machine."""
         identity = (
             "--listen",
             "0.0.0.0:0",

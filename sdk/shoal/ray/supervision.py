@@ -1,11 +1,11 @@
-"""Follows the commands of a run on Ray from their start to the run's end, and determines its
+"""Follows the commands of a run on Ray from their start to the end of the run, and determines its
 outcome.
 
-Ray itself restarts what was lost with a machine (`bundles`). This module interprets the end of a
-command, decides which commands to wait for when the run is over, and detects that none is left. A
-command ended by an external event is run again in its place (docs/exit-status.md).
+Ray itself restarts the processes that were lost with a machine (`bundles`). This module interprets
+the end of a command, decides which commands to wait for when the run is over, and detects that none
+is left. A command ended by an external event is run again in its place (docs/exit-status.md).
 
-Everything belongs to the thread that calls `Supervision.run`.
+All objects belong to the thread that calls `Supervision.run`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _log = logging.getLogger("shoal.ray")
 
 _TICK_S: Final = 0.5
 _LOOK_S: Final = 5.0
-"""Interval between checks whether an actor runs."""
+"""Interval between checks whether an actor is running."""
 _ANSWER_S: Final = 10.0
-"""An actor that has not answered for this long does not run: its machine is lost, or Ray has no
-place for it."""
+"""Time without an answer after which an actor counts as not running: its machine is lost, or Ray
+has no place for it."""
 _END_GRACE_S: Final = 300.0
-"""Time for which to wait for running launchers after one has finished: their scripts have reached
-the same end, and save."""
+"""Maximum wait for running launchers after one has finished. Their scripts have reached the same
+end, and save their results."""
 _FAILURE_GRACE_S: Final = 90.0
-"""Time for which to wait for running launchers after the job has failed: they give their workers 30
-s."""
+"""Maximum wait for running launchers after the job has failed. They give their workers 30 s to
+leave."""
 _LEAVE_S: Final = 5.0
 """Time for which an actor may take to confirm that it has forwarded SIGTERM."""
 _MOST_RERUNS: Final = 10
@@ -44,55 +44,56 @@ _MOST_RERUNS: Final = 10
 
 @dataclass(eq=False)
 class Seat:
-    """A command with its actor."""
+    """A command and the actor that runs it."""
 
     name: str
     command: Command
     actor: Any
     result: Any = None
-    """Ray's reference to the end of the command; None if it has ended for good."""
+    """Ray's reference to the end of the command; None once the command has ended and will not be
+    run again."""
     look: Any = None
     """Ray's reference to the pending check whether the actor runs; None if there is none."""
     looked_at: float = 0.0
     answered_at: float | None = None
     host: str = ""
-    """Host name of its machine; empty while it does not run."""
+    """Host name of the actor's machine; empty while the actor is not running."""
     pid: int = 0
     """Process id of the actor on that machine, which changes when Ray restarts the actor."""
     earlier: list[Ended] = field(default_factory=list)
-    """Earlier ends of the command, after each of which it was restarted."""
+    """Earlier results of the command, after each of which it was run again."""
 
     def begin(self) -> None:
         self.result = self.actor.run.remote(self.command)
 
     @property
     def is_there(self) -> bool:
-        """True if it has answered recently."""
+        """True if the actor has answered recently."""
         return self.answered_at is not None and time.monotonic() < self.answered_at + _ANSWER_S
 
 
 @dataclass
 class Outcome:
-    """Outcomes of the launchers."""
+    """Outcomes of a run's launchers."""
 
     finished: list[Ended] = field(default_factory=list)
-    """Launchers that ended with status 0: the job is finished."""
+    """Results of launchers that ended with status 0. The job is then finished."""
     failed: list[Ended] = field(default_factory=list)
-    """Launchers that ended with another status and were not run again."""
+    """Results of launchers that ended with another status and were not run again."""
     earlier: list[Ended] = field(default_factory=list)
-    """Earlier endings of launchers that were run again."""
+    """Earlier results of launchers that were run again."""
     lost: list[str] = field(default_factory=list)
     """Ray's errors about launchers that could not be run."""
 
     @property
     def came_to_the_end(self) -> bool:
-        """True if the script finished on every worker that the run had at its end: some finished,
-        and none failed."""
+        """True if the script finished on every worker that the run had at its end: some launchers
+        finished, and none failed."""
         return bool(self.finished) and not any(ended.has_failed for ended in self.failed)
 
 
 class Supervision:
-    """One run. `run` may be called once."""
+    """Supervision of one run. `run` may be called once."""
 
     def __init__(
         self,
@@ -104,10 +105,10 @@ class Supervision:
     ) -> None:
         """
         Args:
-            launchers: the run is over when they have ended.
-            servers: parameter servers, which end after them.
-            tend: called every half second.
-            patience: how long Ray may have no place for any launcher.
+            launchers: launchers of the run, which is over when they have ended.
+            servers: parameter servers, which end after the launchers.
+            tend: function that is called every half second.
+            patience: time for which Ray may have no place for any launcher.
         """
         self._launchers = list(launchers)
         self._servers = list(servers)
@@ -115,13 +116,14 @@ class Supervision:
         self._patience = patience
         self._outcome = Outcome()
         self._ending_at: float | None = None
-        """Time at which the first launcher ended for good; None if none has."""
+        """Time at which a launcher first ended and was not run again; None if none has."""
         self._seen_at = time.monotonic()
         """Time of the last answer from a launcher."""
 
     def run(self) -> Outcome:
-        """Blocks until the job has ended. Raises DeadlineError when no launcher has run for too
-        long, UnavailableError when a parameter server is lost for good."""
+        """Blocks until the job has ended, and returns the outcome. Raises DeadlineError if no
+        launcher has run for too long, and UnavailableError if a parameter server is lost for
+        good."""
         for seat in (*self._servers, *self._launchers):
             seat.begin()
         while left := self._left(self._launchers):
@@ -135,7 +137,7 @@ class Supervision:
         return self._outcome
 
     def stop(self, grace: timedelta) -> None:
-        """Sends SIGTERM to the running commands; blocks until they have ended, for at most
+        """Sends SIGTERM to the running commands, and blocks until they have ended, for at most
         `grace`."""
         left = [
             *(seat for seat in self._left(self._launchers) if seat.is_there),
@@ -155,7 +157,8 @@ class Supervision:
 
     @staticmethod
     def _ask(method: Any) -> Any:
-        """Sends a request to the current incarnation of an actor only, not to its replacement."""
+        """Sends a request to the current incarnation of an actor. If the actor is replaced, the
+        request is not repeated."""
         return method.options(max_task_retries=0).remote()
 
     # ----------------------------------------------------------------------------------------- ends
@@ -172,7 +175,7 @@ class Supervision:
             self._outcome.finished.append(ended)
             self._begin_to_end()
         elif ended.status == 0:
-            pass  # a server, at the end of its job
+            pass  # a server that ended with its job
         elif self._may_run_again(seat, ended):
             seat.earlier.append(ended)
             _log.warning(
@@ -213,8 +216,8 @@ class Supervision:
             _log.warning(f"{seat.name} was abandoned, and the others continue: {why}")
 
     def _begin_to_end(self) -> None:
-        """Begins the end of the run: launchers that are not running now are no longer waited for,
-        since they would arrive too late."""
+        """Begins the end of the run. Launchers that are not running now are no longer awaited,
+        since they would start too late."""
         if self._ending_at is None:
             self._ending_at = time.monotonic()
             for seat in self._left(self._launchers):

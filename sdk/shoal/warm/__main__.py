@@ -1,5 +1,5 @@
-"""The program of the warm process: `python -u .../shoal/warm/__main__.py SOCKET LAUNCHER`. Workers
-run below this module's frame."""
+"""Program of the warm process: `python -u .../shoal/warm/__main__.py SOCKET LAUNCHER`. Workers run
+below the frame of this module."""
 
 import sys
 

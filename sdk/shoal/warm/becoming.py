@@ -1,8 +1,8 @@
-"""Turns a forked child into an equivalent of a fresh interpreter, and runs its script.
+"""Makes a forked child equivalent to a fresh interpreter, and runs its script.
 
-A worker can notice the difference only by these: already imported modules; the seed of `hash`,
-which workers of one warm process share unless PYTHONHASHSEED is set; frames of this package below
-its script's in stack dumps; and `gc.get_freeze_count()`.
+A worker can notice the difference only by the following: already imported modules; the seed of
+`hash`, which workers of one warm process share unless PYTHONHASHSEED is set; frames of this package
+below its script's frames in stack dumps; and `gc.get_freeze_count()`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HANDED_OVER_S: Final = 30.0
 
 
 class Program:
-    """Program run by one forked worker."""
+    """Program that one forked worker runs."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Program:
         launcher: int,
         added: Mapping[str, str],
     ) -> None:
-        """Makes this process a worker; it exits if the launcher does not want it.
+        """Makes this process a worker. Exits if the launcher does not want the worker.
 
         Args:
             request: `command`, `environment`, `folder` as sent by `launcher.warm`.
-            out: standard output.
-            error: standard error.
-            gate: the launcher writes to it when it has registered the worker, and closes it when it
-                does not want one.
+            out: descriptor of the standard output.
+            error: descriptor of the standard error.
+            gate: pipe to which the launcher writes when it has registered the worker, and which it
+                closes if it does not want the worker.
             between: process id of the parent, which is about to end.
             launcher: process id of the future parent.
             added: environment variables set by imports.
@@ -92,8 +92,8 @@ class Program:
         sys.modules["__main__"] = self._main = _new_main()
 
     def run(self) -> None:
-        """Runs the script or module. Its exceptions end the interpreter as if it had been started
-        with it."""
+        """Runs the script or module. An exception ends the interpreter as if it had been started
+        with the script."""
         try:
             if self._is_module:
                 # called by `python -m`
@@ -148,7 +148,7 @@ class Program:
 
 
 def _follow_launcher(launcher: int, *, between: int) -> None:
-    """Waits until the parent, `between`, has ended, then ties this process to the launcher.
+    """Waits until the parent `between` has ended, then ties this process to the launcher.
 
     Exits if another process has become the parent because the launcher has ended or has given up.
     """
@@ -163,14 +163,14 @@ def _follow_launcher(launcher: int, *, between: int) -> None:
 
 
 def _number_main_thread() -> None:
-    """Gives the main thread its number in the kernel, which Python 3.11 and 3.12 leave as it was
-    before the fork."""
+    """Sets the kernel's id of the main thread, which Python 3.11 and 3.12 do not update after a
+    fork."""
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
 
 
 def _seed_anew() -> None:
-    """Reseeds the generators that a fresh interpreter seeds from the operating system. Python
-    reseeds its own generator after each fork."""
+    """Reseeds the random generators that a fresh interpreter seeds from the operating system.
+    Python itself reseeds its own generator after each fork."""
     sys.modules["torch"].default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -187,7 +187,8 @@ def _new_main() -> ModuleType:
 
 def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Makes the kernel report this command line and environment for the process (in ps and /proc),
-    because other programs identify workers by them. Returns False if the kernel cannot."""
+    because other programs identify workers by them. Returns False if the kernel does not support
+    this."""
     words = b"".join(os.fsencode(word) + b"\0" for word in command)
     variables = b"".join(
         os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items()

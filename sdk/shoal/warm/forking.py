@@ -1,9 +1,9 @@
-"""Imports once, then forks a worker for each request of the launcher.
+"""Imports torch and Shoal once, then forks a worker for each request of the launcher.
 
-A worker is forked twice: the intermediate process ends at once, and the kernel gives the worker to
-the launcher, which is a subreaper meanwhile (prctl(2)). The launcher is therefore its parent like
-that of any worker that it starts itself: it waits for it, and the worker dies with it. The death of
-the warm process affects no worker.
+A worker is forked twice: the intermediate process ends at once, and the kernel reparents the worker
+to the launcher, which is a subreaper meanwhile (prctl(2)). The launcher is therefore the parent of
+the worker, as of any worker that it starts itself: it waits for the worker, and the worker dies
+with the launcher. The death of the warm process affects no worker.
 
 A forked process has one thread, and locks held by other threads of its parent stay locked forever.
 The warm process therefore refuses to fork unless it is certain to have no other threads, no device
@@ -47,11 +47,11 @@ _DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def serve(descriptor: int, *, launcher: int) -> Program:
-    """Serves the launcher until it closes the socket or ends; then exits. Returns in each forked
-    worker.
+    """Serves the launcher until it closes the socket or ends, and then exits. Returns in each
+    forked worker.
 
     Args:
-        descriptor: the socket.
+        descriptor: descriptor of the socket.
         launcher: process id of the launcher, whose children the workers become.
     """
     connection = socket.socket(fileno=descriptor)
@@ -92,15 +92,17 @@ def serve(descriptor: int, *, launcher: int) -> Program:
 
 
 def _prepare() -> str:
-    """Imports everything; returns why no worker can be forked, or an empty string."""
-    gc.disable()  # looking for garbage again and again takes a tenth of the time
+    """Imports torch, Shoal and their dependencies. Returns the reason why no worker can be forked,
+    or an empty string."""
+    gc.disable()  # garbage collection would take a tenth of the time
     try:
         for name in _IMPORTED:
             importlib.import_module(name)
     except Exception as error:
         return f"importing torch and Shoal failed: {type(error).__name__}: {error}"
     gc.enable()
-    gc.freeze()  # else workers look through all of it, and copy it on the way
+    # otherwise the workers' garbage collection would examine, and so copy, all of this memory
+    gc.freeze()
     sys.stdout.flush()
     sys.stderr.flush()
     from shoal_worker.torch_internals import cuda_is_unusable
@@ -126,7 +128,8 @@ def _prepare() -> str:
 
 
 def _why_unsafe() -> str:
-    """Returns why a child forked now might not be equivalent to a fresh process; empty if it is."""
+    """Returns the reason why a child forked now might not be equivalent to a fresh process; empty
+    if it would be."""
     torch = sys.modules["torch"]
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
@@ -150,14 +153,14 @@ def _open_files() -> Iterable[str]:
     for descriptor in list(Path("/proc/self/fd").iterdir()):
         try:
             yield str(descriptor.readlink())
-        except FileNotFoundError:  # that of the listing
+        except FileNotFoundError:  # the descriptor of the directory listing itself
             continue
 
 
 def _shadowed(folder: str, tops: frozenset[str]) -> str:
-    """Returns a description of a file in the first folder of a worker's sys.path that would have
-    been imported in place of an already imported module; empty if there is none. `tops`: top-level
-    names of those modules."""
+    """Returns a description of a file in the first folder of a worker's sys.path that a fresh
+    interpreter would have imported instead of an already imported module; empty if there is none.
+    `tops`: top-level names of the imported modules."""
     try:
         entries = list(os.scandir(folder)) if folder else []
     except OSError:
@@ -187,8 +190,8 @@ def _files_of(entry: os.DirEntry[str]) -> set[Path]:
 def _fork_twice() -> tuple[int, int]:
     """Forks a child that forks a grandchild and ends.
 
-    Returns the process ids of the grandchild and of the child. The first is 0 in the grandchild
-    itself, and -1 if it could not be forked.
+    Returns the process ids of the grandchild and of the child. The former is 0 in the grandchild
+    itself, and -1 if the grandchild could not be forked.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -205,7 +208,7 @@ def _fork_twice() -> tuple[int, int]:
     if between == 0:
         os.close(reading)
         return 0, parent
-    data = os.read(reading, 4)  # empty when the process in between could not write
+    data = os.read(reading, 4)  # empty if the intermediate process could not write
     os.close(reading)
     if between > 0:
         os.waitpid(between, 0)

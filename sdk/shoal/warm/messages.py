@@ -17,7 +17,7 @@ _MOST_DESCRIPTORS: Final = 8
 def send(
     connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()
 ) -> None:
-    """Sends one message and duplicates of `descriptors`. Raises OSError (TimeoutError after the
+    """Sends one message, with duplicates of `descriptors`. Raises OSError (TimeoutError after the
     socket's timeout)."""
     data = json.dumps(message).encode()
     data = _LENGTH.pack(len(data)) + data
@@ -26,8 +26,8 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns the next message and its descriptors. The caller must close these; child programs do
-    not inherit them.
+    """Returns the next message and its descriptors, which the caller must close. Child programs do
+    not inherit the descriptors.
 
     Raises EOFError if the other side has closed the connection, and OSError (TimeoutError after the
     socket's timeout).

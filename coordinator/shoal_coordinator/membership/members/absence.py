@@ -1,10 +1,11 @@
-"""Handles members that stopped sending heartbeats: dead, hung, or healthy but cut off from the
-coordinator.
+"""Decides about members that stopped sending heartbeats: dead, hung, or healthy but cut off from
+the coordinator.
 
 Silence alone cannot distinguish these cases. A member whose lease has expired loses its place if
-another member waits for it or cannot continue without it. A member that its peers still train with
-keeps its place, for at most Policy.absence_ms. The coordinator infers from its peers that they
-train with it: synchronous training commits no step without it, so they would be waiting.
+another member waits for it or cannot continue without it. A member that still trains with its peers
+keeps its place, for at most Policy.absence_ms. The coordinator infers from the peers whether the
+member trains: synchronous training commits no step without the member, so its peers would be
+waiting.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, Member, Me
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """Summary of the recently heard members of the newest generation."""
+    """Summary of the members of the newest generation with recent heartbeats."""
 
     count: int
     waited_ms: int
@@ -44,7 +45,7 @@ def heard_of(draft: Draft) -> Heard:
 
 
 def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
-    """Evicts members whose lease has expired and that another member waits for."""
+    """Evicts members whose lease has expired and for whom another member waits."""
     if not events:
         return
     heard = heard_of(draft)
@@ -63,7 +64,8 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 
 def lose_absent(draft: Draft) -> None:
-    """Drops members that would not receive a generation that must be formed at once."""
+    """Evicts absent members before a generation that must be formed at once, since they would not
+    receive it."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
     suspects = [
         name
@@ -99,8 +101,8 @@ def lose_absent(draft: Draft) -> None:
 
 
 def somebody_absent(draft: Draft) -> Member | None:
-    """Returns a ranked member that would not receive a new generation, or None. Its peers could not
-    reach a step boundary without it."""
+    """Returns a ranked member that would not receive a new generation; None if there is none. The
+    member's peers could not reach a step boundary without it."""
     for member in draft.members.values():
         pulse = draft.pulse(member.member_id)
         if (
@@ -113,8 +115,8 @@ def somebody_absent(draft: Draft) -> Member | None:
 
 
 def is_closed(draft: Draft, pulse: Pulse) -> bool:
-    """Returns whether the stream ended soon after a heartbeat, as it does when a process exits. A
-    network failure is preceded by silence."""
+    """Returns whether a member's stream ended soon after a heartbeat, as it does when a process
+    exits. Before a network failure ends a stream, there is silence."""
     return (
         pulse.detached_ms is not None
         and pulse.detached_ms - pulse.heard_ms <= draft.policy.closed_within_ms
@@ -122,7 +124,7 @@ def is_closed(draft: Draft, pulse: Pulse) -> bool:
 
 
 def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
-    """Returns why a silent member is evicted, or None if nobody is known to miss it."""
+    """Returns the reason for evicting a silent member; None if no member is known to need it."""
     longest_ms = (
         draft.policy.absence_ms if pulse.progress.sequence else draft.policy.quiet_absence_ms
     )

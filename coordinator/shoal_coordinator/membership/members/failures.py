@@ -1,5 +1,5 @@
-"""Handles failed collectives: waits briefly for a death that explains the failure, and decides what
-to do if there was none."""
+"""Decides about failed collectives: waits briefly for a death that explains the failure, and acts
+if there was none."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from shoal_coordinator.membership.model.state import (
 
 
 def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
-    """Handles a member's failed collective. Ignores it if the generation that follows the failure
-    is already written.
+    """Records a collective that failed at a member. Ignores the failure if a newer generation has
+    already been written.
 
-    Otherwise it opens an incident. A death that explains the failure is detected within the settle
-    time, through a stream or a launcher, and ends the incident with a new generation. If there is
-    none, `incident_due` decides.
+    Otherwise opens an incident. A stream or a launcher reveals a death that explains the failure
+    within the settle time, and a new generation then ends the incident. Without a death,
+    `incident_due` decides.
     """
     member = live_member(draft, event.member_id)
     if event.generation > draft.number:
@@ -89,8 +89,8 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
 
 
 def incident_moot(draft: Draft) -> None:
-    """Ends the incident of a finished job and tells its reporters that no generation will
-    follow."""
+    """Ends the incident of a finished job, and tells the members that reported it that no
+    generation will follow."""
     if draft.incident is not None:
         for member_id in sorted(draft.incident.reports.keys() & draft.members.keys()):
             draft.effects.append(_over(draft, member_id))
@@ -98,18 +98,19 @@ def incident_moot(draft: Draft) -> None:
 
 
 def _over(draft: Draft, member_id: str) -> SendStop:
-    """Tells a member waiting for a generation that none will follow."""
+    """Returns the message that tells a waiting member that no further generation will follow."""
     steps = finished_steps(draft) if draft.phase is JobPhase.FINISHED else 0
     return SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=steps)
 
 
 def incident_due(draft: Draft) -> None:
-    """Handles an incident that no death has explained: evicts stuck members, separates two that
-    cannot reach each other, and re-forms.
+    """Resolves an incident that no death has explained: evicts stuck members, separates two members
+    that cannot reach each other, and forms a new generation.
 
-    A member that its peers timed out on has until it has made no progress for stall_timeout_ms, and
-    everyone waits for that. The same holds for members that are themselves only waiting: when the
-    first one's group ends, theirs ends too, and they report within Policy.timeout_settle_ms.
+    A member for which timed-out peers were waiting is evicted only after it has made no progress
+    for stall_timeout_ms, and the incident stays open until then. It also stays open for members
+    that are themselves only waiting: when the group of the first reporter ends, their groups end
+    too, and they report within Policy.timeout_settle_ms.
     """
     incident = draft.incident
     if incident is None or draft.broken or draft.now.ms < incident.due_ms:
@@ -154,8 +155,8 @@ def incident_due(draft: Draft) -> None:
 
 
 def _away(draft: Draft, incident: Incident) -> dict[str, int]:
-    """Returns the members of the group without a stream and without a report, and when each stream
-    ended. One of them may be the cause."""
+    """Returns the members of the group that have no open stream and have sent no report, each with
+    the time at which its stream ended. One of these members may be the cause."""
     ranks = () if draft.generation is None else draft.generation.ranks
     pulses = {
         rank.member_id: draft.pulse(rank.member_id)
@@ -171,7 +172,7 @@ def _away(draft: Draft, incident: Incident) -> dict[str, int]:
 
 def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> None:
     """Evicts members that have not reconnected in time after a network fault or a restart of the
-    coordinator, since the others cannot continue without them."""
+    coordinator. The other members cannot continue without them."""
     gone = [
         member_id
         for member_id, since_ms in away.items()
@@ -193,7 +194,7 @@ def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> Non
 
 
 def _is_past(draft: Draft, incident: Incident) -> bool:
-    """Returns whether all members work in a generation written after the incident."""
+    """Returns whether all members already work in a generation written after the incident."""
     generation = draft.generation
     if generation is None or incident.generation >= generation.number:
         return False
@@ -201,12 +202,12 @@ def _is_past(draft: Draft, incident: Incident) -> bool:
 
 
 def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
-    """Returns the members that peers timed out on, that reported nothing themselves and have made
-    no progress since, each with the time until which it is waited for.
+    """Returns the members at which peers timed out, that sent no report themselves and have made no
+    progress since. Each comes with the time until which the incident waits for it.
 
-    Each is judged by its own history: progress counters start with the process, so comparing those
-    of two members says nothing about which one is ahead. A member that its peers cannot reach and
-    that the coordinator does not hear from is on a lost machine.
+    Each member is judged by its own history. Progress counters start with the process, so a
+    comparison of two members does not show which one is ahead. A member that its peers cannot reach
+    and that the coordinator does not hear from is on a lost machine.
     """
     timed_out = [report for report in incident.reports.values() if report.timed_out]
     if not timed_out or draft.generation is None:
@@ -260,8 +261,8 @@ def _mutual_accusations(incident: Incident) -> list[Pair]:
 
 
 def _quarantine(draft: Draft, pairs: list[Pair]) -> None:
-    """Counts accusations. When two members have accused each other too often, quarantines the one
-    with the higher rank."""
+    """Counts mutual accusations of pairs of members. When two members have accused each other too
+    often, quarantines the one with the higher rank."""
     for pair in pairs:
         count = draft.accusations.get(pair, 0) + 1
         draft.accusations = {**draft.accusations, pair: count}
@@ -311,8 +312,8 @@ def _higher_rank_first(draft: Draft, first: Member, second: Member) -> tuple[Mem
 
 
 def _members_of_ranks(draft: Draft, event: CollectiveFailed) -> frozenset[str]:
-    """Returns the members behind the suspected ranks. Ranks identify members only within one
-    generation, and the coordinator keeps no record of older ones."""
+    """Returns the ids of the suspected ranks. Ranks identify members only within one generation,
+    and the coordinator keeps no record of older generations."""
     generation = draft.generation
     if generation is None or event.generation != generation.number:
         return frozenset()

@@ -32,10 +32,11 @@ _MOST_NAMED: Final = 8
 def form(
     draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()
 ) -> None:
-    """Writes the next generation from all ranked members, including `draining`, and the `joiners`
-    ready members that waited longest.
+    """Writes the next generation. It consists of all ranked members, the `draining` members, and
+    those `joiners` ready members that have waited longest.
 
-    The caller has checked that their number lies between `Draft.fewest_workers` and max_workers.
+    The caller must have checked that the number of members lies between `Draft.fewest_workers` and
+    max_workers.
     """
     previous = draft.generation
     survivors, new = _choose(draft, joiners, {member.member_id: member for member in draining})
@@ -92,15 +93,15 @@ def form(
 
 
 def named(identity: Identity, rank: int | None) -> str:
-    """Describes a member for people. `rank`: its last rank, or None if it had none."""
+    """Describes a member for people. `rank`: last rank of the member; None if it had none."""
     return (
         f"{'a worker' if rank is None else f'rank {rank}'} (pid {identity.pid} on {identity.host})"
     )
 
 
 def _joined(draft: Draft, generation: Generation) -> str:
-    """Describes the newcomers of a generation other than the run's first; empty if there are
-    none."""
+    """Returns a description of the newcomers of a generation; empty if there are none, or for the
+    run's first generation."""
     new = [(number, rank.member_id) for number, rank in enumerate(generation.ranks) if rank.joining]
     if len(new) == len(generation.ranks):
         return ""
@@ -113,8 +114,8 @@ def _joined(draft: Draft, generation: Generation) -> str:
 
 
 def draining_in_group(draft: Draft) -> list[Member]:
-    """Returns the draining members that have not reached their step boundary: they are in the
-    newest generation, or nobody has adopted a generation without them yet."""
+    """Returns the draining members that have not reached their step boundary. Such a member is in
+    the newest generation, or no member has yet adopted a generation without it."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or draft.generation is None:
         return []
     furthest = max((draft.works_in(rank.member_id) for rank in draft.generation.ranks), default=0)
@@ -127,7 +128,8 @@ def draining_in_group(draft: Draft) -> list[Member]:
 
 
 def holds_state(draft: Draft, member: Member) -> bool:
-    """Returns whether a member is known to have worked in a generation."""
+    """Returns whether a member is known to have worked in a generation and therefore holds training
+    state."""
     return (
         member.holds_state
         or draft.works_in(member.member_id) > 0
@@ -145,8 +147,8 @@ def _choose(
 ) -> tuple[list[Member], list[Member]]:
     """Returns the continuing members in rank order, and the new ones.
 
-    After a hold all members are READY, including those of the newest generation. These take
-    precedence over others that wait, and keep their order.
+    After a hold all members are READY, including the members of the newest generation. Those
+    members take precedence over other waiting members and keep their order.
     """
     placed = (
         [draft.members[r.member_id] for r in draft.generation.ranks if r.member_id in draft.members]
@@ -173,8 +175,8 @@ def _choose(
 
 
 def _give_ranks(draft: Draft, generation: Generation) -> None:
-    """Assigns ranks. Updates only members that change, so that the records of the others need not
-    be rewritten."""
+    """Assigns ranks to the members of a generation. Updates only members that change, so that the
+    records of unchanged members need not be rewritten."""
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
     members, unplaced = draft.members, draft.unplaced
     for rank in generation.ranks:
@@ -187,8 +189,9 @@ def _give_ranks(draft: Draft, generation: Generation) -> None:
 
 
 def _leave_out_draining(draft: Draft, generation: Generation, previous: Generation | None) -> None:
-    """Records the last generation of each draining member that is excluded. If the others are
-    interrupted, it will reach no step boundary and is told to leave now."""
+    """Records the last generation of each draining member that the new generation excludes. If the
+    other members are interrupted, the draining member will reach no step boundary and is told to
+    leave now."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or previous is None:
         return
     for member in list(draft.members.values()):

@@ -1,5 +1,5 @@
-"""Decides when a new generation is due. Runs once at the end of each transition, after all of its
-events."""
+"""Decides when a new generation is due, once at the end of each transition, after all events of the
+transition."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, MemberPhas
 
 _MOST_NAMED: Final = 5
 _PAUSE_MS: Final = 5
-"""Delay in milliseconds, per waiting member beyond FEW_READY, before all are notified again of the
-reason."""
+"""Delay in milliseconds, per waiting member beyond FEW_READY, before all waiting members are
+notified again of the reason."""
 
 
 def generation_due(draft: Draft) -> None:
-    """Forms a generation if one is due, or puts the job on hold if the newest one has ended and too
-    few members are left."""
+    """Forms a generation if one is due. Puts the job on hold if the newest generation has ended and
+    too few members are left."""
     if draft.phase is JobPhase.FINISHED or draft.departing:
         incident_moot(draft)
         return
@@ -44,11 +44,11 @@ def generation_due(draft: Draft) -> None:
 
 
 def _after_failure(draft: Draft) -> None:
-    """Handles the failure of the newest generation: survivors re-form at once, together with
-    joiners that are ready.
+    """Forms a generation after a failure of the newest one: the survivors continue at once,
+    together with joiners that are ready.
 
-    Draining members stay for now: they have not reached their step boundary, and the others may
-    need their part of the state.
+    Draining members stay for now: they have not reached their step boundary, and the other members
+    may need their part of the state.
     """
     lose_absent(draft)
     reason = "; ".join(draft.broken)
@@ -63,9 +63,9 @@ def _after_failure(draft: Draft) -> None:
 
 
 def _while_waiting(draft: Draft) -> None:
-    """Handles a job in which nobody trains. A fresh start waits for the grace period. Waiting
-    members with state continue as soon as there are enough of them; members that arrive after all
-    were lost continue once they are as many as before."""
+    """Forms a generation in a job in which nobody trains, once enough members wait. A fresh start
+    waits for the grace period. Members with state continue as soon as there are enough of them;
+    members that arrive after all others were lost continue once they are as many as before."""
     ready = draft.in_phase(MemberPhase.READY)
     if ready < draft.fewest_workers:
         return
@@ -91,7 +91,8 @@ def _while_waiting(draft: Draft) -> None:
 
 
 def _at_border(draft: Draft) -> None:
-    """Handles a job that is training: joins and drains take effect at the next step boundary."""
+    """Forms a BORDER generation in a job that is training: joins and drains take effect at the next
+    step boundary."""
     staying = draft.in_phase(MemberPhase.RANKED)
     joiners = _joiners(draft)
     if (
@@ -113,8 +114,8 @@ def _at_border(draft: Draft) -> None:
 
 
 def _may_supersede(draft: Draft) -> bool:
-    """Returns whether the newest generation may be replaced. It may not while members are adopting
-    it: those that have it would wait for those that skip it."""
+    """Returns whether the newest generation may be replaced. It may not be replaced while members
+    are adopting it: members that have adopted it would wait for members that skip it."""
     generation = draft.generation
     if (
         generation is None
@@ -127,8 +128,8 @@ def _may_supersede(draft: Draft) -> bool:
 
 
 def _put_on_hold(draft: Draft, reason: str) -> None:
-    """Puts a job whose newest generation has ended with too few members on hold: everyone stands by
-    until there are enough, or leaves if the job stops."""
+    """Puts a job on hold whose newest generation has ended with too few members. All members stand
+    by until there are enough, or leave if the job stops."""
     if draft.phase is JobPhase.RUNNING:
         draft.phase = JobPhase.WAITING
     draft.incident = None
@@ -153,7 +154,7 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 
 def _tell_unplaced(draft: Draft) -> None:
-    """Notifies newly waiting members, and all ready members when the reason for the wait has
+    """Tells newly waiting members why they wait. Also tells all ready members if the reason has
     changed."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (
         JobPhase.WAITING,
@@ -183,8 +184,8 @@ def _tell_unplaced(draft: Draft) -> None:
 
 
 def _why_ready_ones_wait(draft: Draft) -> str | None:
-    """Returns why a ready member will not get a rank soon, or None if it waits only for the grace
-    period or a step boundary."""
+    """Returns the reason why a ready member will not get a rank soon. Returns None if the member
+    waits only for the grace period or a step boundary."""
     if draft.phase is not JobPhase.RUNNING:
         waiting = draft.in_phase(MemberPhase.READY) < draft.fewest_workers
         return _who_is_missing(draft) if waiting else None
@@ -222,8 +223,8 @@ def _who_is_missing(draft: Draft) -> str:
 
 
 def _joiners(draft: Draft, *, beside: int = 0) -> int:
-    """Returns how many ready members fit next to the ranked ones and `beside` others; 0 in a job
-    that stops."""
+    """Returns how many ready members fit into a generation with the ranked members and `beside`
+    others; 0 in a job that stops."""
     if draft.phase is JobPhase.STOPPING:
         return 0
     return min(

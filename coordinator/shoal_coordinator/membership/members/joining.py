@@ -1,4 +1,5 @@
-"""Handles members that arrive: new ones, reconnecting ones, and those that request a rank."""
+"""Rules for members that arrive: new members, reconnecting members, and members that request a
+rank."""
 
 from __future__ import annotations
 
@@ -22,23 +23,23 @@ from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.state import JobPhase, Member, MemberPhase
 
 FEW_READY: Final = 100
-"""Number of waiting members up to which all are told at once why they wait, before a start and
+"""Number of waiting members up to which every one is told at once why it waits, before a start and
 whenever the reason changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """Outcome of MemberJoined."""
+    """Outcome of a MemberJoined event."""
 
     replays: bool
-    """shoal.v1.Welcome.joining"""
+    """Value of shoal.v1.Welcome.joining."""
     resumed: bool
     """True if the process was already a member and keeps its place."""
 
 
 def member_joined(draft: Draft, event: MemberJoined) -> Joined:
-    """Handles a newly opened session. Raises if the id has ended or belongs to another process, or
-    if the job accepts no more members."""
+    """Admits the member of a newly opened session. Raises an error if the member id has ended or
+    belongs to another process, or if the job accepts no more members."""
     member_id = event.identity.member_id
     if event.last_generation > draft.number + draft.policy.most_lost_generations:
         raise InvalidRequestError(
@@ -93,7 +94,8 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
 
 
 def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined:
-    """Handles a member's new stream: sends it again everything that it may have missed."""
+    """Resumes a known member with a new stream: sends everything again that the member may have
+    missed."""
     before, after = member.identity, event.identity
     if before.key_digest and before.key_digest != after.key_digest:
         raise PermissionDeniedError(
@@ -140,7 +142,7 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
 
 
 def member_ready(draft: Draft, event: MemberReady) -> None:
-    """Handles a member's request for a rank. A repeated request changes nothing."""
+    """Records that a member requests a rank. A repeated request changes nothing."""
     member = live_member(draft, event.member_id)
     if member.phase is not MemberPhase.JOINED:
         return
@@ -155,15 +157,16 @@ def member_ready(draft: Draft, event: MemberReady) -> None:
 
 
 def has_place(draft: Draft, member: Member) -> bool:
-    """Returns whether a member has a rank in the newest generation that has not ended for it."""
+    """Returns whether a member has a rank in the newest generation and has not left that
+    generation."""
     if member.phase is MemberPhase.DRAINING:
         return member.works_in == 0 and draft.place_of(member.member_id) is not None
     return member.phase is MemberPhase.RANKED
 
 
 def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendStop:
-    """Returns the message that tells a member that the job stops or is over. `reason`: None for
-    that of the job."""
+    """Returns the message that tells a member that the job stops or is over. `reason`: None means
+    the reason of the job."""
     now = not has_place(draft, member)
     # It worked in a generation, and others have continued without it.
     known = member.holds_state or draft.works_in(member.member_id) > 0
@@ -183,7 +186,8 @@ def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendSto
 
 
 def finished_steps(draft: Draft) -> int:
-    """Returns the committed steps of a member whose script finished; 0 if none has."""
+    """Returns the committed steps of a member whose script finished; 0 if no script has
+    finished."""
     return max(
         (
             departure.steps
@@ -195,7 +199,7 @@ def finished_steps(draft: Draft) -> int:
 
 
 def live_member(draft: Draft, member_id: str) -> Member:
-    """Returns the live member with that id. Raises an error that explains why there is none."""
+    """Returns the live member with this id. Raises an error that explains why there is none."""
     member = draft.members.get(member_id)
     if member is not None:
         return member

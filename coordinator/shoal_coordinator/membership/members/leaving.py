@@ -1,4 +1,5 @@
-"""Handles departing members: lost, leaving voluntarily, or asked to leave."""
+"""Rules for departing members: lost members, members that leave voluntarily, and members asked to
+leave."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ _REFUSAL_OF: Mapping[Ending, Refusal] = {
 
 
 def member_lost(draft: Draft, event: MemberLost) -> None:
-    """Handles a process that is gone without having left: interrupts the members it worked with. A
-    repeated report changes nothing."""
+    """Removes a member whose process is gone without having left, and interrupts the members that
+    worked with it. A repeated report changes nothing."""
     member = draft.members.get(event.member_id)
     if member is None:
         return
@@ -60,11 +61,11 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
 
 
 def member_left(draft: Draft, event: MemberLeft) -> None:
-    """Handles a leaving member. Leaving a group that has no following generation without it
-    interrupts the others, like a loss.
+    """Removes a leaving member. If no generation without it has been written yet, its leave
+    interrupts the other members, like a loss.
 
-    The first ranked member to finish ends the run for all. A member that was asked to leave affects
-    only itself, whatever reason it gives.
+    The first ranked member to finish ends the run for all members. The leave of a member that was
+    asked to leave affects only this member, whatever its reason.
     """
     member = live_member(draft, event.member_id)
     if event.reason is LeaveReason.FAILED:
@@ -109,8 +110,9 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
 
 
 def _compare_replicas(draft: Draft, member: Member, event: MemberLeft) -> str:
-    """Compares a leaving member's state after its last step with that of earlier leavers. A
-    difference fails the job. Returns a description of it, or an empty string."""
+    """Compares a leaving member's state after its last step with the state of members that left
+    earlier. A difference fails the job. Returns a description of the difference, or an empty
+    string."""
     if event.replicas is None or event.reason is not LeaveReason.FINISHED:
         return ""
     draft.replicas, apart = compare(
@@ -124,17 +126,17 @@ def _compare_replicas(draft: Draft, member: Member, event: MemberLeft) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitNoted:
-    """Outcome of ExitReported."""
+    """Outcome of an ExitReported event."""
 
     was_member: bool
     rank: int
-    """Rank of the process; -1 if it had none or if it is unknown."""
+    """Rank of the process; -1 if the process had none or its rank is unknown."""
 
 
 def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
-    """Handles a process exit seen by a launcher. A report that the script finished counts as the
-    member's leave, which may still be in flight on the stream or was never sent because the
-    coordinator was away. Any other clean exit decides nothing while the stream is open."""
+    """Records the exit of a process, seen by its launcher. A report that the script finished counts
+    as the member's leave: the leave may still be in flight on the stream, or was never sent because
+    the coordinator was away. Any other clean exit decides nothing while the stream is open."""
     known = event.member_id in draft.members
     pulse = draft.pulse(event.member_id)
     clean = event.exit_code == 0 and event.signal == 0
@@ -170,17 +172,17 @@ def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainNoted:
-    """Outcome of DrainRequested."""
+    """Outcome of a DrainRequested event."""
 
     member_id: str
 
 
 def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
-    """Handles a request that a member leave at its next step boundary. A repeated request changes
-    nothing.
+    """Starts the drain of a member, which leaves at its next step boundary. A repeated request
+    changes nothing.
 
-    The others receive a BORDER generation without it as soon as enough remain or joiners can take
-    its place.
+    The other members receive a BORDER generation without it as soon as enough members remain or
+    joiners can take its place.
     """
     member = _member_or_rank(draft, event)
     if member.phase is not MemberPhase.DRAINING:
@@ -203,9 +205,9 @@ def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
 
 
 def stop_requested(draft: Draft, event: StopRequested) -> None:
-    """Handles a request that all members leave at their next step boundary. Ignored if repeated, or
-    for a finished job. A plain script's launcher cannot decide the outcome of a run that has or had
-    members, so such a report is ignored as well."""
+    """Asks all members to leave at their next step boundary. Ignores a repeated request and a
+    request for a finished job. Also ignores an outcome reported by a plain script's launcher if the
+    run has or had members."""
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED) or (
         event.ending is not JobEnding.STOPPED and not draft.is_untouched
     ):
@@ -219,8 +221,8 @@ def stop_requested(draft: Draft, event: StopRequested) -> None:
 
 
 def last_one_left(draft: Draft) -> None:
-    """Finishes a job that is closed and empty, and notifies its servers. Runs at the end of each
-    transition."""
+    """Finishes a job that is stopping or finished and has no members left, and tells its servers to
+    exit. Runs at the end of each transition."""
     if draft.members or draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
         return
     if draft.phase is JobPhase.STOPPING:
@@ -229,8 +231,8 @@ def last_one_left(draft: Draft) -> None:
 
 
 def _fail(draft: Draft, failure: str) -> None:
-    """Ends the job with an error. Only the first error counts, even if the job was about to end
-    well."""
+    """Ends the job with an error. Only the first error counts; it replaces an outcome without an
+    error."""
     if draft.ending is JobEnding.FAILED:
         return
     draft.records.append(
@@ -241,9 +243,9 @@ def _fail(draft: Draft, failure: str) -> None:
 
 
 def _finish(draft: Draft, reason: str) -> None:
-    """Ends the run. Ranked members have also confirmed the last step and finish by themselves. The
-    others are notified, as are spares, which may be waiting for a generation that their peers will
-    never enter."""
+    """Ends the run. Ranked members have confirmed the last step too and finish by themselves. Other
+    members are notified. Spares are notified as well, since they may be waiting for a generation
+    that their peers will never enter."""
     draft.phase, draft.ended_unix_ms = JobPhase.FINISHED, draft.now.unix_ms
     draft.ending = draft.ending or JobEnding.COMPLETED
     draft.stop_reason = draft.stop_reason or reason
@@ -261,10 +263,10 @@ def _finish(draft: Draft, reason: str) -> None:
 
 def _tell_awaiting(draft: Draft, left: Member, reason: str, *, finished_steps: int = 0) -> None:
     """Notifies members that would wait in vain after `left` departed from an older generation. At
-    the step boundary where it left, all members would have adopted the newest one. Affected are
-    those waiting in their first generation, those that have not entered a generation that was to
-    follow a failure, and members quarantined from the generation in which `left` worked that were
-    to return in the newest."""
+    the step boundary where it left, all members would have adopted the newest generation. The
+    notified members are: members waiting in their first generation, members that have not entered a
+    generation that was to follow a failure, and members quarantined from the generation of `left`
+    that were to return in the newest generation."""
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:
         return
@@ -290,8 +292,8 @@ def _tell_awaiting(draft: Draft, left: Member, reason: str, *, finished_steps: i
 
 def _is_new(draft: Draft, member: Member) -> bool:
     """Returns whether a connected member joined a job that had already begun. After a restart of
-    the coordinator only such a member is known to hold no state: the others have not reported their
-    generation yet."""
+    the coordinator only such a member is known to hold no state, since the other members have not
+    reported their generation yet."""
     pulse = draft.pulse(member.member_id)
     return member.replays and pulse is not None and pulse.attached
 
@@ -333,7 +335,8 @@ def _release_quarantined(draft: Draft, member_id: str) -> None:
 
 
 def reached_again(draft: Draft) -> None:
-    """Readmits quarantined members that can reach their peers again, at the next step boundary."""
+    """Readmits quarantined members that can reach their peers again. They return at the next step
+    boundary."""
     if draft.in_phase(MemberPhase.QUARANTINED) == 0:
         return
     for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED]:
@@ -365,7 +368,7 @@ def _release(draft: Draft, kept_out: Member) -> None:
 
 
 def _is_missed(draft: Draft, member: Member) -> bool:
-    """Returns whether others work, or may work, in a group with this member."""
+    """Returns whether other members work, or may work, in a group with this member."""
     if has_place(draft, member):
         return True
     if member.works_in == 0 or draft.generation is None:

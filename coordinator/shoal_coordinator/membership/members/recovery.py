@@ -1,10 +1,10 @@
-"""Readmits members that know of generations lost by Redis, whether it lost its newest writes or
-everything.
+"""Readmits members that know generations which Redis has lost, whether Redis lost its newest writes
+or everything.
 
-They continue in the newest generation that they know. It remains valid, since only one membership
-was announced under its number and nonce; what is lost is the coordinator's record. Numbering
-therefore continues above it, returning members count as members with state whether or not they are
-on record, and one generation is written for them once all are back.
+The members continue in the newest generation that they know. It remains valid, since only one
+membership was announced under its number and nonce; only the coordinator's record is lost.
+Numbering therefore continues above it, and returning members count as members with state whether or
+not they are on record. Once all have returned, one generation is written for them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shoal_coordinator.membership.model.state import Member, MemberPhase, Recove
 
 
 def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
-    """Returns whether the member has agreed to a generation that Redis has lost. Raises the number
-    above which generations are written."""
+    """Returns whether the member has agreed to a generation that Redis has lost. If so, raises the
+    number above which new generations are numbered."""
     reported, recovery = event.last_generation, draft.recovery
     if reported <= draft.number:
         return recovery is not None and reported > recovery.known
@@ -48,16 +48,16 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
 
 
 def continue_recovery(draft: Draft) -> None:
-    """Continues a recovery that was found in Redis: members have a lease's time to return, as
-    before the restart."""
+    """Continues a recovery that was found in Redis: members have the duration of a lease to return,
+    as before the restart."""
     recovery = draft.recovery
     if recovery is not None and recovery.until_ms == Recovery.FOUND:
         draft.recovery = replace(recovery, until_ms=draft.now.ms + draft.spec.lease_ms)
 
 
 def readmit(draft: Draft, event: MemberJoined) -> None:
-    """Readmits a member that joined during the lost period. It holds part of the state and gets its
-    rank with the next generation."""
+    """Readmits a member that joined in a generation that Redis has lost. The member holds part of
+    the state and gets its rank with the next generation."""
     draft.last_order += 1
     member = Member(
         identity=event.identity,
@@ -78,13 +78,13 @@ def readmit(draft: Draft, event: MemberJoined) -> None:
 
 
 def is_recovering(draft: Draft) -> bool:
-    """Returns whether some members are still to return, so that no generation may be formed yet."""
+    """Returns whether some members have yet to return, so that no generation may be formed."""
     return draft.recovery is not None and draft.recovery.until_ms is not None
 
 
 def recovery_due(draft: Draft) -> None:
-    """Forms one generation for the returned members once all ranks of the newest lost generation
-    are back, or have had the time of a lease to return."""
+    """Forms one generation for the returned members. It is due once all ranks of the newest lost
+    generation are back, or have had the duration of a lease to return."""
     recovery = draft.recovery
     if recovery is None or recovery.until_ms is None:
         return

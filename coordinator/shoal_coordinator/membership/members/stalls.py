@@ -1,10 +1,10 @@
-"""Explains stalled steps: reports who waits for whom to all members before any action is taken, and
-acts in the two cases that can be decided here.
+"""Explains stalled steps: tells all members which member waits for which before any action is
+taken, and acts in the two cases that can be decided here.
 
-Heartbeats report of each member whether its training thread waits for its peers, since when, and
-which peers it cannot reach. A stalled step therefore explains itself. Either some members wait for
-the others, or all wait and a connection between them is missing. Members that only accuse each
-other's connections end their group themselves and report it (failures.py).
+Each heartbeat reports whether the member's training thread waits for its peers, since when, and
+which peers it cannot reach. The heartbeats therefore explain a stalled step. Either some members
+wait for the others, or all wait and a connection between them is missing. Members that only accuse
+each other's connections end their group themselves and report the failure (failures.py).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shoal_coordinator.membership.model.state import Generation, JobPhase, Stall
 
 _MOST_NAMED: Final = 4
 _SURELY_WAITS_MS: Final = 1_000
-"""A member that had waited this long at its last heartbeat counts as waiting; a shorter wait may be
-one of many in a normal step."""
+"""Wait at its last heartbeat from which a member counts as waiting; a shorter wait may be one of
+many in a normal step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """State of one rank at its last heartbeat."""
+    """Rank of the newest generation with its state at the last heartbeat."""
 
     rank: int
     member_id: str
@@ -43,7 +43,7 @@ class Place:
     pulse: Pulse
     silent_ms: int
     waited_ms: int
-    """Time for which it had waited for its peers of this generation."""
+    """Time in milliseconds for which the rank had been waiting for its peers of this generation."""
 
     @property
     def name(self) -> str:
@@ -51,8 +51,8 @@ class Place:
 
 
 def stalls_due(draft: Draft) -> None:
-    """Once a second, evicts hung members and members on lost machines, explains stalled steps, and
-    names stragglers."""
+    """Evicts hung members and members on lost machines, explains stalled steps, and names
+    stragglers. Does so once a second."""
     generation = draft.generation
     if draft.looked_ms is not None and draft.now.ms < draft.looked_ms + draft.policy.look_ms:
         return
@@ -97,7 +97,7 @@ def _places(draft: Draft, generation: Generation) -> list[Place]:
 
 
 def _divide(draft: Draft, places: Iterable[Place]) -> tuple[list[Place], list[Place], list[Place]]:
-    """Returns the waiting members, the working ones, and the silent ones."""
+    """Divides the members into waiting, working and silent ones, returned in this order."""
     waiting, working, silent = [], [], []
     for place in places:
         if place.silent_ms > draft.spec.unheard_ms:
@@ -118,7 +118,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
     if working and waited_ms >= stall_ms - draft.spec.unheard_ms:
         for place in working:
             if place.pulse.progress.server_wait_s:
-                continue  # it does not hang: that wait has a deadline of its own
+                continue  # it waits for a parameter server, which has a separate deadline
             if now_ms - place.pulse.active_ms > stall_ms and place.pulse.progress.cpu_s > 0:
                 detail = (
                     f"no progress and no CPU time for {stall_ms} ms, while all others waited for it"
@@ -143,7 +143,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
 
 
 def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
-    """Returns an explanation of the stalled step; empty if none is known to be stalled."""
+    """Returns an explanation of the stalled step; empty if no step is known to be stalled."""
     waiting, working, silent = _divide(draft, places)
     waited_ms = max((place.waited_ms for place in waiting), default=0)
     if waited_ms < draft.policy.explain_after_ms:

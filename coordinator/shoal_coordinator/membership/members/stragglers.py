@@ -1,10 +1,10 @@
 """Finds stragglers: members that slow the others down while training continues, through slow
 computation or a slow connection.
 
-In synchronous training all steps take equally long, because everyone waits for the slowest rank.
-The slowest rank is therefore the one that does not wait, judged by the part of a step that a rank
-spends outside of waits (Progress.busy_time_s). Behind a slow connection everybody waits, including
-the slow rank; it is then the rank at which most of the permanently busy connections end
+In synchronous training all steps take equally long, because all ranks wait for the slowest one. The
+slowest rank is therefore the one that does not wait, judged by the part of a step that a rank
+spends outside of waits (Progress.busy_time_s). Behind a slow connection all ranks wait, including
+the slow rank. The slow rank is then the one at which most of the permanently busy connections end
 (Progress.busy_link).
 """
 
@@ -21,19 +21,19 @@ from shoal_coordinator.membership.model.pulse import Progress
 from shoal_coordinator.membership.model.state import Generation, Straggler
 
 _SHARE_OF_STEP: Final = 0.2
-"""Minimum fraction of a step that the others would gain if the slowest rank were as fast as they
-are."""
+"""Minimum fraction of a step that the other ranks would gain if the slowest rank were as fast as
+they are."""
 _LEAST_S: Final = 0.05
 _MOSTLY_WAITING: Final = 0.5
 _SLOW_STEP_S: Final = 0.5
 _SLOW_BYTES_PER_S: Final = 25e6
-"""200 Mbit/s. Two ranks cannot tell which of them is behind a slow connection, so only the absolute
-speed shows that it is slow."""
+"""Speed below which a connection counts as slow: 200 Mbit/s. Two ranks cannot tell which of them is
+behind a slow connection, so only the absolute speed shows that it is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Step times reported by one rank."""
+    """Step times that one rank reports in its heartbeats."""
 
     rank: int
     member_id: str
@@ -46,7 +46,7 @@ class Report:
 
 
 def find_stragglers(draft: Draft, generation: Generation) -> None:
-    """Records stragglers and announces changes."""
+    """Updates the stragglers of the newest generation, and announces changes to them."""
     reports = [
         Report(rank=position, member_id=rank.member_id, host=rank.host, progress=pulse.progress)
         for position, rank in enumerate(generation.ranks)
@@ -89,8 +89,8 @@ def find_stragglers(draft: Draft, generation: Generation) -> None:
 
 
 def stragglers(reports: list[Report]) -> dict[str, str]:
-    """Returns member id -> how it slows the others down, for people. `reports`: the reports of all
-    ranks of a generation."""
+    """Returns for each straggler, by member id, how it slows the others down, for people.
+    `reports`: the reports of all ranks of a generation."""
     if len(reports) < 2 or any(one.progress.step_time_s <= 0 for one in reports):
         return {}
     return _by_computing(reports) or _by_connection(reports)
@@ -120,8 +120,8 @@ def _by_connection(reports: list[Report]) -> dict[str, str]:
 
 
 def behind_connection(reports: list[Report]) -> tuple[list[Report], str]:
-    """Returns the members behind a permanently busy connection, with a description for people, when
-    all ranks wait. Returns no member if unknown."""
+    """Returns the members behind a permanently busy connection, with a description for people.
+    Applies when all ranks wait; returns no members if the connection cannot be identified."""
     links = [
         (one.rank, *one.progress.busy_link) for one in reports if one.progress.busy_link is not None
     ]

@@ -1,14 +1,14 @@
-"""Interprets streams that end before their member left: a death, or a network fault between the
-members and the coordinator.
+"""Decides the meaning of streams that end before their member left: a death, or a network fault
+between the members and the coordinator.
 
 A killed process closes its connection at once, and a failing network can drop all connections at
-once; to the coordinator, both look alike. The other members tell them apart. If most members'
-streams break together, the network is at fault, and the leases decide. A single broken stream is a
-death: immediately if a peer's collective failed as well, otherwise once no other stream has broken
-for Policy.break_window_ms. The short wait delays nobody, since a peer that missed the dead member
-would have reported it. A stream that ends long after the last heartbeat was abandoned by gRPC
-because of a network failure or a lost machine; it says no more than the silence before it did
-(absence.py).
+once; to the coordinator, both look alike. The other members' streams distinguish the two cases. If
+most members' streams break together, the network is at fault, and the leases decide. A single
+broken stream means a death: immediately if a peer's collective failed as well, otherwise once no
+other stream has broken for Policy.break_window_ms. The short wait delays nobody, since a peer that
+needed the dead member would have reported a failure. A stream that ends long after the last
+heartbeat was abandoned by gRPC because of a network failure or a lost machine; it adds nothing to
+the silence before it (absence.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal_coordinator.membership.model.events import Ending, MemberLost, Stream
 
 
 def stream_broken(draft: Draft, event: StreamBroken) -> None:
-    """Records that a member's stream has ended. `streams_due` decides what that means."""
+    """Records that a member's stream has ended. `streams_due` decides about the member."""
     if event.member_id in draft.members:
         draft.broken_streams = {**draft.broken_streams, event.member_id: draft.now.ms}
 
@@ -55,8 +55,8 @@ def streams_due(draft: Draft) -> None:
 
 
 def _missed(draft: Draft, broken: Mapping[str, int]) -> list[str]:
-    """Returns the members with broken streams whose peers' collectives failed, provided that a
-    reporting peer is still connected."""
+    """Returns the members whose streams broke while their peers' collectives failed. Returns none
+    unless a reporting peer is still connected."""
     if (
         draft.incident is None
         or draft.generation is None

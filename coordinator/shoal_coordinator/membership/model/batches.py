@@ -1,9 +1,10 @@
-"""Leases the batches of an epoch to members, first come, first served, and redistributes those of
-lost members.
+"""Leases the batches of an epoch to members, first come, first served, and leases the batches of
+lost members again.
 
 `Epoch` and `Loader` are the frozen values that are stored. `Ledger` is the working copy of one
-epoch within one transition, so that a thousand requests folded together copy the leases only once.
-Finished batches are not stored: a dealt batch that is neither leased nor returned is finished.
+epoch within one transition, so that a thousand requests in one transition copy the leases only
+once. Finished batches are not stored: a dealt batch that is neither leased nor returned is
+finished.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Last answer to a member that numbers its requests; a repeated request gets the same
+    """Answer to the last numbered request of a member; a repetition of the request gets the same
     answer."""
 
     sequence: int
@@ -27,7 +28,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """Leases of one loader's epoch."""
+    """Leases of the batches in one epoch of a loader."""
 
     batches: int
     """Number of batches, numbered from 0."""
@@ -38,8 +39,8 @@ class Epoch:
     returned: tuple[int, ...] = ()
     """Batches dealt to lost members, to be dealt again; ascending."""
     leased: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Member id -> unacknowledged batches; never an empty tuple. A batch occurs at most once, here
-    or in `returned`."""
+    """Member id -> unacknowledged batches; never an empty tuple. A batch occurs at most once in
+    `leased` and `returned` together."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
     """Member id -> the answer to its last numbered request."""
     batch_ms: Mapping[str, int] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class Epoch:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether every batch is finished."""
+        """True if every batch is finished."""
         return self.dealt == self.batches and not self.returned and not self.leased
 
 
@@ -60,7 +61,7 @@ class Loader:
 
 
 class Ledger:
-    """Mutable working copy of one epoch during a transition."""
+    """Mutable working copy of one epoch's leases during a transition."""
 
     def __init__(self, epoch: Epoch) -> None:
         self.batches = epoch.batches
@@ -73,11 +74,11 @@ class Ledger:
         self._answers = dict(epoch.answers)
         self._batch_ms = dict(epoch.batch_ms)
         self._speed = sum(1 / each for each in self._batch_ms.values())
-        """Batches per millisecond, summed over the members that report their pace."""
+        """Batches per millisecond, summed over the members that report their speed."""
 
     def repeated(self, member_id: str, sequence: int) -> Answer | None:
-        """Returns the recorded answer if a request numbered `sequence` is a repetition; for an
-        older request, returns the answer to the newest one. Returns None for a new request."""
+        """Returns the recorded answer if the request numbered `sequence` is a repetition. For an
+        older request, returns the answer to the newest request. Returns None for a new request."""
         answer = self._answers.get(member_id)
         return answer if answer is not None and sequence <= answer.sequence else None
 
@@ -105,11 +106,11 @@ class Ledger:
             self._speed += 1 / batch_ms
 
     def lease(self, member_id: str, want: int, sequence: int, *, members: int) -> tuple[int, ...]:
-        """Leases up to `want` batches, returned ones first, and records the answer if the request
-        is numbered (sequence above 0).
+        """Leases up to `want` batches, returned ones first. Records the answer if the request is
+        numbered (`sequence` above 0).
 
         The member's leases are limited to half of the free batches, weighted by its share of the
-        pace of `members` members, but at least one batch. Latecomers therefore find some, and
+        speed of `members` members, but at least one batch. Latecomers therefore find batches, and
         nobody waits long for the last ones (guided self-scheduling; Polychronopoulos and Kuck, IEEE
         Transactions on Computers, 1987).
         """
@@ -131,8 +132,8 @@ class Ledger:
         return tuple(batches)
 
     def _share(self, member_id: str, members: int) -> float:
-        """Returns this member's fraction of the pace of all members. Members that have not reported
-        a pace are assumed to be as fast as this one."""
+        """Returns this member's fraction of the speed of all members. Members that have not
+        reported a speed are assumed to be as fast as this one."""
         if member_id not in self._batch_ms:
             return 1 / max(1, members)
         speed = 1 / self._batch_ms[member_id]
@@ -143,8 +144,8 @@ class Ledger:
             self._speed -= 1 / self._batch_ms.pop(member_id)
 
     def take_back(self, member_id: str, batches: Iterable[int] | None = None) -> int:
-        """Returns leased batches to the pool: the given ones, or with None all of the member's.
-        Returns how many there were."""
+        """Returns leased batches of a member to the pool. `batches`: batches to return; None: all.
+        Returns the number of batches returned."""
         held = self._leased.pop(member_id, ())
         asked = set(held if batches is None else batches)
         if left := tuple(batch for batch in held if batch not in asked):
@@ -156,8 +157,8 @@ class Ledger:
         return len(batches)
 
     def give_back(self, member_id: str) -> int:
-        """Releases the leases of a lost member and forgets its requests. Returns the number of
-        leases."""
+        """Returns all batches of a lost member to the pool and forgets its requests. Returns the
+        number of batches."""
         self._answers.pop(member_id, None)
         self._forget_pace(member_id)
         self.changed = True
@@ -170,7 +171,7 @@ class Ledger:
         )
 
     def close(self) -> Epoch:
-        """Returns the frozen epoch after this transition."""
+        """Returns the frozen epoch at the end of the transition."""
         return Epoch(
             batches=self.batches,
             first_key=self.first_key,
@@ -183,7 +184,7 @@ class Ledger:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether every batch is finished."""
+        """True if every batch is finished."""
         return self._dealt == self.batches and not self._returned and not self._leased
 
 
@@ -191,9 +192,10 @@ _KEYS_OF_AN_EPOCH: Final = 1 << 28
 
 
 def first_key_of(job_id: str, run: int, loader: str, epoch: int, begun_unix_ms: int) -> int:
-    """Returns a positive 64-bit number with room for an epoch's batches after it. Each run of a job
-    gets different ones although its epochs have the same numbers: servers that continue with the
-    values of the previous run would otherwise mistake its batches for known ones."""
+    """Returns a positive 64-bit number for batch 0 of an epoch, with room for the numbers of all
+    other batches above it. Each run of a job gets different numbers, although its epochs have the
+    same ones. Servers that continue with the values of the previous run would otherwise mistake new
+    batches for known ones."""
     digest = hashlib.blake2b(
         f"{job_id}\n{run}\n{loader}\n{epoch}\n{begun_unix_ms}".encode(), digest_size=8
     ).digest()

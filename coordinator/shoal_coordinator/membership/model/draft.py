@@ -1,6 +1,6 @@
 """Mutable working copy of a job's state within one transition.
 
-A transition folds many events. Mappings of ten thousand members are copied once, on the first
+A transition applies many events. A mapping of ten thousand members is copied once, on its first
 change, and changed keys are recorded so that only those are written. A draft belongs to one call of
 `transition` and is the only mutable object in the core.
 """
@@ -61,8 +61,8 @@ class Changes:
     """True if any small field changed: phase, number, accusations and so on."""
     generation: bool
     table: bool
-    """Writes the full ranks of the newest generation, whatever Generation.written
-    says."""
+    """True if the full ranks of the newest generation must be written, whatever Generation.written
+    contains."""
     dropped_changes: frozenset[int]
     """Generations whose written changes are no longer needed."""
     layout: bool
@@ -77,7 +77,7 @@ class Changes:
 
 
 class Draft:
-    """A job's state while events are folded into it, together with the resulting effects."""
+    """A job's state while events are applied to it, together with the resulting effects."""
 
     def __init__(
         self, state: JobState, *, now: Now, pulses: Pulses, nonce: str, policy: Policy
@@ -143,18 +143,18 @@ class Draft:
         self._changed_departed: set[str] = set()
         self._changed_servers: set[str] = set()
         self._changed_loaders: set[str] = set()
-        """Changed loaders without a ledger: those of a run that has ended."""
+        """Changed loaders that have no ledger: the loaders of a run that has ended."""
 
     # ----------------------------------------------------------------------------------------- runs
 
     @property
     def fewest_workers(self) -> int:
-        """Smallest world size allowed to train now."""
+        """Smallest world size with which the job may train now."""
         return self.spec.min_workers if self.is_fresh else self.spec.min_survivors
 
     @property
     def is_fresh(self) -> bool:
-        """True if the run has not had a generation yet."""
+        """True if the run has not yet formed a generation."""
         return self.number == self.run_above
 
     @property
@@ -163,8 +163,8 @@ class Draft:
         return self.is_fresh and not self.members and not self.departed
 
     def begin_run(self, spec: JobSpec, run: RunId) -> None:
-        """Discards the state of the newest run except for a summary and begins the next one.
-        Generation numbers continue."""
+        """Begins the next run. Discards the state of the newest run except for a summary;
+        generation numbers continue."""
         past = PastRun(
             run=self.run,
             ended_unix_ms=self.ended_unix_ms,
@@ -218,7 +218,7 @@ class Draft:
         return self._population[phase]
 
     def put_member(self, member: Member) -> None:
-        """Adds or replaces a member."""
+        """Adds a member, or replaces its record."""
         if self._members is None:
             self._members = dict(self._before.members)
         old = self._members.get(member.member_id)
@@ -229,8 +229,8 @@ class Draft:
         self._changed_members.add(member.member_id)
 
     def remove_member(self, member_id: str, ending: str, steps: int = 0) -> None:
-        """Removes a member for good: remembers its id, returns its leases and drops accusations
-        against it."""
+        """Removes a member permanently: remembers its id, takes back its leases and drops
+        accusations against it."""
         if self._members is None:
             self._members = dict(self._before.members)
         self._population[self._members.pop(member_id).phase] -= 1
@@ -258,11 +258,11 @@ class Draft:
         self.unplaced.pop(member_id, None)
 
     def pulse(self, member_id: str) -> Pulse | None:
-        """Returns a member's last heartbeat state, or None if it sent nothing since it joined."""
+        """Returns a member's last heartbeat state; None if it has sent nothing since it joined."""
         return self.pulses.members.get(member_id)
 
     def works_in(self, member_id: str) -> int:
-        """Returns the newest generation that a member is known to work in, or 0."""
+        """Returns the newest generation in which a member is known to work; 0 if there is none."""
         pulse = self.pulses.members.get(member_id)
         return pulse.generation if pulse is not None else 0
 
@@ -279,7 +279,7 @@ class Draft:
         return None if self.generation is None else self.generation.rank_of.get(member_id)
 
     def key_digests(self, member_ids: Iterable[str]) -> tuple[str, ...]:
-        """Returns the `Identity.key_digest` of each member, empty for former members."""
+        """Returns the `Identity.key_digest` of each member; empty for a former member."""
         found = (self.members.get(member_id) for member_id in member_ids)
         return tuple("" if member is None else member.identity.key_digest for member in found)
 
@@ -290,14 +290,14 @@ class Draft:
         return self._before.servers if self._servers is None else self._servers
 
     def put_server(self, server: Server) -> None:
-        """Adds or replaces a server."""
+        """Adds a parameter server, or replaces its record."""
         if self._servers is None:
             self._servers = dict(self._before.servers)
         self._servers[server.server_id] = server
         self._changed_servers.add(server.server_id)
 
     def remove_server(self, server_id: str) -> None:
-        """Frees a server's place."""
+        """Removes a server, which frees its place."""
         if self._servers is None:
             self._servers = dict(self._before.servers)
         del self._servers[server_id]
@@ -320,13 +320,13 @@ class Draft:
         return len(self._loaders.keys() | {loader for loader, _ in self._ledgers})
 
     def ledger(self, loader: str, epoch: int) -> Ledger:
-        """Returns the working copy of an epoch that has leases."""
+        """Returns the working copy of an epoch. The epoch must have leases."""
         if (loader, epoch) not in self._ledgers:
             self._ledgers[loader, epoch] = Ledger(self._loaders[loader].epochs[epoch])
         return self._ledgers[loader, epoch]
 
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
-        """Begins an epoch and drops the oldest ones beyond Policy.epochs_kept."""
+        """Begins an epoch of a loader, and drops its oldest epochs beyond Policy.epochs_kept."""
         first_key = first_key_of(self.spec.job_id, self.run.number, loader, epoch, self.now.unix_ms)
         before = self.epochs_of(loader)
         batch_ms = self.ledger(loader, max(before)).close().batch_ms if before else {}
@@ -351,7 +351,7 @@ class Draft:
     # --------------------------------------------------------------------------------------- ending
 
     def freeze(self) -> tuple[JobState, Changes]:
-        """Returns the state after all events and the parts of it that must be written."""
+        """Returns the state after all events, and the parts of the state that must be written."""
         # An epoch is dropped only when a newer one is opened, so the changed loaders are those with
         # ledgers.
         changed_loaders = frozenset(

@@ -1,4 +1,4 @@
-"""Outputs of the core: actions for the shell to perform once the new state has been written."""
+"""Outputs of the core: actions that the shell performs once the new state has been written."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shoal_coordinator.membership.model.state import Generation, Move, ServerRol
 
 @dataclass(frozen=True, kw_only=True)
 class AnnounceGeneration:
-    """Send the generation to each of its members that has a session."""
+    """Sends the generation to each of its members that has a session."""
 
     generation: Generation
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendGeneration:
-    """Send the newest generation to one member that reconnects and has not seen it."""
+    """Sends the newest generation to one member that reconnects and has not seen it."""
 
     member_id: str
     generation: Generation
@@ -27,17 +27,17 @@ class SendGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class SendStandby:
-    """Tell a member that it has no rank for now."""
+    """Tells a member that it has no rank for now."""
 
     member_id: str
     reason: str
     apart_from: str = ""
-    """Member.apart_from"""
+    """Value of Member.apart_from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendNotice:
-    """Tell the members of a generation what they are waiting for; an empty text ends the wait."""
+    """Tells the members of a generation what they are waiting for; an empty text ends the wait."""
 
     generation: Generation
     text: str
@@ -45,7 +45,7 @@ class SendNotice:
 
 @dataclass(frozen=True, kw_only=True)
 class SendDrain:
-    """Tell a member to leave at its next step boundary."""
+    """Tells a member to leave at its next step boundary."""
 
     member_id: str
     reason: str
@@ -53,25 +53,25 @@ class SendDrain:
 
 @dataclass(frozen=True, kw_only=True)
 class SendStop:
-    """Tell a member to leave because the job stops or the member drains."""
+    """Tells a member to leave because the job stops or the member drains."""
 
     member_id: str
     reason: str
     now: bool
-    """Leave at once, since neither a step boundary nor another generation will follow. False: leave
-    at the next step boundary, even after a failure."""
+    """True if the member must leave at once, since neither a step boundary nor another generation
+    will follow. False: it leaves at the next step boundary, even after a failure."""
     behind: bool = False
-    """The newest generation excludes this member after it worked in an earlier one, so its state is
-    outdated."""
+    """True if the newest generation excludes this member after it worked in an earlier one, so that
+    its state is outdated."""
     finished_steps: int = 0
-    """Committed steps of a member whose script has finished; 0 if none has, or if it did not report
-    them."""
+    """Committed steps of a member whose script has finished; 0 if no script has, or the steps are
+    unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndSession:
-    """End a member's stream: without an error after it left, otherwise with an error that explains
-    the eviction."""
+    """Ends a member's stream, without an error after the member left, otherwise with an error that
+    explains the eviction."""
 
     member_id: str
     error: ShoalError | None
@@ -79,7 +79,7 @@ class EndSession:
 
 @dataclass(frozen=True, kw_only=True)
 class EndServerSession:
-    """End a server's stream with an error."""
+    """Ends a server's stream with an error."""
 
     server_id: str
     error: ShoalError
@@ -87,18 +87,19 @@ class EndServerSession:
 
 @dataclass(frozen=True, kw_only=True)
 class SendMembers:
-    """Tell servers which members train: all servers, or a single newly registered one."""
+    """Tells servers which members train. The recipients are all servers, or a single newly
+    registered one."""
 
     generation: int
     member_ids: tuple[str, ...]
     key_digests: tuple[str, ...]
-    """`Identity.key_digest` of each."""
+    """`Identity.key_digest` of each member."""
     server_id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendPlace:
-    """Tell a server its place: shoal.v1.ServerPlace."""
+    """Tells a server its place, as a shoal.v1.ServerPlace."""
 
     server_id: str
     epoch: int
@@ -110,7 +111,7 @@ class SendPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class SendSettled:
-    """Tell a primary that all moves up to `move` are settled: shoal.v1.MovesSettled."""
+    """Tells a primary that all moves up to `move` are settled, as a shoal.v1.MovesSettled."""
 
     server_id: str
     move: int
@@ -120,17 +121,17 @@ class SendSettled:
 
 @dataclass(frozen=True, kw_only=True)
 class SendMove:
-    """Tell the primary of `move.giver` to hand partitions over: shoal.v1.MovePartitions."""
+    """Tells the primary of `move.giver` to hand over partitions, as a shoal.v1.MovePartitions."""
 
     server_id: str
     move: Move
     receiver_address: str
-    """Empty if the receiver is absent or does not serve yet."""
+    """Address of the receiver; empty if it is absent or does not serve yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopServer:
-    """Tell one server to exit because its place was drained."""
+    """Tells one server to exit because its place was drained."""
 
     server_id: str
     reason: str
@@ -138,7 +139,7 @@ class StopServer:
 
 @dataclass(frozen=True, kw_only=True)
 class StopServers:
-    """Tell all servers to exit because the job is over and no member is left."""
+    """Tells all servers to exit because the job is over and no member is left."""
 
     reason: str
 
@@ -175,4 +176,4 @@ class Record:
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     run: int = 0
-    """Number of the job's run; the draft notes it."""
+    """Number of the job's run, filled in by the draft."""

@@ -1,5 +1,4 @@
-"""Inputs of the core: one frozen value per kind of event. Parsed and validated before they reach
-it."""
+"""Inputs of the core: one frozen value per kind of event, parsed and validated by the shell."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from shoal_coordinator.membership.model.state import Identity, JobEnding, RunId
 
 
 class LeaveReason(enum.StrEnum):
-    """Values of shoal.v1.Leave.Reason, which describes them."""
+    """Reason for which a member leaves: values of shoal.v1.Leave.Reason."""
 
     DRAINED = "drained"
     FINISHED = "finished"
@@ -38,7 +37,7 @@ class MemberJoined:
     last_generation: int
     last_world_size: int = 0
     works_in: int = 0
-    """Number of ranks in that generation; 0 if unknown."""
+    """Number of ranks in the generation `last_generation`; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,33 +58,34 @@ class MemberLost:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseEnded:
-    """A member has not been heard from for the duration of its lease. Repeated for as long as it
-    stays silent."""
+    """A member has sent no heartbeat for the duration of its lease. The event is repeated for as
+    long as the member stays silent."""
 
     member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamBroken:
-    """A member's stream ended before the member left: its process has died, or the network between
-    has failed."""
+    """A member's stream ended before the member left. Its process has died, or the network between
+    it and the coordinator has failed."""
 
     member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLeft:
-    """A member left."""
+    """A member has left the job and stated its reason."""
 
     member_id: str
     reason: LeaveReason
     detail: str
     alone: bool = False
-    """The others of its generation continue without it, even in a job that stops."""
+    """True if the other members of its generation continue without it, even in a job that stops."""
     steps: int = 0
     """Optimizer steps that the member has committed."""
     replicas: Replicas | None = None
-    """None if it holds no state in common with others, or does not report it."""
+    """State digests of the member; None if it shares no state with others, or does not report the
+    digests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,26 +96,26 @@ class ExitReported:
     exit_code: int
     signal: int
     failure: str = ""
-    """Message with which the job fails, if not empty."""
+    """Message with which the job fails; empty: the job does not fail."""
     finished: bool = False
     """The process had reported to its launcher that its script finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFailed:
-    """A collective failed at a member."""
+    """A member reports that a collective failed."""
 
     member_id: str
     generation: int
     suspects: tuple[int, ...]
-    """Ranks."""
+    """Ranks suspected of having failed."""
     timed_out: bool
     detail: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrainRequested:
-    """A user asks a member to leave; exactly one of member_id and rank is given."""
+    """A user asks a member to leave. Exactly one of `member_id` and `rank` is given."""
 
     member_id: str | None
     rank: int | None
@@ -128,7 +128,7 @@ class StopRequested:
 
     reason: str
     ending: JobEnding = JobEnding.STOPPED
-    """Outcome of a run that never had a member, i.e. of a plain script."""
+    """Outcome to record for a run that never had a member, i.e. of a plain script."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class ServerRegistered:
     pid: int
     incarnation: str = ""
     generation: int = 0
-    """Newest generation known to the server; 0 if none."""
+    """Newest generation known to the server; 0 if there is none."""
     held_index: int | None = None
     """Place whose partitions the server holds; None if it holds none."""
 
@@ -160,7 +160,7 @@ class BackupReported:
     """A primary reports the state of its backup: shoal.v1.BackupReport."""
 
     server_id: str
-    """Id of the primary."""
+    """Id of the reporting primary."""
     epoch: int
     in_sync: bool
     reason: str = ""
@@ -168,16 +168,16 @@ class BackupReported:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveReported:
-    """A server reports the outcome of moving its partitions: shoal.v1.MoveReport."""
+    """A giver reports the outcome of moving its partitions: shoal.v1.MoveReport."""
 
     server_id: str
-    """Id of the giver."""
+    """Id of the reporting giver."""
     move: int
     taken: bool
     receiver_incarnation: str = ""
     reason: str = ""
     giver_failed: bool = False
-    """The giver is to blame for the failed move."""
+    """True if the giver is to blame for the failed move."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ class TensorsDeclared:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchesLeased:
-    """A member acknowledges batches and asks for more."""
+    """A member acknowledges finished batches and asks for more."""
 
     member_id: str
     loader: str
@@ -206,10 +206,10 @@ class BatchesLeased:
     want: int
     finished: tuple[int, ...]
     sequence: int
-    """Numbers the member's requests for this loader and epoch; 0: not numbered."""
+    """Number of the member's request for this loader and epoch; 0: not numbered."""
     keep: bool = False
-    """The member keeps its leases although `want` is 0; without this, such a request returns all of
-    them."""
+    """True if the member keeps its leases although `want` is 0; otherwise such a request returns
+    all of them to the pool."""
     returned: tuple[int, ...] = ()
     """Batches leased to the member that it has not trained on; they are dealt again."""
     batch_ms: int = 0

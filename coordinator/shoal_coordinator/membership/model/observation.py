@@ -23,7 +23,7 @@ class ObservedJob:
 
     state: JobState
     pulses: Pulses
-    """A copy, unaffected by later heartbeats."""
+    """Copy of the heartbeat state, unaffected by later heartbeats."""
     now: Now
 
     @property
@@ -45,8 +45,8 @@ class ObservedJob:
 
     @cached_property
     def newest_step(self) -> int:
-        """Highest step that a member has reported as committed; 0 if none has. After the run's end
-        that of the members as they left."""
+        """Highest step that a member has reported as committed; 0 if none has. After the end of the
+        run, includes the steps of members that have left."""
         steps = [pulse.progress.step for pulse in self.pulses.members.values()]
         if self.state.phase is JobPhase.FINISHED:
             steps += [departure.steps for departure in self.state.departed.values()]
@@ -55,8 +55,8 @@ class ObservedJob:
 
     @cached_property
     def steps_in_all(self) -> int:
-        """Number of steps that the run will have committed at its end, by the member with the
-        highest step; 0 if unknown."""
+        """Number of steps that the run will have committed at its end, as reported by the member
+        with the highest step; 0 if unknown."""
         newest = max(
             (pulse.progress for pulse in self.pulses.members.values()),
             key=lambda progress: progress.step,
@@ -82,7 +82,7 @@ class ObservedJob:
 
     @cached_property
     def unserved_places(self) -> int:
-        """Number of parameter server places without a serving primary, including those that never
+        """Number of parameter server places without a serving primary, including places that never
         had one; 0 after the run has ended."""
         if self.state.phase is JobPhase.FINISHED:
             return 0
@@ -112,7 +112,7 @@ class ObservedJob:
 
     @property
     def failed_unix_ms(self) -> int:
-        """Time at which the newest run failed; 0 if it has not ended or did not fail."""
+        """Time at which the newest run failed; 0 if the run has not ended or did not fail."""
         return self.state.ended_unix_ms if self.state.ending is JobEnding.FAILED else 0
 
     @cached_property

@@ -1,8 +1,9 @@
 """Heartbeat state: kept in memory, never written to Redis, and passed to the core as read-only
 evidence.
 
-Pure values and functions; the shell owns the mappings and replaces entries. A starting coordinator
-gives every member a fresh pulse, so all leases restart before any of them can expire.
+The module contains pure values and functions; the shell owns the mappings and replaces entries. A
+starting coordinator gives every member a fresh pulse, so all leases restart before any of them can
+expire.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 BUSY_CPU_S: Final = 0.5
-"""Processor time that distinguishes a working member from a hung one: several times what its
-heartbeats use in a minute."""
+"""Processor time, in seconds, that distinguishes a working member from a hung one: several times
+the time that its heartbeats use in a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +38,14 @@ class Progress:
     awaited_server: str = ""
     script_line: str = ""
     busy_link: tuple[int, float] | None = None
-    """Rank and bytes per second."""
+    """Rank at the other end of the busy connection, and bytes per second."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     out_of_reach: tuple[int, ...] = ()
-    """shoal.v1.Heartbeat.out_of_reach"""
+    """Value of shoal.v1.Heartbeat.out_of_reach."""
     in_reach: bool = False
-    """shoal.v1.Heartbeat.in_reach"""
+    """Value of shoal.v1.Heartbeat.in_reach."""
     spare: bool = False
-    """shoal.v1.Heartbeat.spare"""
+    """Value of shoal.v1.Heartbeat.spare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +56,15 @@ class Pulse:
     moved_ms: int
     """Time at which progress.sequence last increased, by the coordinator's clock."""
     active_ms: int = 0
-    """Time at which it last made progress, or had used another BUSY_CPU_S of processor time."""
+    """Time at which the member last made progress or had used another BUSY_CPU_S of processor
+    time."""
     active_cpu_s: float = 0.0
-    """Value of progress.cpu_s at that time."""
+    """Value of progress.cpu_s at the time `active_ms`."""
     detached_ms: int | None = None
-    """Time at which its session's stream ended; None while it is open."""
+    """Time at which the session's stream ended; None while the stream is open."""
     generation: int = 0
-    """Newest generation it reported working in; 0 if none yet, or none since this coordinator
-    started."""
+    """Newest generation in which the member reported to work; 0 if there is none, or none since
+    this coordinator started."""
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -72,12 +74,12 @@ class Pulse:
 
     @property
     def waited_ms(self) -> int:
-        """Milliseconds for which it had been waiting for its peers at its last heartbeat; 0 if it
-        was not."""
+        """Milliseconds for which the member had been waiting for its peers at its last heartbeat; 0
+        if it was not waiting."""
         return int(1000 * self.progress.waiting_s)
 
     def silent_ms(self, now_ms: int) -> int:
-        """Returns the milliseconds since its last heartbeat."""
+        """Returns the milliseconds since the last heartbeat."""
         return now_ms - self.heard_ms
 
 
@@ -98,12 +100,12 @@ class Pulses:
     members: Mapping[str, Pulse] = field(default_factory=dict)
     servers: Mapping[str, ServerPulse] = field(default_factory=dict)
     newest: Progress = field(default_factory=Progress)
-    """Newest progress of any member, which stays when the members have left."""
+    """Newest progress of any member, kept after the members have left."""
 
 
 def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pulse:
-    """Returns the pulse after a heartbeat. Generation and sequence never decrease, since heartbeats
-    of an older stream may arrive late."""
+    """Returns the member's pulse after a heartbeat. Generation and sequence never decrease, since
+    heartbeats of an older stream may arrive late."""
     moved = progress.sequence > pulse.progress.sequence
     active = moved or progress.cpu_s >= pulse.active_cpu_s + BUSY_CPU_S
     return Pulse(
@@ -126,13 +128,13 @@ def attached(pulse: Pulse | None, now_ms: int) -> Pulse:
 
 
 def detached(pulse: Pulse, now_ms: int) -> Pulse:
-    """Returns the pulse of a member whose stream has ended. Its lease keeps running."""
+    """Returns the pulse of a member whose stream has ended. The member's lease continues to run."""
     return replace(pulse, detached_ms=now_ms)
 
 
 def expired(
     pulses: Mapping[str, Pulse] | Mapping[str, ServerPulse], now_ms: int, lease_ms: int
 ) -> Iterable[str]:
-    """Returns the ids whose last heartbeat is older than a lease."""
+    """Returns the ids of members or servers whose last heartbeat is older than a lease."""
     oldest = now_ms - lease_ms
     return [name for name, pulse in pulses.items() if pulse.heard_ms < oldest]

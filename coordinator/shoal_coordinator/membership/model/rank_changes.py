@@ -1,5 +1,5 @@
-"""Differences between the ranks of consecutive generations, both as sent to members and as written
-to Redis. Pure."""
+"""Differences between the ranks of consecutive generations, as sent to members and as written to
+Redis. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ again."""
 
 
 def change_between(before: Generation, ranks: Sequence[Rank]) -> RankChange | None:
-    """Returns the change from `before` to `ranks`, or None if it is too large to be worth sending.
-    A member that moved counts as removed and added."""
+    """Returns the change from the generation `before` to `ranks`, or None if the change is too
+    large to be worth sending. A member with another rank counts as removed and added."""
     removed: list[int] = []
     added: list[int] = []
     old, old_ranks, rank_of = 0, before.ranks, before.rank_of
@@ -45,7 +45,7 @@ def change_between(before: Generation, ranks: Sequence[Rank]) -> RankChange | No
 def changes_to_write(
     before: Generation | None, change: RankChange | None, number: int, world_size: int
 ) -> tuple[int, ...]:
-    """Returns Generation.written of generation `number`."""
+    """Returns the value of Generation.written for generation `number`."""
     if (
         before is None
         or before.written is None

@@ -15,12 +15,12 @@ def assign_ranks(
     is_joining: Callable[[Member], bool],
     before: Mapping[str, Rank] | None = None,
 ) -> tuple[Rank, ...]:
-    """Returns the ranks of a generation in order. `before`: previous ranks by member id, reused
-    where nothing changes.
+    """Returns the ranks of a generation in order. `before`: previous ranks by member id; unchanged
+    ranks are reused.
 
-    The ranks of one host are adjacent. `survivors` are given in their old rank order and keep it,
-    and hosts follow the order of their first survivor. Joiners come last within their host's block,
-    and new hosts after all others. Joiners and new hosts are ordered by name rather than by
+    The ranks of one host are adjacent. `survivors` must be in their old rank order, which they
+    keep; hosts are ordered by their first survivor. Joiners come last within their host's block,
+    and new hosts after all other hosts. Joiners and new hosts are ordered by name rather than by
     arrival, so that the same machines get the same ranks in every run.
     """
     blocks: dict[str, list[Member]] = {}
@@ -65,8 +65,8 @@ def _place(member: Member) -> tuple[list[str | int], str, int, str]:
 
 
 def _natural(name: str) -> list[str | int]:
-    """Returns a sort key that places node2 before node10: text and numbers alternate, text
-    first."""
+    """Returns a sort key by which node2 precedes node10. Text and numbers alternate in the key,
+    text first."""
     return [
         int(part) if position % 2 else part
         for position, part in enumerate(re.split(r"([0-9]+)", name))

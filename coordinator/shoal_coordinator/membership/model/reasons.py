@@ -1,8 +1,7 @@
-"""The `reason` strings of the coordinator's refusals. They are stable across releases, since
-clients act on them.
+"""Reason strings of the coordinator's refusals. They are stable across releases, since clients act
+on them.
 
-Malformed fields have no reason of their own: they are REQUEST_INVALID, and the message names the
-field.
+Malformed fields all have the reason REQUEST_INVALID, and the message names the field.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ class Refusal(StrEnum):
     WATCHERS_LIMIT = "WATCHERS_LIMIT"
     """RESOURCE_EXHAUSTED: too many callers follow the job's events."""
     RUN_ENDED = "RUN_ENDED"
-    """The run that the caller belongs to, or wants to join, was stopped or is finished. UNAVAILABLE
-    for a new parameter server, which waits for the next run."""
+    """The run that the caller belongs to, or wants to join, was stopped or has finished.
+    UNAVAILABLE for a new parameter server, which waits for the next run."""
     RUN_ENDING = "RUN_ENDING"
     """UNAVAILABLE: the newest run has ended, but some of its members are still there. The next run
     can begin once they have left."""
     RUN_UNKNOWN = "RUN_UNKNOWN"
     """The job has no record of this run; the coordinator's Redis may have lost it. UNAVAILABLE for
-    a parameter server as long as members of that run may return and continue it."""
+    a parameter server as long as members of this run may return and continue it."""
     RUN_UNDER_WAY = "RUN_UNDER_WAY"
     """Another run of the job is in progress and has members."""
     RUN_COMPLETED = "RUN_COMPLETED"
     """The run that was to be resumed had completed."""
     MEMBER_UNKNOWN = "MEMBER_UNKNOWN"
-    """NOT_FOUND: no live member of that id or rank."""
+    """NOT_FOUND: no live member has this id or rank."""
     MEMBER_REPLACED = "MEMBER_REPLACED"
     """This member was abandoned (its stream broke, its lease expired or its process exited) or has
     left; rejoin with a new member_id."""
@@ -57,19 +56,19 @@ class Refusal(StrEnum):
     PROCESS_EXITED = "PROCESS_EXITED"
     """Ends the session of a member whose launcher saw its process end."""
     SESSION_REPLACED = "SESSION_REPLACED"
-    """Ends a stream whose member or server has opened a newer one."""
+    """Ends the older stream of a member or server that has opened a newer one."""
     GENERATION_UNKNOWN = "GENERATION_UNKNOWN"
     """INVALID_ARGUMENT: a generation above the newest one. Either the coordinator's Redis lost
     writes or the caller is wrong."""
     JOB_WITHOUT_SERVERS = "JOB_WITHOUT_SERVERS"
     """The job was created with parameter_servers = 0."""
     SERVERS_COMPLETE = "SERVERS_COMPLETE"
-    """Each of the job's parameter server places is taken by another server_id, and it may not have
-    more of them."""
+    """Each of the job's parameter server places is taken by another server_id, and the job may have
+    no further places."""
     SERVER_UNKNOWN = "SERVER_UNKNOWN"
-    """NOT_FOUND: the job has no parameter server with that id."""
+    """NOT_FOUND: the job has no parameter server with this id."""
     LAST_SERVER = "LAST_SERVER"
-    """No other parameter server could take over this one's partitions."""
+    """No other parameter server could take over the partitions of this server."""
     PLACE_WITHOUT_TENSORS = "PLACE_WITHOUT_TENSORS"
     """The job's tensors are not declared yet, so the server has nothing to hand over."""
     SERVER_CONFLICT = "SERVER_CONFLICT"

@@ -1,8 +1,8 @@
-"""Compares the replicated state of members after the run's last step. Pure.
+"""Compares the replicated state of members after the run's last step. Pure functions.
 
-Members leave one after another without waiting for this comparison: each is compared with those
-that left before it. The digests exclude changes that a script makes after its loop, so ranks may
-differ in those.
+Members leave one after another without waiting for this comparison: each is compared with the
+members that left earlier. The digests exclude changes that a script makes after its loop, so ranks
+may differ in those changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST_NAMED: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """State digests of one leaving member. The fields are those of shoal.v1.Replicas."""
+    """State digests of one leaving member, with the fields of shoal.v1.Replicas."""
 
     generation: int
     step: int
@@ -31,13 +31,14 @@ class ReplicasSeen:
     generation: int
     step: int
     agreed: int
-    """Newest agreed step reported by any of them: the comparing member had the digests of all."""
+    """Newest agreed step that any of the members reported; the member that compared them had the
+    digests of all."""
     digests: Mapping[str, tuple[int, str]]
     """Group of tensors -> its digest and a description of the first member that reported it."""
 
 
 def compare(seen: ReplicasSeen | None, left: Replicas, who: str) -> tuple[ReplicasSeen, str]:
-    """Compares a leaving member with those that left before it.
+    """Compares a leaving member's state with the state of members that left earlier.
 
     seen: None if nobody has left yet. who: description of the leaving member, for people.
 

@@ -14,13 +14,13 @@ from shoal_common.tables.declaration import TableSpec
 
 LARGEST_PIECE_BYTES: Final = 8 << 20
 SMALLEST_FULL_BYTES: Final = 64 << 10
-"""Number of bytes that corresponds to the fixed cost of a partition."""
+"""Number of bytes whose cost equals the fixed cost of a partition."""
 PARTITIONS_PER_SERVER: Final = 4
-"""Minimum number per server if the tensors are large enough: one is applied while the next arrives,
-and servers get equal shares."""
+"""Minimum number of partitions per server if the tensors are large enough. One is applied while the
+next arrives, and servers get equal shares."""
 MOST_PIECES: Final = 1 << 17
-"""Corresponds to a terabyte in pieces of the largest size; also limits the shard map's message to a
-few MiB."""
+"""Maximum number of pieces. It corresponds to a terabyte in pieces of the largest size, and limits
+the shard map's message to a few MiB."""
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of one element, by numpy's name of the dtype."""
@@ -28,19 +28,19 @@ ITEM_BYTES: Final = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One declared tensor."""
+    """Declaration of one tensor of a model."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """A key of ITEM_BYTES."""
+    """Data type of the elements, a key of ITEM_BYTES."""
     frozen: bool = False
-    """True if no optimizer has this tensor, so that it never gets a gradient."""
+    """True if no optimizer has this tensor, so that it never receives a gradient."""
     apart: bool = False
     """True if this tensor shares a partition with no other tensor."""
     table: TableSpec | None = None
-    """Set for a sparse table of shape [rows, dim], with rows = 0 if any 64-bit id is allowed. It is
-    split into buckets rather than by elements."""
+    """Declaration of a sparse table of shape [rows, dim], with rows = 0 if any 64-bit id is
+    allowed. A table is split into buckets rather than by elements. None for other tensors."""
 
     @property
     def nbytes(self) -> int:
@@ -66,24 +66,24 @@ class Bucket:
 
     tensor_index: int
     number: int
-    """0 to TableSpec.buckets - 1."""
+    """Index of the bucket, 0 to TableSpec.buckets - 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Pieces of tensors of one dtype, or a bucket of a sparse table. Its id is its position in
-    ShardLayout.partitions."""
+    """Pieces of tensors of one dtype, or a bucket of a sparse table. The id of a partition is its
+    position in ShardLayout.partitions."""
 
     pieces: tuple[Piece, ...]
     """Pieces of the partition; empty for a bucket of a sparse table."""
     primary: int
-    """server_index of the owner."""
+    """Index (server_index) of the owner."""
     bucket: Bucket | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """Partitions owned by one server, counted."""
+    """Number and size of the partitions owned by one server."""
 
     partitions: int
     nbytes: int
@@ -92,19 +92,19 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """Assignment of partitions to servers."""
+    """Assignment of a model's partitions to parameter servers."""
 
     epoch: int
-    """At least 1; increases with every change of an owner."""
+    """Number of this assignment, at least 1; increases with every change of an owner."""
     tensors: tuple[TensorSpec, ...]
     partitions: tuple[Partition, ...]
     """All partitions, which together cover each element once, followed by the tables' buckets. A
-    tensor without elements is in none."""
+    tensor without elements is in no partition."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each partition's values. A bucket grows, so its maximum size counts, or that of
-        the largest piece."""
+        """Bytes of each partition's values. A bucket grows, so its maximum size counts, or the size
+        of the largest piece."""
         items = [ITEM_BYTES[tensor.dtype] for tensor in self.tensors]
 
         def size(partition: Partition) -> int:
@@ -119,7 +119,7 @@ class ShardLayout:
 
     @cached_property
     def shares(self) -> Mapping[int, Share]:
-        """Share of each server by index; servers that own nothing are missing."""
+        """Share of each server, by index. Servers that own no partition are missing."""
         shares: dict[int, Share] = {}
         for partition, size in zip(self.partitions, self.sizes, strict=True):
             before = shares.get(partition.primary, Share(partitions=0, nbytes=0))
@@ -129,12 +129,12 @@ class ShardLayout:
         return shares
 
     def is_frozen(self, partition: Partition) -> bool:
-        """Returns whether a partition's tensors are never trained. All tensors of a partition agree
-        on that."""
+        """Returns whether a partition's tensors are never trained. Either all tensors of a
+        partition are frozen or none is."""
         return partition.bucket is None and self.tensors[partition.pieces[0].tensor_index].frozen
 
     def moved(self, partition_ids: Collection[int], receiver: int) -> ShardLayout:
-        """Returns the layout of the next epoch, in which `receiver` owns these partitions."""
+        """Returns the layout of the next epoch, in which `receiver` owns the given partitions."""
         partitions = list(self.partitions)
         for partition_id in partition_ids:
             partitions[partition_id] = replace(partitions[partition_id], primary=receiver)
@@ -142,7 +142,7 @@ class ShardLayout:
 
 
 def count_pieces(tensors: Sequence[TensorSpec]) -> int:
-    """Returns the number of pieces and buckets that `lay_out` will make."""
+    """Returns the number of pieces and buckets that `lay_out` will create."""
     return sum(
         -(-tensor.elements // _longest(tensor)) if tensor.table is None else tensor.table.buckets
         for tensor in tensors
@@ -150,8 +150,8 @@ def count_pieces(tensors: Sequence[TensorSpec]) -> int:
 
 
 def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayout:
-    """Packs tensors into partitions and gives each to the server with the fewest bytes so far,
-    largest partitions first.
+    """Packs tensors into partitions and assigns each partition, the largest first, to the server
+    with the fewest bytes so far.
 
     Tensors of one dtype are packed together in the order of their declaration. Tensors above 8 MiB
     are split, at row boundaries unless a single row exceeds 8 MiB. A partition is full at 8 MiB; in
@@ -213,7 +213,7 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
 
 
 def _longest(tensor: TensorSpec) -> int:
-    """Returns the number of elements in the longest piece of a tensor."""
+    """Returns the maximum number of elements in a piece of a tensor."""
     longest = LARGEST_PIECE_BYTES // ITEM_BYTES[tensor.dtype]
     row = math.prod(tensor.shape[1:])
     return longest - longest % row if 0 < row <= longest else longest

@@ -15,7 +15,7 @@ MOST_SERVERS: Final = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job's specification with the defaults filled in. Never changes during a run."""
+    """A job's specification with the defaults filled in. It never changes during a run."""
 
     job_id: str
     """1 to 64 characters of [A-Za-z0-9._-], starting with a letter or digit."""
@@ -36,12 +36,12 @@ class JobSpec:
     join_grace_ms: int = 0
     """Time to wait for more joiners after the first one; 0 to 600000."""
     lease_ms: int = DEFAULT_LEASE_MS
-    """A member without a heartbeat for longer is evicted if its peers wait for it (absence.py), a
-    server in any case; 500 to 600000."""
+    """Duration in milliseconds, 500 to 600000. A member without a heartbeat for longer is evicted
+    if its peers wait for it (absence.py), a server in any case."""
     stall_timeout_ms: int = DEFAULT_STALL_TIMEOUT_MS
-    """A member that all its peers wait for and that makes no progress for longer is evicted: at
-    once if it uses no processor time, otherwise when their collective reaches its deadline; 1000 to
-    3600000."""
+    """Duration in milliseconds, 1000 to 3600000. A member that all its peers wait for and that
+    makes no progress for longer is evicted: at once if it uses no processor time, otherwise when
+    the peers' collective reaches its deadline."""
 
     def __post_init__(self) -> None:
         if self.min_survivors == 0:  # also in a job that an older release wrote
@@ -51,14 +51,14 @@ class JobSpec:
 
     @property
     def servers_to_lay_out(self) -> int:
-        """Number of servers that the job waits for before its tensors are laid out; 0 if it has
-        none. A job that starts without servers but may have some waits for one."""
+        """Number of servers that the job waits for before its tensors are laid out; 0 if it may
+        have none. A job that starts without servers but may have some waits for one."""
         return self.parameter_servers or min(1, self.max_parameter_servers)
 
     @cached_property
     def heartbeat_interval_ms(self) -> int:
-        """A tenth of the lease, at most one second, so that one lost or late heartbeat costs no
-        member its place."""
+        """Interval between heartbeats: a tenth of the lease, at most one second. One lost or late
+        heartbeat therefore costs no member its place."""
         return max(50, min(1000, self.lease_ms // 10))
 
     @cached_property
@@ -76,25 +76,26 @@ class Policy:
     waitpid arrives within a few milliseconds and identifies the dead process; without a death, all
     live members re-form."""
     timeout_settle_ms: int = 1_000
-    """Time after the first report of a timeout within which the other waiting members have to
-    report too: the first report ends its member's group, which theirs notice within a quarter of a
-    second. A member that stays silent and makes no progress for longer is what they wait for."""
+    """Time after the first report of a timeout within which the other waiting members must report
+    too. The first report ends its member's group, which the other members notice within a quarter
+    of a second. A member that stays silent and makes no progress for longer is the one they wait
+    for."""
     break_window_ms: int = 100
     """Time after one broken stream within which further streams may break because of the same
     network fault."""
     reconnect_ms: int = 5_000
-    """Time for which a member without a stream has to reconnect while its peers cannot continue
-    without it: a little over twice the longest backoff of a member's link. Otherwise it has its
-    full lease."""
+    """Time for which a member without a stream may take to reconnect while its peers cannot
+    continue without it: a little over twice the longest backoff of a member's link. Otherwise the
+    member has its full lease."""
     absence_ms: int = 300_000
-    """Time for which a member may be silent if nobody is known to wait for it: the network between
-    it and the coordinator may be down while it keeps training with its peers."""
+    """Maximum silence of a member if nobody is known to wait for it. The network between it and the
+    coordinator may be down while it keeps training with its peers."""
     quiet_absence_ms: int = 120_000
-    """The same for a member that reports no progress, such as a launcher: whether somebody waits
-    for it can never be known."""
+    """Maximum silence of a member that reports no progress, such as a launcher, for which it can
+    never be known whether somebody waits."""
     closed_within_ms: int = 8_000
-    """A stream that ends this soon after its member's last heartbeat was closed by the member; on a
-    network failure, TCP and gRPC give up after 10 s."""
+    """Time between a member's last heartbeat and the end of its stream below which the member has
+    closed the stream. On a network failure, TCP and gRPC give up after 10 s."""
     explain_after_ms: int = 10_000
     """Time for which a step must be stalled before the reason is sent to all members."""
     explain_again_ms: int = 10_000
@@ -102,16 +103,16 @@ class Policy:
     look_ms: int = 1_000
     """Interval at which the core looks for stalled steps."""
     most_lost_generations: int = 1_000_000
-    """A member that reports a generation further above the newest one is wrong; a smaller gap means
-    that Redis has lost generations."""
+    """Distance above the newest generation up to which a reported generation means that Redis has
+    lost generations. A member that reports a higher one is wrong."""
     longest_settle_ms: int = 5_000
-    """Upper limit of the settle time, which doubles with each failure of a fresh generation so that
+    """Maximum settle time. The settle time doubles with each failure of a fresh generation, so that
     a broken network does not cause an endless series of generations."""
     fresh_generation_ms: int = 10_000
-    """A generation that fails before this age counts as fresh."""
+    """Age in milliseconds below which a failed generation counts as fresh."""
     border_patience_ms: int = 5_000
-    """A BORDER generation does not replace one that members are still adopting, but waits at most
-    this long for all of them to report that they work in it."""
+    """Maximum time for which a BORDER generation waits until all members have reported to work in
+    the previous generation. It does not replace a generation that members are still adopting."""
     quarantine_after: int = 2
     """Number of mutual accusations after which the higher rank is quarantined."""
     kept_out_ms: int = 30_000
@@ -132,16 +133,16 @@ class Policy:
     """Maximum number of batches of one epoch leased to a member, and of batches acknowledged at
     once."""
     epochs_kept: int = 2
-    """Epochs of one loader whose leases are kept; a request for an older one is answered with
-    epoch_done."""
+    """Number of epochs of one loader whose leases are kept. A request for an older epoch is
+    answered with epoch_done."""
     move_retry_ms: int = 2_000
-    """Time for which the receiver of a failed move of partitions is excluded; each further failure
-    in a row doubles it, up to longest_move_retry_ms."""
+    """Time for which the receiver of a failed move of partitions is excluded. Each further
+    consecutive failure doubles the time, up to longest_move_retry_ms."""
     longest_move_retry_ms: int = 60_000
     most_past_runs: int = 20
     """Maximum number of past runs remembered; the oldest are forgotten first."""
     most_drained: int = 100
     """Maximum number of drained servers remembered; the oldest are forgotten first."""
     batches_retry_after_ms: int = 20
-    """Time after which a member should ask again if all free batches are leased to others; one more
-    millisecond per member limits the rate of requests."""
+    """Time after which a member should ask again if all free batches are leased to other members.
+    One millisecond per member is added to limit the rate of requests."""

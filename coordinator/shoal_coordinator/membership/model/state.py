@@ -1,8 +1,8 @@
 """State of one job: frozen values with their invariants documented on the fields.
 
 Everything here is written to Redis (state/codec.py), except for fields documented as in memory
-only, which start empty when the coordinator starts. Heartbeats change nothing here; their contents
-are in pulse.py.
+only, which start empty when the coordinator starts. Heartbeats change nothing here; pulse.py
+contains their contents.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Now:
     """The two clocks that a decision may use."""
 
     ms: int
-    """Milliseconds of a monotonic clock that pauses while the coordinator is stopped; decides about
-    waits and leases. Its origin is arbitrary."""
+    """Milliseconds of a monotonic clock that pauses while the coordinator is stopped. Waits and
+    leases depend on this clock. Its origin is arbitrary."""
     unix_ms: int
-    """Redis server time; recorded for people and clients, never compared."""
+    """Redis server time, recorded for people and clients and never compared."""
 
 
 class JobPhase(enum.StrEnum):
-    """Values of shoal.v1.JobPhase, documented there."""
+    """Phase of a job: values of shoal.v1.JobPhase."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -43,7 +43,7 @@ class JobPhase(enum.StrEnum):
 
 
 class JobEnding(enum.StrEnum):
-    """Values of shoal.v1.JobEnding, documented there."""
+    """Outcome of a run: values of shoal.v1.JobEnding."""
 
     NONE = ""
     COMPLETED = "completed"
@@ -52,7 +52,7 @@ class JobEnding(enum.StrEnum):
 
 
 class MemberPhase(enum.StrEnum):
-    """Values of shoal.v1.MemberPhase, documented there."""
+    """Phase of a member: values of shoal.v1.MemberPhase."""
 
     JOINED = "joined"
     READY = "ready"
@@ -62,7 +62,7 @@ class MemberPhase(enum.StrEnum):
 
 
 class Cause(enum.StrEnum):
-    """Values of shoal.v1.Generation.Cause, documented there."""
+    """Cause of a generation: values of shoal.v1.Generation.Cause."""
 
     START = "start"
     FAILURE = "failure"
@@ -71,13 +71,13 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunId:
-    """Identifies a run of a job."""
+    """Identity of a run of a job."""
 
     number: int = 1
-    """1, 2, 3, ... within a job."""
+    """Number of the run: 1, 2, 3, ... within a job."""
     began_unix_ms: int = 0
-    """Distinguishes the run from one with the same number from before Redis lost the job. 0 if
-    unknown, as for a job written by an older release."""
+    """Start of the run, which distinguishes it from a run with the same number from before Redis
+    lost the job. 0 if unknown, as for a job written by an older release."""
 
     def __str__(self) -> str:
         return str(self.number)
@@ -85,7 +85,7 @@ class RunId:
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """A run that has ended."""
+    """A run that has ended, and its outcome."""
 
     run: RunId
     ended_unix_ms: int
@@ -95,7 +95,7 @@ class PastRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Description that a process gives of itself when it joins."""
+    """Identity and addresses that a process reports when it joins."""
 
     member_id: str
     host: str
@@ -107,36 +107,36 @@ class Identity:
     donor_key: str = ""
     """Grants access to the member's state donor; a secret shared among members."""
     key_digest: str = ""
-    """Digest of the key that the member presents with every call. Empty: it has none, so any other
-    process of its job can impersonate it."""
+    """Digest of the key that the member presents with every call. Empty: the member has no key, so
+    any other process of its job can impersonate it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One live worker process. It is RANKED if and only if it has a rank in the newest generation
-    and does not have to leave."""
+    """One live worker process. A member is RANKED if and only if it has a rank in the newest
+    generation and does not have to leave."""
 
     identity: Identity
     phase: MemberPhase
     joined_unix_ms: int
     replays: bool
-    """True if the job already had a generation when this member joined: it replays its script
-    before it is ready."""
+    """True if the job already had a generation when this member joined. The member then replays its
+    script before it is ready."""
     ready_order: int = 0
-    """Increases from one `ready` to the next within a job: the longest-waiting member gets a rank
-    first. 0 until it is ready."""
+    """Position among all `ready` messages of the job: the longest-waiting member gets a rank first.
+    0 until the member is ready."""
     holds_state: bool = False
-    """True if it has worked in a generation and so holds part of the training state. For a member
-    of the newest generation, Rank.joining records this instead; this flag is set when the member
-    loses that place."""
+    """True if the member has worked in a generation and therefore holds part of the training state.
+    For a member of the newest generation, Rank.joining records this instead; this flag is set when
+    the member loses its place."""
     works_in: int = 0
-    """Only while DRAINING: the generation in which it continues after one without it was written.
-    0: it is in the newest one, or in none."""
+    """Only while DRAINING: the generation in which the member continues after a generation without
+    it was written. 0: the member is in the newest generation, or in none."""
     reason: str = ""
-    """Reason why it is DRAINING or QUARANTINED."""
+    """Reason why the member is DRAINING or QUARANTINED."""
     apart_from: str = ""
-    """Only while QUARANTINED: the member that it cannot work with. It becomes READY again once it
-    reaches that member or that member is gone."""
+    """Only while QUARANTINED: the member with which this member cannot work. This member becomes
+    READY again once it reaches the other member or the other member is gone."""
 
     @property
     def member_id(self) -> str:
@@ -145,25 +145,25 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """A former member."""
+    """Record of a member that has left."""
 
     ending: str
     """Value of events.Ending or events.LeaveReason."""
     unix_ms: int
     rank: int = -1
-    """Last rank if it was in the newest generation at that time; otherwise -1."""
+    """Rank of the member if it was in the newest generation when it left; otherwise -1."""
     steps: int = 0
-    """Optimizer steps that it had committed, as far as it reported."""
+    """Optimizer steps that the member had committed, as far as it reported them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One place in a generation; the rank's number is its position in Generation.ranks."""
+    """One place in a generation. Its number is its position in Generation.ranks."""
 
     member_id: str
     host: str
     local_rank: int
-    """0 .. local_world_size-1, in rank order."""
+    """Rank within the host: 0 to local_world_size-1, in rank order."""
     local_world_size: int
     """Number of ranks on this host, which are adjacent."""
     donor_address: str
@@ -174,17 +174,18 @@ class Rank:
 
     @cached_property
     def line(self) -> str:
-        """Part of the rank covered by the table's digest."""
+        """Line of the rank in the input of the rank table's digest."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
     def is_same_place(self, other: Rank) -> bool:
-        """Returns whether the table of another generation has the same entry."""
+        """Returns whether the entry `other` from the table of another generation equals this
+        one."""
         return self is other or self.line == other.line
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankChange:
-    """Difference between the ranks of a generation and those of an older one:
+    """Difference between the ranks of a generation and the ranks of an older one:
     shoal.v1.RankChange."""
 
     since: int
@@ -192,32 +193,32 @@ class RankChange:
     removed: tuple[int, ...]
     """Removed ranks of the older generation, ascending."""
     added: tuple[int, ...]
-    """Added ranks of the newer generation, ascending. The others keep their order."""
+    """Added ranks of the newer generation, ascending. Unchanged ranks keep their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One agreed membership. Written to Redis before it is announced to anyone."""
+    """One agreed membership. A generation is written to Redis before it is announced to anyone."""
 
     number: int
-    """At least 1, and higher than any earlier number in this job."""
+    """Number of the generation, at least 1 and higher than any earlier number in this job."""
     nonce: str
-    """32 hexadecimal digits."""
+    """Random identifier: 32 hexadecimal digits."""
     cause: Cause
     ranks: tuple[Rank, ...]
-    """min_workers (after the first generation, min_survivors) to max_workers ranks, with distinct
-    members; the ranks of one host are adjacent."""
+    """Ranks of the generation, with distinct members; the ranks of one host are adjacent. There are
+    min_workers (after the first generation, min_survivors) to max_workers ranks."""
     interrupts_below: int
     """Members that work in a generation below this number leave it at once. Never decreases, since
     a member may miss generations in between."""
     created_unix_ms: int
     change: RankChange | None = None
-    """Difference from the ranks of the previous generation; None if there was none, or if the
-    difference is too large to be worth sending."""
+    """Difference from the ranks of the previous generation. None if there was no previous
+    generation, or if the difference is too large to be worth sending."""
     written: tuple[int, ...] | None = ()
     """Generations, including this one, that are stored as changes since the last full table. Empty:
-    this generation's full table is stored. None: it is stored in a form that no change can follow.
-    """
+    the full table of this generation is stored. None: the table is stored in a form that no change
+    can follow."""
 
     @cached_property
     def table_digest(self) -> bytes:
@@ -231,7 +232,7 @@ class Generation:
 
 
 class ServerRole(enum.StrEnum):
-    """Values of shoal.v1.ServerRole, documented there."""
+    """Role of a parameter server: values of shoal.v1.ServerRole."""
 
     PRIMARY = "primary"
     BACKUP = "backup"
@@ -239,37 +240,37 @@ class ServerRole(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One parameter server: the primary of a place or its backup."""
+    """One parameter server: the primary of a place, or its backup."""
 
     server_id: str
     index: int
     """Place of the server (server_index), >= 0. Places drained for good leave gaps. Each place has
     one primary and, if the job has backups, at most one backup."""
     address: str
-    """Empty until it accepts calls."""
+    """Address of the server; empty until it accepts calls."""
     metrics_address: str
     host: str
     pid: int
     alive: bool
     incarnation: str = ""
-    """Distinguishes the process from a later one in its place, which has the same host and pid in a
-    container."""
+    """Identity of the process, which distinguishes it from a later process in its place. In a
+    container both have the same host and pid."""
     role: ServerRole = ServerRole.PRIMARY
     epoch: int = 1
     """The shoal.v1.ServerPlace.epoch of a primary's place; meaningless for a backup."""
     in_sync: bool = False
-    """For a live backup: the primary acknowledges nothing that the backup does not have, and the
-    backup takes over if the primary is lost."""
+    """True if the primary acknowledges nothing that this live backup does not have. The backup then
+    takes over if the primary is lost."""
 
     @property
     def serves(self) -> bool:
-        """True if workers can use it."""
+        """True if workers can use the server."""
         return self.alive and self.role is ServerRole.PRIMARY and bool(self.address)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Partitions that one server hands over to another: shoal.v1.MovePartitions
+    """Hand-over of partitions from one server to another: shoal.v1.MovePartitions
     (docs/explanation/parameter-servers.md#moving-partitions)."""
 
     number: int
@@ -278,9 +279,9 @@ class Move:
     giver: int
     """Index of the place that owns the partitions."""
     giver_incarnation: str
-    """Process in that place that hands them over. If it dies, data already sent may still arrive
-    late, so its successor must repeat the move under another number unless the partitions have
-    already left."""
+    """Process in the giver's place that hands the partitions over. If it dies, data already sent
+    may still arrive late. Its successor must therefore repeat the move under another number unless
+    the partitions have already left."""
     receiver: int
     """Index of the place that will own the partitions."""
 
@@ -291,7 +292,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Drained:
-    """Process of a server whose place was drained. It may not have been told to exit yet."""
+    """Server process whose place was drained. It may not have been told to exit yet."""
 
     incarnation: str
     index: int
@@ -307,10 +308,10 @@ class Moves:
     settled: int = 0
     """Number of the newest settled move; 0 if there was none. Never decreases."""
     under_way: Move | None = None
-    """The only move in progress; its number is `settled` + 1."""
+    """The only move in progress, with the number `settled` + 1."""
     draining: Mapping[int, str] = field(default_factory=dict)
-    """Index of a place that gives away everything -> why, for people. Removed once all servers of
-    the place have ended."""
+    """Index of a place that gives away all its partitions -> reason, for people. The entry is
+    removed once all servers of the place have ended."""
     drained: Mapping[str, Drained] = field(default_factory=dict)
     """Server id -> its last drained process, in the order of draining, up to
     Policy.most_drained."""
@@ -318,19 +319,19 @@ class Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedServer:
-    """Process blamed for the last failed move to or from its place."""
+    """Server process that is blamed for the last failed move to or from its place."""
 
     incarnation: str
-    """Identifies the process; another process in its place has not failed."""
+    """Identity of the failed process; another process in its place has not failed."""
     failures: int
     """Number of consecutive failed moves; at least one."""
     until_ms: int
-    """Earliest time at which it may take part in a move again."""
+    """Earliest time at which the process may take part in a move again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """Report of one member on a failed collective."""
+    """Report of one member about a failed collective."""
 
     suspects: frozenset[str]
     timed_out: bool
@@ -338,38 +339,38 @@ class FailureReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A failed collective without an explanation so far."""
+    """A failed collective for which no explanation is known yet."""
 
     generation: int
     opened_ms: int
     due_ms: int
-    """Time at which to decide about it."""
+    """Time at which a decision about the incident is due."""
     reports: Mapping[str, FailureReport]
     """Member id -> its report; at least one."""
 
 
 def populate(members: Mapping[str, Member]) -> Mapping[MemberPhase, int]:
-    """Returns JobState.population of these members."""
+    """Returns the value of JobState.population for these members."""
     return Counter(member.phase for member in members.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Members know of generations lost by Redis; they continue in the newest of them until all are
-    back."""
+    """Recovery of generations that Redis has lost. Members that know such generations continue in
+    the newest one until all have returned."""
 
     FOUND: ClassVar[int] = -1
     """`until_ms` of a recovery that was under way when the coordinator was restarted."""
 
     known: int
-    """Newest generation that Redis had kept."""
+    """Newest generation that Redis has kept."""
     newest: int
     """Newest generation known to a member."""
     world_size: int
-    """Number of ranks; 0 if unknown."""
+    """Number of ranks in the newest lost generation; 0 if unknown."""
     until_ms: int | None
-    """Latest time at which a generation is written with the members that have returned. None: it
-    was written."""
+    """Latest time at which a generation is written with the members that have returned. None: the
+    generation has been written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,7 +391,7 @@ class Straggler:
     found_ms: int
     seen_ms: int
     is_named: bool
-    """True if it has slowed them down for long enough to be named."""
+    """True if the member has slowed the others down for long enough to be named."""
 
 
 Pair = tuple[str, str]
@@ -403,12 +404,12 @@ class JobState:
 
     spec: JobSpec
     run: RunId = RunId()
-    """The newest run. All other fields belong to it, except for `number`."""
+    """The newest run. All other fields belong to this run, except for `number`."""
     run_above: int = 0
-    """Newest generation of the previous runs; the run's generations have higher numbers."""
+    """Newest generation of the previous runs. The generations of this run have higher numbers."""
     run_aliases: tuple[RunId, ...] = ()
-    """Runs whose participants belong to `run`: they began after Redis had lost it and before its
-    members were back."""
+    """Runs whose participants belong to `run`. These runs began after Redis had lost `run` and
+    before its members returned."""
     past_runs: tuple[PastRun, ...] = ()
     """The newest past runs, up to Policy.most_past_runs, oldest first."""
     phase: JobPhase = JobPhase.WAITING
@@ -420,13 +421,13 @@ class JobState:
     members: Mapping[str, Member] = field(default_factory=dict)
     """Live members; disjoint from `departed`."""
     departed: Mapping[str, Departure] = field(default_factory=dict)
-    """Former members by id, in the order in which they ended. These ids are never reused."""
+    """Former members by id, in the order in which they left. Their ids are never reused."""
     servers: Mapping[str, Server] = field(default_factory=dict)
     layout: ShardLayout | None = None
-    """Partitions of the declared tensors and their owners. Once set, only owners change, together
-    with its epoch."""
+    """Partitions of the declared tensors and their owners. Once the layout is set, only its owners
+    change, together with its epoch."""
     moves: Moves = field(default_factory=Moves)
-    """Empty before there is a layout."""
+    """State of moves of partitions; empty before there is a layout."""
     loaders: Mapping[str, Loader] = field(default_factory=dict)
     last_order: int = 0
     """Highest Member.ready_order assigned so far."""
@@ -439,8 +440,8 @@ class JobState:
     ended_unix_ms: int = 0
     """Time at which the run ended; 0 unless the phase is FINISHED."""
     departing: bool = False
-    """True if a ranked member has left at the common last step boundary: no further generation is
-    formed."""
+    """True if a ranked member has left at the last step boundary of all members. No further
+    generation is formed."""
 
     population: Mapping[MemberPhase, int] = field(default_factory=dict)
     """Derived, not written: number of `members` in each phase; phases without members may be
@@ -463,9 +464,9 @@ class JobState:
     kept_out_until_ms: Mapping[str, int] = field(default_factory=dict)
     """In memory only. Earliest time at which each QUARANTINED member may return."""
     standby_text: str | None = None
-    """In memory only. Reason for the wait last sent to the ready members."""
+    """In memory only. Reason for the wait last sent to the ready members; None if none was sent."""
     standby_sent_ms: int | None = None
-    """In memory only. Time at which all of them last received it."""
+    """In memory only. Time at which all ready members last received the reason for the wait."""
     looked_ms: int | None = None
     """In memory only. Time of the last check for stalled steps."""
     look_at_moves_ms: int | None = 0
@@ -493,7 +494,7 @@ class JobState:
 
     @property
     def waits_for(self) -> str:
-        """Text that says what training waits for and why; empty if no wait is known."""
+        """Description for people of what training waits for and why; empty if no wait is known."""
         if self.stall is not None:
             return self.stall.text
         if (

@@ -2,5 +2,6 @@
 
 - `servers`: servers register, fail and are replaced by backups. `places`: each place
   has a share of the tensors, a primary and possibly a backup.
-- `rebalancing`: a plan of partitions for the present servers. `moves`: moves partitions by it.
+- `rebalancing`: plans which partitions to move between the present servers. `moves`: carries out
+  the plans.
 """

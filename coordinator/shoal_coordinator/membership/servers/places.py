@@ -1,5 +1,5 @@
-"""Places of a job's parameter servers. Each has a share of the tensors, a primary and possibly a
-backup. Looks up the servers of a place and notifies them."""
+"""Looks up and notifies the servers of a place. Each place has a share of the tensors, a primary
+and possibly a backup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from shoal_coordinator.membership.model.state import Server, ServerRole
 
 
 def of_place(draft: Draft, index: int, role: ServerRole) -> Server | None:
-    """Returns the primary or the backup of a place, or None."""
+    """Returns the server with `role` in a place, i.e. its primary or its backup; None if there is
+    none."""
     return next(
         (
             server
@@ -33,8 +34,8 @@ def primaries(draft: Draft) -> dict[int, Server]:
 
 
 def holds_something(draft: Draft, index: int) -> bool:
-    """Returns whether a place holds partitions or may hold some, because it owns them or takes part
-    in the current move."""
+    """Returns whether a place owns partitions or takes part in the current move, so that it holds
+    partitions or may hold some."""
     if draft.layout is None:
         return False
     move = draft.moves.under_way
@@ -42,15 +43,15 @@ def holds_something(draft: Draft, index: int) -> bool:
 
 
 def next_epoch(draft: Draft, index: int) -> None:
-    """Begins the place's next epoch, which invalidates its primary's reports about the previous
-    one."""
+    """Begins the next epoch of a place, which invalidates its primary's reports about the previous
+    epoch."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
     assert primary is not None, "a place with a backup has a primary until the backup is promoted"
     draft.put_server(replace(primary, epoch=primary.epoch + 1))
 
 
 def tell_place(draft: Draft, index: int) -> None:
-    """Sends both servers of a place their role, if connected, and the primary the state of
+    """Sends the connected servers of a place their roles, and the primary also the state of
     moves."""
     primary, backup = (
         of_place(draft, index, ServerRole.PRIMARY),
@@ -74,7 +75,7 @@ def tell_place(draft: Draft, index: int) -> None:
 
 
 def tell_settled(draft: Draft, primary: Server) -> None:
-    """Sends a connected primary the number of the last settled move."""
+    """Sends the number of the last settled move to a primary, if it is connected."""
     if draft.layout is not None and primary.alive:
         draft.effects.append(
             SendSettled(
@@ -90,7 +91,7 @@ def tell_all_settled(draft: Draft) -> None:
 
 
 def tell_move(draft: Draft, primary: Server) -> None:
-    """Sends the current move to a connected primary if it is the giver."""
+    """Sends the current move to a primary, if it is connected and is the giver."""
     move = draft.moves.under_way
     if move is None or move.giver != primary.index or not primary.alive:
         return

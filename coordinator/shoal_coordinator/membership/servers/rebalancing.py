@@ -1,5 +1,5 @@
-"""Chooses the partitions to move next so that servers converge to equal shares. Knows nothing of
-sessions or of the current move."""
+"""Chooses the partitions to move next so that servers converge to equal shares. The module is
+independent of sessions and of the current move."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final
 from shoal_coordinator.membership.model.shards import SMALLEST_FULL_BYTES, ShardLayout
 
 MOST_BYTES: Final = 32 << 20
-"""Maximum bytes of values in one move, for which workers wait: this much is copied, written and
-switched over in a fraction of half a second. A small partition counts as SMALLEST_FULL_BYTES, which
-reflects its cost."""
+"""Maximum number of bytes of values in one move. Workers wait for a move, and this much is copied,
+written and switched over in a fraction of half a second. A small partition counts as
+SMALLEST_FULL_BYTES, which reflects its cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,27 +20,26 @@ class Plan:
     """Partitions to move from one place to another."""
 
     partitions: tuple[int, ...]
-    """Ids, ascending."""
+    """Ids of the partitions, ascending."""
     giver: int
     receiver: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """Either all trained or all frozen partitions: each kind is spread separately, as in
-    `lay_out`."""
+    """All trained or all frozen partitions. Each kind is spread separately, as in `lay_out`."""
 
     sizes: tuple[int, ...]
     """Bytes of each partition's values, by partition id."""
     held: dict[int, list[int]]
-    """Owner -> ids of this kind, largest first."""
+    """Index of the owner -> ids of its partitions of this kind, largest first."""
 
     def load(self, index: int) -> int:
-        """Returns the bytes of a server's share."""
+        """Returns the bytes of a server's partitions of this kind."""
         return sum(self.sizes[partition] for partition in self.held.get(index, ()))
 
     def largest(self) -> int:
-        """Returns the bytes of the largest partition."""
+        """Returns the bytes of the largest partition of this kind."""
         return max((self.sizes[ids[0]] for ids in self.held.values()), default=0)
 
 
@@ -51,12 +50,12 @@ def next_move(
     receivers: Collection[int],
     draining: Collection[int],
 ) -> Plan | None:
-    """Returns the next move towards equal shares, or None if there is none.
+    """Returns the next move towards equal shares; None if no move is needed.
 
     Draining servers give away everything, each partition to the server with the least load at that
-    point. Among the others, the fullest gives to the emptiest if the difference exceeds the bytes
-    of one partition of that kind. Each move therefore shrinks the differences, and the sequence of
-    moves ends.
+    point. Of the other servers, the fullest gives to the emptiest if the difference exceeds the
+    bytes of one partition of that kind. Each move therefore reduces the differences, and the
+    sequence of moves ends.
 
     Args:
         givers: indices of the servers that can hand partitions over.
@@ -88,7 +87,8 @@ def _kind(layout: ShardLayout, *, frozen: bool) -> _Kind:
 
 
 def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
-    """Returns the first part of a draining server's partitions that goes to one of the others."""
+    """Plans the first move of a draining server: the partitions that go to one of the other
+    servers."""
     loads = {index: kind.load(index) for index in receivers}
     first = min(receivers, key=lambda index: (loads[index], index))
     to_first: list[int] = []
@@ -101,8 +101,8 @@ def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
 
 
 def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | None:
-    """Plans a move from the fullest place to the emptiest. Neither crosses the mean if partitions
-    are small enough."""
+    """Plans a move from the fullest place to the emptiest; None if they differ too little. Neither
+    place crosses the mean if partitions are small enough."""
     loads = {index: kind.load(index) for index in {*givers, *receivers}}
     if not givers or not receivers:
         return None
@@ -116,14 +116,14 @@ def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | 
         kind, kind.held[fullest], min(loads[fullest] - mean, mean - loads[emptiest])
     )
     if not partitions:
-        # the smallest one carries a place past the mean but narrows the gap, being smaller than the
-        # gap
+        # Moving the smallest one takes one of the two places past the mean, but still narrows the
+        # gap between them, being smaller than it.
         partitions = (kind.held[fullest][-1],)
     return Plan(partitions=partitions, giver=fullest, receiver=emptiest)
 
 
 def _at_once(kind: _Kind, partitions: list[int], most_bytes: int) -> tuple[int, ...]:
-    """Selects as many of these as fit in one move, with at most `most_bytes` of values."""
+    """Selects as many of `partitions` as fit in one move, with at most `most_bytes` of values."""
     chosen: list[int] = []
     cost = 0
     for partition in partitions:

@@ -1,10 +1,10 @@
 """Parameter servers: assigns primaries and backups to places, and lays out a model's tensors over
 the places.
 
-A place has an epoch, stored in its primary's record. It increases when the primary changes and when
-a backup arrives, is lost or is dropped. A backup is in sync from the moment its primary says so
-until it is lost or the primary reports otherwise. Meanwhile the primary acknowledges nothing that
-the backup does not have, so that the backup can take over at any moment
+A place has an epoch, stored in its primary's record. The epoch increases when the primary changes
+and when a backup arrives, is lost or is dropped. A backup is in sync from the moment its primary
+reports this until the backup is lost or the primary reports otherwise. Meanwhile the primary
+acknowledges nothing that the backup does not have, so that the backup can take over at any moment
 (docs/explanation/parameter-servers.md#backups).
 """
 
@@ -49,15 +49,15 @@ from shoal_coordinator.membership.servers.places import (
 
 @dataclass(frozen=True, kw_only=True)
 class Registered:
-    """Outcome of ServerRegistered."""
+    """Outcome of a ServerRegistered event."""
 
     index: int
     """Place (server_index) of the server; for a drained process, its former place."""
 
 
 def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
-    """Handles a server's new session: a new server takes the lowest free place, a known one keeps
-    its own. A drained process is told to exit."""
+    """Registers a server that has opened a session: a new server takes the lowest free place, and a
+    known one keeps its place. A drained process is told to exit."""
     if draft.spec.max_parameter_servers == 0:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers "
@@ -95,7 +95,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
             reason=Refusal.SERVER_CONFLICT,
         )
     if known is not None and known.alive and known.incarnation != event.incarnation:
-        # and was restarted at once
+        # restarted before its loss was noticed
         server_lost(draft, ServerLost(server_id=known.server_id, ending=Ending.STREAM_BROKEN))
         known = draft.servers.get(event.server_id)
     server = replace(
@@ -121,7 +121,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
             next_epoch(draft, server.index)
     primary = of_place(draft, server.index, ServerRole.PRIMARY)
     if primary is not None and not primary.alive:
-        _promote(draft, primary)  # before there is a layout
+        _promote(draft, primary)  # possible before there is a shard map
     draft.look_at_moves_ms = draft.now.ms
     training = _training(draft)
     draft.effects.append(
@@ -137,9 +137,9 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
 
 
 def _raise_number(draft: Draft, event: ServerRegistered) -> None:
-    """Skips the numbers of generations that a server knows and Redis has lost: the server would
-    otherwise mistake members of a new generation for those of an old one. A server knows no
-    generations of another run."""
+    """Skips the numbers of generations that a server knows and Redis has lost. The server would
+    otherwise mistake members of a new generation for members of an old one. Servers of another run
+    know no such generations."""
     lost = event.generation - draft.number
     if not 0 < lost <= draft.policy.most_lost_generations:
         return
@@ -155,8 +155,8 @@ def _raise_number(draft: Draft, event: ServerRegistered) -> None:
 
 
 def server_lost(draft: Draft, event: ServerLost) -> None:
-    """Handles the end of a server's stream or lease. A backup that has everything acknowledged
-    takes over the primary's place; otherwise the place stays reserved for the server, unless it
+    """Records that a server's stream or lease has ended. A backup that has everything acknowledged
+    takes over the primary's place. Otherwise the place stays reserved for the server, unless it
     holds no tensors yet."""
     server = draft.servers.get(event.server_id)
     if server is None or not server.alive:
@@ -183,8 +183,8 @@ def server_lost(draft: Draft, event: ServerLost) -> None:
 
 
 def backup_reported(draft: Draft, event: BackupReported) -> None:
-    """Handles a primary's report on its backup. Ignores reports about an older epoch and from a
-    former primary."""
+    """Records a primary's report on its backup. Ignores reports about an older epoch and reports of
+    a former primary."""
     primary = draft.servers.get(event.server_id)
     if (
         primary is None
@@ -213,7 +213,8 @@ def backup_reported(draft: Draft, event: BackupReported) -> None:
 
 
 def _promote(draft: Draft, lost: Server) -> None:
-    """Promotes the backup of a lost primary if possible; the lost server becomes its backup."""
+    """Promotes the backup of a lost primary if possible. The lost server becomes the backup of the
+    promoted one."""
     backup = of_place(draft, lost.index, ServerRole.BACKUP)
     if backup is None or not backup.alive or not (backup.in_sync or draft.layout is None):
         return
@@ -229,15 +230,15 @@ def _promote(draft: Draft, lost: Server) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServersAwaited:
-    """Outcome of TensorsDeclared while servers are missing: the worker should retry."""
+    """Outcome of a TensorsDeclared event while servers are missing. The worker should retry."""
 
     registered: int
     wanted: int
 
 
 def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | ServersAwaited:
-    """Handles a worker's declaration of its model: the first one fixes the layout, and later ones
-    get the same."""
+    """Records a worker's declaration of its model. The first declaration fixes the layout, and
+    later ones return the same layout."""
     if draft.layout is not None:
         if draft.layout.tensors != event.tensors:
             raise PreconditionError(
@@ -279,8 +280,8 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | Serv
 
 
 def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
-    """Raises UnavailableError unless every place has an address. A backup that has just been
-    promoted has yet to report its own."""
+    """Raises UnavailableError unless the primary of every place has an address. A backup that has
+    just been promoted has not reported its address yet."""
     for index in layout.shares:
         primary = of_place(draft, index, ServerRole.PRIMARY)
         if primary is None or not primary.address:
@@ -292,8 +293,9 @@ def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
 
 
 def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
-    """Returns the place of a new server: the first without a primary; in a job with backups, the
-    first without a backup; otherwise an additional one if the job may have more."""
+    """Returns the record of a new server in its place. It takes the first place without a primary;
+    in a job with backups, the first place without a backup; otherwise an additional place if the
+    job may have more."""
     places = primaries(draft)
     if draft.layout is None and event.held_index is not None and event.held_index not in places:
         return _placed(event, event.held_index)  # Redis has lost the job, and the server has not
@@ -305,13 +307,14 @@ def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
         if primary is None:
             return _placed(event, index)
         if not primary.alive and not holds_something(draft, index):
-            draft.remove_server(primary.server_id)  # nothing is stored with it
+            draft.remove_server(primary.server_id)  # it holds no partitions
             return replace(_placed(event, index), epoch=primary.epoch + 1)
     for index in staying if draft.spec.parameter_server_backups else ():
         backup = of_place(draft, index, ServerRole.BACKUP)
         if backup is None or not backup.alive:
             if backup is not None:
-                draft.remove_server(backup.server_id)  # what it has does not count
+                # the new backup gets everything from the primary
+                draft.remove_server(backup.server_id)
             return _placed(event, index, ServerRole.BACKUP)
     if len(staying) < draft.spec.max_parameter_servers:
         return _placed(
@@ -343,7 +346,8 @@ def _placed(event: ServerRegistered, index: int, role: ServerRole = ServerRole.P
 
 
 def _training(draft: Draft) -> tuple[str, ...]:
-    """Returns the members that train in the newest generation; none while the job waits."""
+    """Returns the ids of the members that train in the newest generation; none while the job
+    waits."""
     if draft.generation is None or draft.phase is JobPhase.WAITING:
         return ()
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)

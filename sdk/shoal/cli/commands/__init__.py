@@ -1,1 +1,1 @@
-"""The commands of `shoal`, one module each; imported when they are called."""
+"""Commands of `shoal`, one module each, imported when the command is called."""

@@ -1,4 +1,4 @@
-"""`shoal certs`: certificates for a cluster without an authority of its own."""
+"""`shoal certs`: creates certificates for a cluster without an authority of its own."""
 
 from __future__ import annotations
 

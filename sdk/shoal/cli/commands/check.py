@@ -1,4 +1,4 @@
-"""`shoal check`: lines of a script that are wrong or wasteful in an elastic run."""
+"""`shoal check`: lists lines of a script that are wrong or wasteful in an elastic run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check(
         list[Path], typer.Argument(metavar="SCRIPT.py...", help="Scripts.", show_default=False)
     ],
 ) -> None:
-    """List lines of a script that are wrong or wasteful in an elastic run, and what to write.
+    """List lines of a script that are wrong or wasteful in an elastic run, with a remedy for each.
 
     The script is read, not run. The status is 0 if nothing was found, 1 otherwise. `# shoal:
     ignore` at the end of a line excludes it.

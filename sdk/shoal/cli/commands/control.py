@@ -1,5 +1,5 @@
-"""`shoal kill`, `shoal drain` and `shoal stop`: ending a rank or a parameter server by force
-or by request, and a whole job."""
+"""`shoal kill`, `shoal drain` and `shoal stop`: end a rank or a parameter server by force or on
+request, or stop a whole job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal events`: the events of a job."""
+"""`shoal events`: shows the events of a job."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def events(
 
     def show(event: Event) -> None:
         if as_json:
-            # a command speaks to its person
+            # the command's output
             print(json.dumps(event_json(event)), flush=True)  # noqa: T201
         else:
             console.print(event_line(event), soft_wrap=True)

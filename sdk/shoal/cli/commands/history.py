@@ -1,4 +1,4 @@
-"""`shoal history`: past runs, one of them, or two side by side."""
+"""`shoal history`: lists past runs, shows one of them, or compares two."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _draw(kept: History, name: str, file: Path) -> None:
 
 
 def print_run(run: RecordedRun) -> None:
-    """Prints one run."""
+    """Prints one run of the history with its account."""
     from rich.console import Console
 
     from shoal.cli.terminal.past import run_view

@@ -1,4 +1,4 @@
-"""`shoal init`: writes a training script to begin with, or an elastic copy of a plain one."""
+"""`shoal init`: writes a starter training script, or an elastic copy of a plain one."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def init(
         bool, typer.Option("--force", help="Overwrite the file if it exists.")
     ] = False,
 ) -> None:
-    """Write a training script to begin with, and show the command that runs it.
+    """Write a starter training script, and show the command that runs it.
 
-    With --from, the script is read, not run. Its training loop is converted if that is certain to
-    be right; comments that start with "shoal:" name what remains. The changes are shown as a diff.
+    With --from, the given script is read, not run. Its training loop is converted if the result is
+    certain to be right; comments that start with "shoal:" name the remaining work. The changes are
+    shown as a diff.
     """
     default = plain.with_name(f"{plain.stem}_elastic.py") if plain else Path("train.py")
     if script is None:

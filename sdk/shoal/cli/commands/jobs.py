@@ -1,4 +1,4 @@
-"""`shoal jobs`: the list of jobs."""
+"""`shoal jobs`: lists jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal logs`: the output of a job."""
+"""`shoal logs`: shows the output of a job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logs(
         ),
     ] = False,
 ) -> None:
-    """Show what a run on this machine has printed.
+    """Show the output of a run on this machine.
 
     By default that of the run started last. --follow works for runs of `shoal submit` and
     shoal.Client.
@@ -53,8 +53,8 @@ def logs(
 
 
 def _kept(run: str | None, job: str | None) -> RecordedRun | None:
-    """Returns the run of the history whose output is asked for; None if it is that of the last
-    submission (of the job), whose output can be followed."""
+    """Returns the run of the history whose output is requested. Returns None if it is the run of
+    the last submission (of the job), whose output can be followed."""
     from shoal.launcher.report.history import History
     from shoal.launcher.run.submissions import Submissions
 

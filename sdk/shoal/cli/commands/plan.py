@@ -1,4 +1,4 @@
-"""`shoal plan`: the cost of a model under each strategy, before anything is started."""
+"""`shoal plan`: estimates the cost of a model under each strategy without starting anything."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def plan(
 
 
 def _made(subject: str) -> tuple[nn.Module, Any, Any]:
-    """Calls the function on the meta device; if that fails, without it."""
+    """Calls the function that creates the model on the meta device; if that fails, without the meta
+    device."""
     import torch
 
     function = _function(subject)
@@ -176,7 +177,7 @@ def _module(subject: str, name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, and what it imports is not
+            raise  # the module exists, but one that it imports does not
         raise ConfigurationError(
             f"MODULE:FUNCTION={subject!r}: module {name!r} is neither in {Path.cwd()} nor "
             "installed; pass its path with .py, or run the command where it can be imported"

@@ -1,4 +1,4 @@
-"""`shoal run`: converts torchrun's flags to the settings of a run."""
+"""`shoal run`: converts torchrun's flags to the settings of a run, and runs it."""
 
 from __future__ import annotations
 
@@ -314,8 +314,8 @@ def run(
 
 
 def _rendezvous(configuration: str) -> dict[str, Any]:
-    """Converts the supported parts of --rdzv-conf to fields of RunSettings; torchrun's other parts
-    configure its own backends."""
+    """Converts the supported parts of --rdzv-conf to fields of RunSettings. Ignores torchrun's
+    other parts, which configure its own backends."""
     fields = {"last_call_timeout": "join_grace", "join_timeout": "join_timeout"}
     found = {}
     for setting in filter(None, configuration.split(",")):

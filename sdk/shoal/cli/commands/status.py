@@ -1,4 +1,4 @@
-"""`shoal status`: the members of a job and their progress."""
+"""`shoal status`: shows the members of a job and their progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal submit`: `shoal run` in the background."""
+"""`shoal submit`: starts `shoal run` in the background."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.cli.options import Coordinator, Job
 
 
 def submit(context: typer.Context, coordinator: Coordinator = None, job: Job = None) -> None:
-    """Start `shoal run` in the background, with the flags and the script that follow.
+    """Start `shoal run` in the background, with the given flags and script.
 
     It continues after this terminal is closed. `shoal logs` shows its output, and `shoal jobs`
     whether it has ended.

@@ -1,4 +1,4 @@
-"""`shoal top`: live view of a job on the full terminal, or one plain frame."""
+"""`shoal top`: shows a live view of a job on the full terminal, or prints one plain frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal up`: a run on this machine under a live table."""
+"""`shoal up`: runs a script on this machine under a live table."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def up(
 ) -> None:
     """Run a script on a local cluster, under a live table.
 
-    The cluster (embedded Valkey, coordinator, servers, workers) is gone when the script ends.
-    Without a terminal, as `shoal run`.
+    The cluster (embedded Valkey, coordinator, servers, workers) ends with the script. Without a
+    terminal, the command works like `shoal run`.
     """
     from shoal.cli.terminal.console import run_to_exit
     from shoal.launcher.clusters.jobs import new_job_id

@@ -1,4 +1,4 @@
-"""Runs an agent on this terminal: output, notes, table and exit status."""
+"""Runs an agent on this terminal, with its output, notes, table and exit status."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ Note = Callable[[str], None]
 
 
 class RunExit(SystemExit):
-    """End of a run. `summary`: the failed workers, for people; empty if none failed."""
+    """End of a run. `summary`: description of the failed workers, for people; empty if none
+    failed."""
 
     def __init__(self, result: RunResult, summary: str) -> None:
         super().__init__(result.exit_code)
@@ -46,14 +47,14 @@ class RunExit(SystemExit):
 
 
 def tell(text: str) -> None:
-    """Prints a message of the launcher itself, before anything runs."""
-    # a command speaks to its person
+    """Prints a message of the launcher itself, before any worker is started."""
+    # a message to the user
     print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
-    """Runs, and exits with the run's status. `live`: under a table if standard output is a
-    terminal."""
+    """Runs the agent and exits with the run's status. `live`: True to show a table if standard
+    output is a terminal."""
     if settings.workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         tell("OMP_NUM_THREADS is not set, so each worker uses 1 thread; set it to suit your script")
     try:
@@ -64,7 +65,7 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
 
 def _check_record_directory(directory: Path) -> None:
     """Creates the directory before any worker starts. Raises ConfigurationError if workers could
-    not write into it."""
+    not write to the directory."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -151,7 +152,7 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
 
 
 def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:
-    """Prints the run's figures, even if it failed."""
+    """Prints the run's figures, even if the run failed."""
     for line in figures_lines(figures):
         note(line)
     if settings.plot is None:
@@ -170,8 +171,8 @@ def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> Non
 
 
 def _leave(error: TerminalStuckError) -> NoReturn:
-    """Exits after everything that was started has ended. Writes nothing more to this terminal, not
-    even buffered output that the interpreter would flush."""
+    """Exits after all started processes have ended. Writes nothing more to this terminal, not even
+    buffered output that the interpreter would flush."""
     if not Stream.ERR.is_terminal and select.select([], [Stream.ERR], [], 0)[1]:
         os.write(Stream.ERR, f"shoal: {error}\n".encode())
     os._exit(1)
@@ -188,7 +189,7 @@ def _site(settings: RunSettings, note: Note) -> Site:
 
 
 def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> str:
-    """Prints the result and returns the printed summary."""
+    """Prints the result and returns the printed summary of failures."""
     summary = ""
     if result.failures:
         summary = failure_summary(settings.program, result.failures, result.survived)

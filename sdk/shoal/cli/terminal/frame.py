@@ -22,10 +22,10 @@ _EVENTS_PLAIN: Final = 10
 
 
 class Frames:
-    """Takes one frame after another; of events it asks only for new ones."""
+    """Creates one frame after another, and requests only new events for each."""
 
     def __init__(self, client: Client, job_id: str, *, full_screen: bool) -> None:
-        """`full_screen`: make frames as high as the terminal."""
+        """`full_screen`: True to make frames as high as the terminal."""
         self._full_screen = full_screen
         self._client = client
         self._job_id = job_id
@@ -35,8 +35,8 @@ class Frames:
         self._seen = ""
 
     def take(self) -> RenderableType:
-        """Returns the newest frame. While the coordinator does not answer, known values stay and
-        are marked as old. Raises ShoalError if nothing is known yet."""
+        """Returns the newest frame. While the coordinator does not answer, the frame shows the last
+        known values, marked as old. Raises ShoalError if nothing is known yet."""
         away: ShoalError | None = None
         try:
             self._job = self._client.job(self._job_id)
@@ -58,7 +58,8 @@ class Frames:
 
 
 class _Frame:
-    """A rich renderable. If it does not fit on the terminal, it drops the older events."""
+    """Renderable of rich for one frame. If it does not fit on the terminal, older events are
+    dropped."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Live table of `shoal up`: the job's state below the workers' scrolling output.
 
-A separate thread polls the coordinator twice a second; the output pump's thread prints the workers'
-lines; rich's lock synchronizes them.
+A separate thread polls the coordinator twice a second, and the output pump's thread prints the
+workers' lines. rich's lock synchronizes the two.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from shoal.launcher.workers.output import Stream, TerminalStuckError, Writer
 
 _INTERVAL_S: Final = 0.5
 _LAST_TABLE_TIMEOUT: Final = timedelta(seconds=20)
-"""Longer than the call to the coordinator that it may have to wait for."""
+"""Maximum wait for the last table. It is longer than the call to the coordinator for which the
+table may have to wait."""
 
 
 class LiveView:
-    """A context manager: shown while it is open."""
+    """Live table on the terminal, shown while the context manager is open."""
 
     def __init__(self, coordinator: str, job_id: str, *, fallback: Writer, progress: bool) -> None:
-        """`fallback`: writes streams that are not terminals. `progress`: show the run's progress
-        below the table once `show` is called."""
+        """`fallback`: writes streams that are not terminals. `progress`: True to show the run's
+        progress below the table once `show` is called."""
         self._coordinator = coordinator
         self._job_id = job_id
         self._fallback = fallback
@@ -42,15 +43,15 @@ class LiveView:
         self._live = Live(
             Text("starting", style="dim"), console=self._console, auto_refresh=False, transient=True
         )
-        """Transient until there is content worth keeping."""
+        """Live display, transient until there is content worth keeping."""
         self._progress = progress
         self._status: Status | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="shoal-live", daemon=True)
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Prints workers' lines above the table; thread-safe. Of lines that overwrite one another
-        (progress bars) only the last is shown, since the table separates them."""
+        """Prints workers' lines above the table; thread-safe. If lines overwrite each other
+        (progress bars), only the last one is shown, since the table separates them."""
         if not stream.is_terminal:
             self._fallback(stream, data)
             return
@@ -62,7 +63,7 @@ class LiveView:
             self._console.print(text, soft_wrap=True)
 
     def show(self, status: Status) -> None:
-        """Shows how far the run is, with the next table. Any thread may call it."""
+        """Shows the progress of the run with the next table. Any thread may call this method."""
         self._status = status
 
     def __enter__(self) -> Self:
@@ -78,7 +79,7 @@ class LiveView:
     ) -> None:
         self._closed.set()
         if isinstance(error, TerminalStuckError):
-            return  # what follows would be stuck as well
+            return  # further output would not get through either
         self._thread.join(_LAST_TABLE_TIMEOUT.total_seconds())
         if self._thread.is_alive():
             raise TerminalStuckError(

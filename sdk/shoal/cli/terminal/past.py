@@ -1,4 +1,5 @@
-"""Presentation of past runs on a terminal and as JSON. Pure, but for the clock's zone."""
+"""Presentation of past runs on a terminal and as JSON. Pure, except that it uses the local time
+zone."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _STYLES: Final = {
 
 
 def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
-    """Returns a table of runs."""
+    """Returns a table of past runs."""
     ends = [run.end for run in runs]
     return FittingTable(
         Column("run", [run.name for run in runs], right=False),
@@ -42,7 +43,8 @@ def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
 
 
 def run_view(run: RecordedRun, now: datetime, account: Sequence[str]) -> RenderableType:
-    """Returns a headline, the run's account (lines for people), its workers, and where more is."""
+    """Returns a view of one run: headline, account, workers, and where to find more. `account`:
+    lines for people."""
     end = run.end
     parts: list[RenderableType] = [_headline(run, now)]
     if end is not None:
@@ -66,7 +68,7 @@ def run_view(run: RecordedRun, now: datetime, account: Sequence[str]) -> Rendera
 
 
 def comparison_view(one: RecordedRun, other: RecordedRun) -> RenderableType:
-    """Returns a table of both runs' results, and one of the settings that differ."""
+    """Returns one table with both runs' results, and one with the settings that differ."""
     results, settings = compare(one, other)
     names = (one.name, other.name)
     parts: list[RenderableType] = [_rows("result", names, results)]
@@ -78,7 +80,7 @@ def comparison_view(one: RecordedRun, other: RecordedRun) -> RenderableType:
 
 
 def finished_line(run: RecordedRun) -> str:
-    """Returns a line that says that this is a past run, and when it ended."""
+    """Returns a line that names a past run and the time at which it ended."""
     if run.end is None:
         return f"run {run.name}: {run.outcome}"
     return (
@@ -96,13 +98,13 @@ def run_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def comparison_json(one: RecordedRun, other: RecordedRun) -> dict[str, Any]:
-    """Returns both runs, and the names of what differs."""
+    """Returns both runs as plain values, and the names of the values that differ."""
     rows = [row.name for part in compare(one, other) for row in part if row.differs]
     return {"runs": [run_json(one), run_json(other)], "differs": rows}
 
 
 def finished_json(run: RecordedRun) -> dict[str, Any]:
-    """Returns an ended run with the names of `shoal status --json`."""
+    """Returns an ended run as plain values, named as in `shoal status --json`."""
     end = run.end
     return {
         "job_id": run.job_id,

@@ -23,13 +23,13 @@ _KINDS: Final = (".png", ".svg")
 _MOST_INTERVALS: Final = 40
 """Maximum number of intervals whose throughput is shown."""
 _STEPS_OF_INTERVAL: Final = 20
-"""Least number of steps of an interval, on average."""
+"""Minimum number of steps per interval, on average."""
 _COLOURS: Final = {"fault": "C3", "join": "C2", "leave": "C1"}
 
 
 def check_plot(file: Path) -> None:
-    """Checks before the run that a plot can be written into `file`. Raises ConfigurationError
-    otherwise."""
+    """Checks before the run that a plot can be written to `file`. Raises ConfigurationError if it
+    cannot."""
     if file.suffix.lower() not in _KINDS:
         raise ConfigurationError(f"--plot {file}: expected a file whose name ends in .png or .svg")
     if not file.absolute().parent.is_dir():
@@ -47,9 +47,9 @@ def check_plot(file: Path) -> None:
 
 
 def draw(figures: RunFigures, file: Path, *, title: str) -> None:
-    """Draws the picture: a panel for the loss, one for each other number that the script reports,
-    and one for the throughput. Each change has the gid `fault-1`, `join-1`, `leave-1`, ... in an
-    SVG. Raises OSError: it cannot be written."""
+    """Draws a run to `file`: a panel for the loss, one for each other number that the script
+    reports, and one for the throughput. In an SVG, each change has the gid `fault-1`, `join-1`,
+    `leave-1`, ... Raises OSError if the file cannot be written."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -93,8 +93,8 @@ def rates(figures: RunFigures) -> list[tuple[float, float]]:
     """Returns (middle, rate) of equal intervals of the run: samples per second, or steps per second
     if the script distributes its samples itself.
 
-    An interval lasts a fortieth of the run, or as long as twenty steps if that is more: in shorter
-    ones the rate would depend on how many steps happen to end in each.
+    An interval lasts a fortieth of the run, or as long as twenty steps if that is more. In shorter
+    intervals the rate would depend on how many steps happen to end in each.
     """
     began, first = (0.0, 0), figures.last_step - figures.steps
     counts = [began] + [
@@ -113,7 +113,7 @@ def rates(figures: RunFigures) -> list[tuple[float, float]]:
 
 
 def _at(counts: list[tuple[float, int]], second: float) -> float:
-    """Returns the count at `second`, between those that are known."""
+    """Returns the count at `second`, interpolated between known counts."""
     place = bisect.bisect_left(counts, second, key=lambda each: each[0])
     if place == 0 or place == len(counts):
         return counts[min(place, len(counts) - 1)][1]
@@ -122,7 +122,8 @@ def _at(counts: list[tuple[float, int]], second: float) -> float:
 
 
 def _shown(figures: RunFigures) -> list[tuple[float, Point]]:
-    """Returns the points by seconds since the first step, without those after the last commit."""
+    """Returns the points, with the seconds since the first step, without points after the last
+    commit."""
     end_ns = figures.began_ns + figures.seconds * 1e9
     whole = sum(point.at_ns < end_ns for point in figures.points) + 1
     return [
@@ -142,7 +143,7 @@ def _line(panel: Any, series: Sequence[tuple[float, float]], name: str) -> None:
 
 
 def _mark(panels: Sequence[Any], figures: RunFigures) -> list[Any]:
-    """Draws the pauses. Returns the legend's entries: one pause per kind, limited to the first
+    """Draws the pauses. Returns the legend's entries: one per kind of pause, limited to the first
     few."""
     named, counted = [], dict.fromkeys(_COLOURS, 0)
     for pause in figures.pauses:

@@ -1,5 +1,5 @@
-"""Progress of a run, on a terminal or in a log: a bar below the workers' output, or a plain line
-now and then."""
+"""Progress of a run on a terminal or in a log: a bar below the workers' output, or occasional plain
+lines."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ERASE: Final = b"\r\x1b[2K"
 
 
 class StatusLine:
-    """Progress of a run as a rich renderable: a bar, if the number of steps is known and the width
-    permits, and the text of `status_text`."""
+    """Progress of a run as a renderable of rich: the text of `status_text`, with a bar if the
+    number of steps is known and the width permits."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -52,7 +52,7 @@ class StatusLine:
 
 
 def status_text(status: Status) -> str:
-    """Returns the status as one line without a line break."""
+    """Returns the progress of a run as one line without a line break."""
     text = f"step {status.steps:,}"
     if status.steps_in_all:
         text += f" of {status.steps_in_all:,} ({min(1.0, status.steps / status.steps_in_all):.0%})"
@@ -64,30 +64,30 @@ def status_text(status: Status) -> str:
 
 
 class PlainLines:
-    """Prints a line every 30 s, for logs."""
+    """Prints the progress as a line every 30 s, for logs."""
 
     def __init__(
         self, note: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`note`: writes a line."""
+        """`note`: function that writes a line."""
         self._note = note
         self._clock = clock
         self._last = clock()
 
     def show(self, status: Status) -> None:
-        """Writes one if it is due."""
+        """Writes a progress line if one is due."""
         if self._clock() >= self._last + _LINE_EVERY_S:
             self._last = self._clock()
             self._note(status_text(status))
 
 
 class BarWriter:
-    """A writer for an output pump that keeps a bar on the terminal's last line. Everything except
-    `show` runs on the pump's thread, so that the bar never splits a worker's line. Of lines that
-    overwrite each other (a worker's own bars) only the last is shown."""
+    """Writer for an output pump that keeps a bar on the terminal's last line. Everything except
+    `show` runs on the pump's thread, so that the bar never splits a worker's line. If lines
+    overwrite each other (a worker's own bars), only the last one is shown."""
 
     def __init__(self, write: Writer) -> None:
-        """`write`: writes the output; standard error is a terminal."""
+        """`write`: function that writes the output. Standard error must be a terminal."""
         self._write = write
         self._pump: OutputPump | None = None
         self._bar = b""
@@ -95,11 +95,11 @@ class BarWriter:
         self._last = 0.0
 
     def on(self, pump: OutputPump) -> None:
-        """Shows the bar by this pump, which writes by `write`."""
+        """Starts to show the bar. `pump`: output pump that uses this writer."""
         self._pump = pump
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Implements `Writer`."""
+        """Writes output above the bar. Implements `Writer`."""
         if not stream.is_terminal:
             self._write(stream, data)
             return
@@ -124,7 +124,7 @@ class BarWriter:
         self._pump.order(draw)
 
     def end(self) -> None:
-        """Takes the bar away, for good."""
+        """Removes the bar permanently."""
 
         def erase() -> None:
             self._erase()
@@ -153,7 +153,7 @@ def _width() -> int:
 
 
 def _bar(status: Status, width: int) -> bytes:
-    """Returns the bar as one line with colours that no terminal wraps."""
+    """Returns the bar as one colored line that no terminal wraps."""
     from rich.console import Console
 
     console = Console(

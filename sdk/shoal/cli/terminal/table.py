@@ -1,5 +1,5 @@
-"""A table that fits the terminal: if it is too narrow for all columns, the least important ones are
-omitted, and no name is truncated."""
+"""Table that fits the terminal: if the terminal is too narrow for all columns, the least important
+ones are omitted, and no name is truncated."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Column:
     name: str
     cells: Sequence[str | Text]
     dispensable: int = 0
-    """0: always shown. Otherwise the column with the largest number is dropped first."""
+    """Order in which columns are dropped: the largest number first. 0: the column is always
+    shown."""
     right: bool = True
-    """Align right, as for numbers."""
+    """True to align the cells right, as for numbers."""
 
     @property
     def width(self) -> int:
@@ -36,14 +37,14 @@ class Column:
 
 
 class FittingTable:
-    """A rich renderable."""
+    """Table as a renderable of rich, without the columns that do not fit."""
 
     def __init__(self, *columns: Column) -> None:
-        """All columns have the same number of cells."""
+        """`columns`: columns with the same number of cells."""
         self._columns = columns
 
     def shown(self, width: int) -> list[Column]:
-        """Returns the columns for a terminal of `width`, in order."""
+        """Returns the columns that fit a terminal of `width`, in order."""
         chosen = list(self._columns)
         while sum(column.width for column in chosen) + _GAP * (len(chosen) - 1) > width:
             least = max(chosen, key=lambda column: column.dispensable)

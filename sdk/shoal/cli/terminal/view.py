@@ -43,7 +43,7 @@ _MOST_PAST_RUNS: Final = 5
 
 
 def job_view(job: Job) -> RenderableType:
-    """Returns a headline and tables of members and servers."""
+    """Returns a view of a job: a headline, and tables of members and servers."""
     parts: list[RenderableType] = [_headline(job)]
     if (progress := _progress(job)) is not None:
         parts.append(Text(progress))
@@ -71,7 +71,8 @@ def job_view(job: Job) -> RenderableType:
 
 
 def jobs_view(jobs: Sequence[JobSummary], *, shown: str | None = None) -> RenderableType:
-    """Returns a table of jobs; the one that is `shown` below it is marked."""
+    """Returns a table of jobs. `shown`: id of the job that is displayed below the table and
+    therefore marked."""
     return FittingTable(
         Column(
             "job",
@@ -96,7 +97,7 @@ def _ended(result: Result | None) -> Text:
 
 
 def event_line(event: Event) -> Text:
-    """Returns one line: time, kind, subject, and further attributes."""
+    """Returns an event as one line: time, kind, subject, and further attributes."""
     parts = [f" {name}={_quoted(value)}" for name, value in event.attributes.items() if value]
     line = Text(_clock(event.at), style="dim")
     line.append(f"  {event.kind}", style="not dim bold")
@@ -129,7 +130,8 @@ def _headline(job: Job) -> Text:
 
 
 def _stopped_at(job: Job) -> str:
-    """Returns the step at which a run ended before its end; empty if unknown, or it completed."""
+    """Returns a text with the step at which a run ended early; empty if the step is unknown or the
+    run completed."""
     if job.ending is JobEnding.COMPLETED or not job.steps:
         return ""
     total = f" of {job.steps_in_all:,}" if job.steps_in_all is not None else ""
@@ -137,7 +139,8 @@ def _stopped_at(job: Job) -> str:
 
 
 def _progress(job: Job) -> str | None:
-    """Returns the step of the run, its end and the remaining time; None if the end is unknown."""
+    """Returns a line with the current step, the total and the remaining time; None if the total is
+    unknown."""
     ranked = [member for member in job.members if member.rank is not None]
     newest = max(ranked, key=lambda member: member.step, default=None)
     if newest is None or newest.steps_in_all is None or job.phase is JobPhase.FINISHED:
@@ -223,7 +226,7 @@ def _member_table(job: Job) -> FittingTable:
 
 
 def _metric_names(members: Sequence[Member]) -> list[str]:
-    """Returns the names under which any member reports numbers, in the order of first use."""
+    """Returns the names of the numbers reported by any member, in the order of first use."""
     return list(dict.fromkeys(name for member in members for name in member.metrics))
 
 
@@ -232,8 +235,8 @@ def _milliseconds(duration: timedelta) -> str:
 
 
 def _waiting(member: Member) -> str:
-    """Returns the time for which it has been waiting for its peers, if long; otherwise the fraction
-    of its steps spent waiting."""
+    """Returns the time for which a member has been waiting for its peers, if that is long;
+    otherwise the fraction of its steps spent waiting."""
     if member.waiting >= _LONG:
         return f"{member.waiting.total_seconds():.0f} s"
     if not member.step_time or not member.busy_time:
@@ -319,7 +322,7 @@ def job_json(job: Job) -> dict[str, Any]:
 
 
 def summary_json(job: JobSummary) -> dict[str, Any]:
-    """Returns a job in a list as plain values."""
+    """Returns a job of a list as plain values."""
     result = job.result
     return {
         "job_id": job.job_id,

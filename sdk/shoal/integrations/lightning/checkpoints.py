@@ -1,4 +1,4 @@
-"""Configures the checkpoints of a fit under Lightning's Trainer, and whether it resumes from one.
+"""Configuration of the checkpoints of a fit under Lightning's Trainer, and of resuming from them.
 They are Shoal's checkpoints, saved by the elastic loop when a step or an epoch is complete."""
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from shoal_worker.elastic.session.worker_process import current_session
 
 
 class Checkpoints(Checkpoint):
-    """Replaces Lightning's `ModelCheckpoint` among a Trainer's callbacks: saves Shoal's
-    checkpoints.
+    """Saves Shoal's checkpoints. Replaces Lightning's `ModelCheckpoint` among a Trainer's
+    callbacks.
 
-    A checkpoint is `directory/step-<n>`: model, optimizer, schedule, the Trainer's counts and its
-    callbacks' states. It loads under any strategy on any number of ranks.
-    `shoal.load_full_state(directory)` returns the model's state of the newest one.
+    A checkpoint is `directory/step-<n>`. It contains the model, the optimizer, the schedule, the
+    Trainer's counts and the states of its callbacks. It can be loaded under any strategy on any
+    number of ranks. `shoal.load_full_state(directory)` returns the model's state in the newest
+    checkpoint.
     """
 
     def __init__(
@@ -30,15 +31,15 @@ class Checkpoints(Checkpoint):
     ) -> None:
         """
         Args:
-            directory: shared by all ranks, or local to the first rank's machine.
-            every_n_steps: saves behind steps whose number in the run is a multiple of this; None:
-                behind each epoch.
-            keep: how many checkpoints to keep; at least 1.
-            resume: `fit` goes on from the newest one in `directory`, if there is one, and else
-                begins.
+            directory: directory shared by all ranks, or local to the first rank's machine.
+            every_n_steps: saves after steps whose number in the run is a multiple of this; None:
+                after each epoch.
+            keep: number of checkpoints to keep; at least 1.
+            resume: True to continue `fit` from the newest checkpoint in `directory`, if there is
+                one.
 
         Raises:
-            ConfigurationError: `every_n_steps` or `keep` is no whole number of at least 1.
+            ConfigurationError: `every_n_steps` or `keep` is not a whole number of at least 1.
         """
         super().__init__()
         for name, value in {"every_n_steps": every_n_steps, "keep": keep}.items():
@@ -52,17 +53,17 @@ class Checkpoints(Checkpoint):
         self.resume = resume
 
     def step_is_over(self) -> None:
-        """Saves if a checkpoint is due after a complete step, including its evaluation and the end
-        of an epoch that it completes."""
+        """Saves a checkpoint if one is due after a complete step. The step includes its evaluation,
+        and the end of the epoch if it is the last step of one."""
         if self.every_n_steps is not None:
             api.save_checkpoint(self.directory, keep=self.keep, every_steps=self.every_n_steps)
 
     def epoch_is_over(self) -> None:
-        """Saves if checkpoints are per epoch."""
+        """Saves a checkpoint at the end of an epoch, if checkpoints are saved per epoch."""
         if self.every_n_steps is None:
             self.save()
 
     def save(self) -> None:
-        """Saves now: workers that are all asked to leave do."""
+        """Saves a checkpoint now. Called when all workers are asked to leave."""
         if not current_session().is_redoing:
             api.save_checkpoint(self.directory, keep=self.keep)

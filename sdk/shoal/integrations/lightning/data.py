@@ -25,8 +25,8 @@ def training_loader(
     limit: float = 1.0,
     in_order: bool = False,
 ) -> ElasticDataLoader:
-    """Returns the loader of the training steps. A DataLoader's batch is one of `accumulated` parts
-    of a step, which all ranks compute together.
+    """Returns the loader of the training steps. A batch of the given DataLoader is one of
+    `accumulated` parts of a step, which all ranks compute together.
 
     Args:
         given: the Trainer's loader or loaders.
@@ -79,10 +79,10 @@ def training_loader(
 
 
 class FirstSamples(Sampler[int]):
-    """First samples drawn by a sampler in each epoch."""
+    """The first samples that a sampler draws in each epoch."""
 
     def __init__(self, sampler: Any, count: int) -> None:
-        """`sampler` must have a length."""
+        """`sampler`: sampler with a length. `count`: number of samples."""
         self.sampler = sampler
         self._count = count
 
@@ -102,7 +102,7 @@ class FirstSamples(Sampler[int]):
 def evaluation_loaders(
     given: Any, what: str, *, limit: float = 1.0, in_order: bool = False
 ) -> list[ElasticDataLoader]:
-    """Returns the loaders of an evaluation, of whose batches each is computed on one rank.
+    """Returns the loaders of an evaluation. Each of their batches is computed on one rank.
 
     Args:
         given: one loader, or several that are evaluated one after another.
@@ -127,7 +127,8 @@ def evaluation_loaders(
 
 
 def samples_in(loader: ElasticDataLoader) -> int:
-    """Returns the number of samples in each batch of an evaluation loader except the last."""
+    """Returns the number of samples in each batch of an evaluation loader. The last batch may be
+    smaller."""
     batches = loader.evaluation_batches()
     return batches.samples(0) if isinstance(batches, EvaluationBatches) and len(batches) else 0
 
@@ -153,8 +154,8 @@ def _evaluation_loader(given: Any, what: str, limit: float, *, in_order: bool) -
 
 
 def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None:
-    """Returns the number of batches to use; None: all. Raises ConfigurationError if there are
-    none."""
+    """Returns the number of batches to use; None: all batches. Raises ConfigurationError if the
+    limit allows no batch."""
     full = len(loader)
     batches = min(full, limit) if isinstance(limit, int) else int(full * limit)
     if batches == 0 and full > 0:
@@ -174,7 +175,8 @@ def _refuse_limit(limit: float, argument: str, what: str) -> None:
 
 
 def _alone(given: Any, what: str) -> Any:
-    """Returns the only loader in `given`."""
+    """Returns the only loader in `given`. Raises ConfigurationError for several loaders and for
+    other objects."""
     while isinstance(given, CombinedLoader) or (isinstance(given, Sequence) and len(given) == 1):
         given = given.iterables if isinstance(given, CombinedLoader) else given[0]
     if isinstance(given, (Sequence, dict)):

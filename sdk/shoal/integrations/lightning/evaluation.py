@@ -1,9 +1,9 @@
-"""Lightning's validations, tests and predictions with batches distributed over all ranks; those of
-a rank that dies are repeated.
+"""Lightning's validations, tests and predictions with batches distributed over all ranks. The
+batches of a rank that dies are repeated.
 
-Each rank evaluates its batches, and the results are gathered; then every rank logs those of all
-batches in order, as one process would. Hooks of single batches are called on the rank that
-evaluates the batch, all others on all ranks.
+Each rank evaluates its batches, and the results are gathered. Then every rank logs the results of
+all batches in order, as one process would. Hooks of single batches are called on the rank that
+evaluates the batch, all other hooks on all ranks.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def _on_device(trainer: pl.Trainer, batch: Any, loader: int) -> Any:
 
 
 class ElasticEvaluation(_EvaluationLoop):
-    """Takes the place of a Trainer's loop of validation within a fit, of `validate`, or of
-    `test`."""
+    """Evaluation loop that replaces a Trainer's own for validation within a fit, for `validate`, or
+    for `test`."""
 
     def __init__(self, trainer: pl.Trainer, before: _EvaluationLoop) -> None:
-        """`before`: the Trainer's own loop, which knows the given loaders."""
+        """`before`: the Trainer's loop that this loop replaces. Its loaders are adopted."""
         super().__init__(
             trainer, before._trainer_fn, before._stage, verbose=before.verbose, inference_mode=False
         )
@@ -74,7 +74,7 @@ class ElasticEvaluation(_EvaluationLoop):
         self._max_batches = [len(loader) for loader in self._loaders]
 
     def run(self) -> list[Any]:
-        """Evaluates. Called by every rank, between steps."""
+        """Evaluates all batches. Called by every rank, between steps."""
         self.setup_data()
         if self.skip:
             return []
@@ -114,13 +114,13 @@ class ElasticEvaluation(_EvaluationLoop):
         return outputs
 
     def _on_evaluation_epoch_end(self) -> None:
-        """Calls the end-of-epoch hooks, whose logged values must be the same on all ranks. Called
-        by Lightning."""
+        """Calls the end-of-epoch hooks, and checks that their logged values are the same on all
+        ranks. Called by Lightning."""
         super()._on_evaluation_epoch_end()
         check_alike(collectives.gather(current_session(), self._results.take_elsewhere()))
 
     def _measure(self, loader: int, number: int, batch: Any) -> tuple[dict[str, float], Any]:
-        """Evaluates one batch: returns its logged values and its contribution to metrics."""
+        """Evaluates one batch. Returns its logged values and its contribution to metrics."""
         trainer, results = self.trainer, self._results
         batch = _on_device(trainer, batch, loader)
         several = [loader] if len(self._loaders) > 1 else []
@@ -143,16 +143,17 @@ class ElasticEvaluation(_EvaluationLoop):
 
 
 class ElasticPrediction(_PredictionLoop):
-    """Replaces a Trainer's `predict` loop. All ranks return the predictions of all batches."""
+    """Prediction loop that replaces a Trainer's own. All ranks return the predictions of all
+    batches."""
 
     def __init__(self, trainer: pl.Trainer, before: _PredictionLoop) -> None:
-        """`before`: the Trainer's own loop, which knows the given loaders."""
+        """`before`: loop of the Trainer that this loop replaces, which has the given loaders."""
         super().__init__(trainer, inference_mode=False)
         self._data_source = before._data_source
         self._return_predictions = before._return_predictions
         self._loaders: list[ElasticDataLoader] = []
         self._sizes: list[int] = []
-        """Samples in a batch of each."""
+        """Number of samples per batch of each loader."""
 
     def setup_data(self) -> None:
         """Requests the loaders once. Called by Lightning."""
@@ -167,7 +168,7 @@ class ElasticPrediction(_PredictionLoop):
         self._sizes = [samples_in(loader) for loader in self._loaders]
 
     def run(self) -> Any:
-        """Predicts. Called by every rank, between steps."""
+        """Computes all predictions. Called by every rank, between steps."""
         self.setup_data()
         if self.skip:
             return None
@@ -198,7 +199,7 @@ class ElasticPrediction(_PredictionLoop):
         )
 
     def _measure(self, loader: int, number: int, batch: Any) -> tuple[dict[str, float], Any]:
-        """Predicts one batch."""
+        """Computes the predictions of one batch."""
         trainer = self.trainer
         batch = _on_device(trainer, batch, loader)
         several = [loader] if len(self._loaders) > 1 else []
@@ -222,7 +223,7 @@ class ElasticPrediction(_PredictionLoop):
 
     def _on_predict_epoch_end(self) -> Any:
         """Calls the end hooks with all predictions. Called by Lightning. Prediction writers are
-        called in one process, and in another if that one dies meanwhile."""
+        called in one process; if that process dies meanwhile, they are called in another one."""
         trainer, session = self.trainer, current_session()
         with _without_writers(trainer, True):
             result = super()._on_predict_epoch_end()
@@ -238,7 +239,8 @@ class ElasticPrediction(_PredictionLoop):
 
 @contextlib.contextmanager
 def _without_writers(trainer: pl.Trainer, said: bool) -> Iterator[None]:
-    """Removes prediction writers from the Trainer's callbacks within the block if `said`."""
+    """Removes prediction writers from the Trainer's callbacks within the block, if `said` is
+    True."""
     before = trainer.callbacks
     trainer.callbacks = [
         one for one in before if not (said and isinstance(one, BasePredictionWriter))

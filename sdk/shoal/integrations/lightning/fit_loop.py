@@ -1,9 +1,9 @@
-"""The fit. Its loop is Shoal's, as in ordinary scripts (an `ElasticDataLoader`, `as_distributed`,
-`if optimizer.step():`); user code is called at the same points as in Lightning's own loop:
-`training_step`, hooks, callbacks, schedules, logging and validation.
+"""Fit of a Lightning module. The loop is Shoal's, as in ordinary scripts (an `ElasticDataLoader`,
+`as_distributed`, `if optimizer.step():`). User code is called at the same points as in Lightning's
+own loop: `training_step`, hooks, callbacks, schedules, logging and validation.
 
 Only the loader counts steps and epochs; Lightning's counters are set from it. An aborted step is
-therefore not counted, and a joining worker has the same counts as the others.
+therefore not counted, and a joining worker has the same counts as the other workers.
 """
 
 from __future__ import annotations
@@ -42,38 +42,39 @@ from shoal.integrations.lightning.results import Held, Missing, Results, check_a
 
 
 class Trains(Protocol):
-    """Interface of the strategy used by the loop."""
+    """Interface of the strategy that the fit loop uses."""
 
     seed: int
     options: Mapping[str, Any]
 
     @property
     def sharded(self) -> ShardedModel:
-        """The training model."""
+        """The distributed model being trained."""
         ...
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """The optimizer of the training model."""
+        """The optimizer of the distributed model."""
         ...
 
     def note_who_writes(self) -> None:
-        """Tells Lightning's loggers whether this process writes."""
+        """Tells Lightning's loggers whether this process writes logs."""
         ...
 
 
 class _Counters(_TrainingEpochLoop):
-    """Lightning's counters of an epoch, which follow the loader's."""
+    """Lightning's counters of an epoch, which are set from the loader's counts."""
 
     def __init__(self, trainer: pl.Trainer, before: _TrainingEpochLoop) -> None:
-        """`before`: the Trainer's own loop, which knows its arguments."""
+        """`before`: the Trainer's loop that this loop replaces. Its arguments are adopted."""
         super().__init__(trainer, min_steps=before.min_steps, max_steps=before.max_steps)
         self._results: Results = Results(training=True)
         self.val_loop: ElasticEvaluation = ElasticEvaluation(trainer, before.val_loop)
 
     def stand(self, *, in_epoch: int, of: float, in_all: int, committed: int) -> None:
-        """Sets the counters: the script is at step `in_epoch` (from 1) out of `of` in its epoch;
-        `in_all` steps were begun in total, of which `committed` count."""
+        """Sets Lightning's counters. `in_epoch`: current step in its epoch, from 1. `of`: number of
+        steps in the epoch. `in_all`: number of steps begun in total. `committed`: number of these
+        that were committed."""
         progress = self.batch_progress
         for counts, value in ((progress.current, in_epoch), (progress.total, in_all)):
             counts.ready = counts.started = counts.processed = counts.completed = value
@@ -84,7 +85,7 @@ class _Counters(_TrainingEpochLoop):
 
 
 class ElasticFit(_FitLoop):
-    """Takes the place of Lightning's own in a Trainer, for one fit."""
+    """Fit loop that replaces Lightning's own in a Trainer, for one fit."""
 
     def __init__(
         self, trainer: pl.Trainer, strategy: Trains, checkpoints: Checkpoints | None
@@ -145,7 +146,7 @@ class ElasticFit(_FitLoop):
     # ------------------------------------------------------------------------------------ the loops
 
     def run(self) -> None:
-        """Trains until the epochs or steps are done, a callback ends training, or the job is
+        """Trains until all epochs or steps are done, a callback ends training, or the job is
         stopped."""
         loader, session, counters = self.loader, current_session(), self.epoch_loop
         torch.set_grad_enabled(True)
@@ -182,7 +183,8 @@ class ElasticFit(_FitLoop):
         )
 
     def _stand(self, epoch: int) -> None:
-        """Writes the loader's counts into Lightning's, for the step that is next."""
+        """Sets Lightning's epoch counters for the next step. `epoch`: current epoch of the
+        loader."""
         for counts in (self.epoch_progress.current, self.epoch_progress.total):
             counts.ready = counts.started = epoch + 1
             counts.processed = counts.completed = epoch
@@ -215,13 +217,13 @@ class ElasticFit(_FitLoop):
             or session.is_redoing
             or (loader.epoch <= epoch and not over and not self._is_enough())
         ):
-            return  # some of the epoch comes again, or the job was stopped within it
+            return  # some of the epoch's steps will be repeated, or the job was stopped within it
         self._epoch_is_over(epoch)
 
     def _train_step(self, batches: Iterable[Any], number: int) -> tuple[bool, tuple[Any, Any]]:
-        """Makes one step over all ranks. Returns whether it counts, the same on all ranks;
-        otherwise the loader repeats it. Also returns the outputs of `training_step` and the batch,
-        for hooks; None on a rank without a part of the step."""
+        """Performs one step over all ranks. Returns whether the step counts, which is the same on
+        all ranks; otherwise the loader repeats it. Also returns the outputs of `training_step` and
+        the batch, for hooks; None on a rank without a part of the step."""
         trainer, session, strategy, results = (
             self.trainer,
             current_session(),
@@ -230,7 +232,7 @@ class ElasticFit(_FitLoop):
         )
         optimizer, outputs, batch = strategy.optimizer, {}, None
         losses: list[tuple[float, float]] = []
-        around = Held(-1, lambda: 1.0)  # of hooks around the parts
+        around = Held(-1, lambda: 1.0)  # results logged by hooks that run before or after the parts
         encoded: list[dict[str, Any]] = []
         results.hold(around)
         for fetched in batches:
@@ -298,9 +300,9 @@ class ElasticFit(_FitLoop):
         step: Step | None,
         ranks: int,
     ) -> None:
-        """Logs the values of a committed step's parts on all `ranks` that made it, and compares
-        values logged outside of steps since the last one. `everyones`: values gathered within the
-        step; None if a rank died meanwhile, in which case other ranks may have them."""
+        """Logs the values of a committed step on all `ranks` that made it, and compares the values
+        logged outside of steps since the last step. `everyones`: values of all ranks, gathered
+        within the step; None if a rank died meanwhile, in which case other ranks may have them."""
         reports, missing = everyones, None
         if any(collectives.gather(current_session(), everyones is None, kind="self.log")):
             answers = collectives.gather(
@@ -347,7 +349,7 @@ class ElasticFit(_FitLoop):
     # ----------------------------------------------------------------------- when something is over
 
     def _step_is_over(self, number: int, results: tuple[Any, Any]) -> None:
-        """Performs Lightning's actions after a committed step, in its order."""
+        """Performs Lightning's actions after a committed step, in Lightning's order."""
         trainer, counters, (outputs, batch) = self.trainer, self.epoch_loop, results
         in_all = self.loader.global_step
         counters.stand(in_epoch=number + 1, of=self.max_batches, in_all=in_all, committed=in_all)
@@ -370,8 +372,8 @@ class ElasticFit(_FitLoop):
         counters._batches_that_stepped = in_all
 
     def _check_untouched(self, before: Mapping[str, int]) -> None:
-        """Raises ConfigurationError if a hook has updated a metric, which would then count only
-        this worker's samples."""
+        """Raises ConfigurationError if a hook has updated a metric. The metric would then count
+        only this worker's samples."""
         now = self.epoch_loop._results.metrics_of_module.updates()
         for name in now:
             if now[name] > before.get(name, 0):
@@ -382,8 +384,8 @@ class ElasticFit(_FitLoop):
                 )
 
     def _epoch_is_over(self, epoch: int) -> None:
-        """Performs Lightning's actions at the end of an epoch, or of training within it, in its
-        order."""
+        """Performs Lightning's actions at the end of an epoch, or of training within an epoch, in
+        Lightning's order."""
         trainer, counters = self.trainer, self.epoch_loop
         trainer._logger_connector.epoch_end_reached()
         for counts in (self.epoch_progress.current, self.epoch_progress.total):

@@ -1,9 +1,9 @@
 """Exchange of values between ranks in the middle of a step.
 
-If a rank dies before it has sent its value, some or all of the others lack it. The step may count
-nevertheless if its gradients were summed before: under ddp in the last backward pass, under the
-other strategies after this exchange. The loop checks after the step whether all ranks have the
-values (`fit_loop.py`).
+If a rank dies before it has sent its value, some or all of the other ranks lack it. The step may
+nevertheless count if its gradients were already summed: under ddp this happens in the last backward
+pass, under the other strategies after this exchange. The loop checks after the step whether all
+ranks have the values (`fit_loop.py`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from shoal_worker.engine.step.ranks_in_passes import RanksInPasses
 
 _FIRST: Final = 4096
 """Bytes sent in the first round, together with the total length. The rest follows, padded to the
-longest."""
+length of the longest value."""
 _LENGTH: Final = 8
 
 
 class InStep:
-    """Exchange among the ranks of a step, for values of any length."""
+    """Exchange of values of any length among the ranks of a step."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._ranks = RanksInPasses(session, "what was logged")
 
     def gather(self, value: Any, *, kind: str) -> list[Any] | None:
-        """Returns everybody's `value` in rank order; None if a rank was lost. Called by every rank,
-        in the step, before `optimizer.step()`.
+        """Returns the values of all ranks in rank order; None if a rank was lost. Called by every
+        rank, in the step, before `optimizer.step()`.
 
         Args:
             value: any value accepted by `shoal.gather`.
-            kind: its name in errors.
+            kind: name of the value in errors.
         """
         own = collectives.packed(value, kind)
         session = self._session

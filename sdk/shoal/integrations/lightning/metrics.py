@@ -1,8 +1,8 @@
 """Synchronizes torchmetrics modules of a LightningModule over all ranks.
 
-A metric accumulates batches, which would be only this rank's. It is therefore emptied before each
-batch, and the batch's contribution is extracted afterwards; the batches of all ranks are then added
-to each rank's metric in order, as one process would.
+A metric accumulates batches, and would contain only this rank's batches. It is therefore emptied
+before each batch, and the batch's contribution is extracted afterwards. The contributions of all
+ranks are then added to the metric of each rank in order, as in one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torchmetrics.utilities.data import (
 )
 
 Counted = dict[str, Any]
-"""Contribution to a metric: "updates", and "states" by name, with tensors and lists of them."""
+"""Contribution to a metric: "updates", and "states" by name. States are tensors and lists of
+tensors."""
 
 
 def _sum(states: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -39,12 +40,12 @@ _ADD: Final[dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]]] = {
     dim_zero_min: lambda states: torch.stack(list(states)).amin(0),
     dim_zero_cat: lambda states: torch.cat([torch.atleast_1d(each) for each in states]),
 }
-"""Combination of several batches' tensors, by the reduction that the metric declares for
+"""Combination of the tensors of several batches, by the reduction that the metric declares for
 processes."""
 
 
 class Metrics:
-    """Metrics of a module by name."""
+    """Metrics of a module, by name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -59,13 +60,14 @@ class Metrics:
         return {name: one._update_count for name, one in self._named.items()}
 
     def empty(self) -> None:
-        """Begins a batch: sets the accumulated states aside."""
+        """Starts a batch: sets the accumulated states of all metrics aside."""
         self._aside = {name: _counted(one) for name, one in self._named.items()}
         for one in self._named.values():
             _clear(one)
 
     def take(self) -> dict[str, Counted]:
-        """Ends a batch: returns its contributions, and restores the states set aside."""
+        """Ends a batch: returns its contributions to metrics, and restores the states that were set
+        aside."""
         for one in self._module.modules():
             if isinstance(one, MetricCollection):
                 # metrics that share states are updated once, and the others get the result here
@@ -78,14 +80,15 @@ class Metrics:
         return found
 
     def add(self, batches: Sequence[Mapping[str, Counted]]) -> None:
-        """Adds the contributions of batches in order."""
+        """Adds the contributions of batches to the metrics, in order."""
         for name, one in self._named.items():
             if received := [each[name] for each in batches if name in each]:
                 own = [_counted(one)] if one._update_count > 0 else []
                 _put(one, _added(name, one, own, received))
 
     def note_batch_value(self, name: str, batches: Sequence[Mapping[str, Counted]]) -> None:
-        """Sets the metric's value for its last batch to that of these batches."""
+        """Sets the value that a metric reports for the last batch. `batches`: contributions from
+        which the value is computed."""
         one = self._named[name]
         before = _counted(one)
         _put(one, _added(name, one, [], [each[name] for each in batches if name in each]))
@@ -93,15 +96,15 @@ class Metrics:
         _put(one, before)
 
     def find(self, name: str) -> Metric:
-        """Returns the metric with that name."""
+        """Returns the metric with a name."""
         return self._named[name]
 
     def state_dict(self) -> dict[str, Counted]:
-        """Returns the accumulated states, for joiners and checkpoints."""
+        """Returns the accumulated states of all metrics, for joiners and checkpoints."""
         return {name: _counted(one) for name, one in self._named.items() if one._update_count > 0}
 
     def load_state_dict(self, state: Mapping[str, Counted]) -> None:
-        """Restores the result of `state_dict`."""
+        """Restores accumulated states from the result of `state_dict`."""
         for name, one in self._named.items():
             _put(one, state.get(name) or _nothing(one))
 
@@ -138,7 +141,7 @@ def _put(one: Metric, counted: Counted) -> None:
 
 
 def _added(name: str, one: Metric, own: list[Counted], received: list[Counted]) -> Counted:
-    """Returns the metric's states after its own and the received contributions."""
+    """Returns a metric's states after its own and the received contributions."""
     everything = [*own, *received]
     states: dict[str, Any] = {}
     for state, reduction in one._reductions.items():

@@ -1,9 +1,10 @@
-"""`prepare_data` of modules and data modules: called once per machine, before any worker there
-continues.
+"""Calls `prepare_data` of modules and data modules once per machine, before any worker on the
+machine continues.
 
-Lightning calls it in the first process while the others wait in a collective. Here each worker is a
-separate process to Lightning, so workers wait for the first one of their machine through a file
-lock (`first_of_machine.py`), and a replacement worker finds it done.
+Lightning calls it in the first process while the other processes wait in a collective. To
+Lightning, each of Shoal's workers is a separate job of one process. The workers of a machine
+therefore wait for the first one through a file lock (`first_of_machine.py`), and a replacement
+worker finds the data prepared.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from shoal_worker.elastic.session.first_of_machine import main_first
 from shoal_worker.settings import WorkerSettings
 
 _TIMEOUT: Final = timedelta(hours=6)
-"""Time for which the others wait; Lightning's wait without limit."""
+"""Maximum wait of the other workers. Lightning's own wait is unlimited."""
 
 
 def preparers(trainer: pl.Trainer) -> Iterator[Any]:
-    """Yields the data module and the module, if they prepare data."""
+    """Yields the data module and the module, if they override `prepare_data`."""
     datamodule = getattr(trainer, "datamodule", None)
     if datamodule is not None and is_overridden("prepare_data", datamodule, pl.LightningDataModule):
         yield datamodule
@@ -32,7 +33,8 @@ def preparers(trainer: pl.Trainer) -> Iterator[Any]:
 
 
 def prepare_data(trainer: pl.Trainer) -> None:
-    """Replaces the Trainer's own. If a call raises or its process dies, another worker repeats it.
+    """Replaces the Trainer's own `prepare_data`. If a call raises an error or its process dies,
+    another worker repeats the call.
 
     Raises:
         DeadlineError: the first worker on this machine took longer than 6 hours.

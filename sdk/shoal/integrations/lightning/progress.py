@@ -1,5 +1,5 @@
-"""State of a fit beyond steps, as registered state: joiners receive it, and checkpoints contain it.
-Steps and epochs belong to the loader."""
+"""State of a fit besides its steps, as registered state: joiners receive it, and checkpoints
+contain it. The loader stores steps and epochs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _METRICS = ("_callback_metrics", "_logged_metrics")
 
 
 class Progress:
-    """Registered state: the epoch's sums of logged values, the states of torchmetrics modules, the
-    metrics of the last epoch, and the states of callbacks."""
+    """Registered state of a fit: the epoch's sums of logged values, the states of torchmetrics
+    modules, the metrics of the last epoch, and the states of callbacks."""
 
     def __init__(self, trainer: pl.Trainer, results: Results) -> None:
         self._trainer = trainer

@@ -1,5 +1,5 @@
-"""Unsupported uses of a Trainer with Shoal's strategy: refused before training by one error that
-names the alternative."""
+"""Refuses unsupported uses of a Trainer with Shoal's strategy. Each is refused before training with
+an error that names the alternative."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.preparing import preparers
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Strategies under which a module's own forward and backward passes train it. The others take a
-batch through `train_step`, or are not synchronous data parallelism."""
+"""Strategies under which a module's own forward and backward passes train it. All other strategies
+train through `train_step`, or are not synchronous data parallelism."""
 
 _CHECKPOINTS: Final = (
     "use shoal.integrations.lightning.Checkpoints(directory, every_n_steps=..., keep=...)"
@@ -42,7 +42,7 @@ _CALLBACKS: Final[dict[type[Any], str]] = {
     callbacks.BaseFinetuning: "pass all parameters to the optimizer from the start, and freeze "
     "them with requires_grad_(False)",
 }
-"""Unsupported callbacks, each with the alternative."""
+"""Unsupported callbacks, each with its alternative."""
 
 _MODULE: Final = {
     "optimizer_step": "a step may be aborted; set learning rates with a scheduler, and change "
@@ -54,7 +54,7 @@ _MODULE: Final = {
     "on_load_checkpoint": "Shoal saves its own checkpoints; add objects with "
     "shoal.register_state(name=object)",
 }
-"""Methods of a LightningModule that are not called or would do harm, each with the alternative."""
+"""Methods of a LightningModule that are not called or would do harm, each with its alternative."""
 
 
 def _refuse(what: str, instead: str) -> ConfigurationError:
@@ -62,7 +62,7 @@ def _refuse(what: str, instead: str) -> ConfigurationError:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Raises ConfigurationError for uses that are not fault-tolerant."""
+    """Raises ConfigurationError for uses of a Trainer that are not fault-tolerant."""
     _check_arguments(trainer)
     if trainer.state.fn is TrainerFn.FITTING:
         _check_callbacks(trainer)
@@ -131,8 +131,8 @@ def _check_arguments(trainer: pl.Trainer) -> None:
 
 
 def _is_default(callback: Any) -> bool:
-    """Returns whether it is the ModelCheckpoint that a Trainer adds by default, or an equivalent
-    one."""
+    """Returns whether a callback is the ModelCheckpoint that a Trainer adds by default, or an
+    equivalent one."""
     if type(callback) is not callbacks.ModelCheckpoint:
         return False
     own, default = (
@@ -155,10 +155,10 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
 
 def use_checkpoints(trainer: pl.Trainer) -> Checkpoints | None:
     """Removes a Trainer's default ModelCheckpoint, from whose files no elastic fit could resume.
-    Returns the fit's `Checkpoints`, if any.
+    Returns the fit's `Checkpoints`; None without one.
 
     Raises:
-        ConfigurationError: there are several.
+        ConfigurationError: there are several `Checkpoints`.
     """
     kept = [one for one in trainer.callbacks if not _is_default(one)]
     if len(kept) < len(trainer.callbacks):

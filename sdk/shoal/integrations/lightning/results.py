@@ -1,10 +1,12 @@
-"""Values passed to `self.log`: combined over all ranks, and only once their step is committed.
+"""Values passed to `self.log`, combined over all ranks and logged only once their step is
+committed.
 
-Lightning immediately adds a logged value to the epoch's results, but a step may be aborted, and its
-values are only this rank's. Values logged during a batch are therefore held here. When the step is
-committed, or the evaluation is done, those of all ranks are logged instead, the same on all.
+Lightning adds a logged value to the epoch's results at once, but a step may be aborted, and the
+values are only this rank's. Values logged during a batch are therefore held back. When the step is
+committed, or the evaluation is done, the values of all ranks are logged instead, the same on all
+ranks.
 
-Values logged elsewhere are logged at once and recorded: they must be the same on all ranks, which
+Values logged elsewhere are logged at once and recorded. They must be the same on all ranks, which
 compare them.
 """
 
@@ -34,18 +36,18 @@ _REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
     "max": max,
     "min": min,
 }
-"""Combination of the values of a step's parts, by the argument `reduce_fx`, besides means."""
+"""Combination of the values of a step's parts, by the argument `reduce_fx`, other than the mean."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Identity of a logged value."""
+    """Name and settings that identify a logged value."""
 
     fx: str
     name: str
     reduction: str
     metric: str | None
-    """The torchmetrics module that is logged instead of a value."""
+    """Name of the torchmetrics module that is logged instead of a value; None for a value."""
     flags: tuple[bool, ...]
     """Values of `_ARGUMENTS`."""
 
@@ -69,31 +71,31 @@ class _Known:
 
 @dataclass(frozen=True)
 class Missing:
-    """Known facts about a step for which a worker died with its parts."""
+    """Known facts about a step in which a worker died with its parts."""
 
     mean_loss: float | None
-    """Mean loss of all ranks' samples; None if not reported."""
+    """Mean loss over all ranks' samples; None if it was not reported."""
     weight: float | None
-    """Their total weight."""
+    """Total weight of all ranks' samples; None if it was not reported."""
 
 
 class Held:
-    """Holds the values logged during one part of a step, or one batch of an evaluation, until it
-    counts."""
+    """Values logged during one part of a step, or one batch of an evaluation, held back until the
+    part counts."""
 
     def __init__(self, part: int, weight: Callable[[], float]) -> None:
         """
         Args:
-            part: its number over all ranks.
-            weight: gives how many samples it has, or what else it weighs; asked for where `log` was
-                not told a `batch_size`.
+            part: number of the part over all ranks.
+            weight: returns the weight of the part, usually its number of samples; called if `log`
+                was called without `batch_size`.
         """
         self.part = part
         self._weight = weight
         self._entries: list[list[Any]] = []
 
     def log(self, known: _Known, value: float | None, batch_size: int | None) -> None:
-        """Adds a value; None for a metric, which has its own."""
+        """Adds a logged value. None means that a metric is logged, which stores its own value."""
         if value is None:
             weight = 1.0
         elif batch_size is None or self._weight() == 0:  # a stand-in batch counts as nothing
@@ -108,7 +110,7 @@ class Held:
 
 
 class Results(_ResultCollection):
-    """Logged values."""
+    """Collection of the values logged in an epoch. Replaces Lightning's own."""
 
     def __init__(self, *, training: bool) -> None:
         super().__init__(training=training)
@@ -118,7 +120,7 @@ class Results(_ResultCollection):
         self._warned = False
 
     def attach(self, metrics: Metrics) -> None:
-        """`metrics`: of the module that logs."""
+        """Sets the metrics of the module that logs."""
         self._metrics = metrics
 
     @property
@@ -128,11 +130,11 @@ class Results(_ResultCollection):
         return self._metrics
 
     def hold(self, held: Held | None) -> None:
-        """Redirects logged values to `held`; None: they are logged at once."""
+        """Redirects logged values to `held`. With None, values are logged at once."""
         self._held = held
 
     def log(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
-        """Logs a value. Called by Lightning for `self.log`."""
+        """Logs a value, or adds it to the values held back. Called by Lightning for `self.log`."""
         if self._held is None:
             super().log(fx, name, value, **arguments)
             if not arguments.get("rank_zero_only"):
@@ -180,8 +182,8 @@ class Results(_ResultCollection):
         missing: Missing | None,
         losses: Sequence[Sequence[float]],
     ) -> None:
-        """Logs a committed step: adds its parts to the metrics, and logs one value per name for all
-        parts.
+        """Logs a committed step: adds the contributions of its parts to the metrics, and logs one
+        value per name for all parts.
 
         Args:
             received: the parts of all ranks.
@@ -226,8 +228,8 @@ class Results(_ResultCollection):
                 )
 
     def log_batch(self, received: Mapping[str, Any]) -> None:
-        """Logs the values of one evaluation batch as if it were computed here and now. Does not add
-        metric contributions, which are added for all batches at once."""
+        """Logs the values of one evaluation batch as if this process had just computed it. Does not
+        add contributions to metrics, which are added for all batches at once."""
         self._note_batch_values(
             [received["counted"]], {known for known, _, _ in received["entries"]}
         )
@@ -252,14 +254,15 @@ class Results(_ResultCollection):
     # -------------------------------------------------------------------- what was logged elsewhere
 
     def take_elsewhere(self) -> list[list[Any]]:
-        """Returns the values logged outside of batches since the last call: lists of hook, name and
-        value."""
+        """Returns the values logged outside of batches since the last call, as lists of hook, name
+        and value."""
         taken, self._elsewhere = self._elsewhere, []
         return taken
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Resets results. Called by Lightning at the end of an epoch, and for a hook's first values
-        in one. The latter would be wrong in a worker that joined within the epoch."""
+        """Resets results at the end of an epoch. Called by Lightning. Its calls for a hook's first
+        values in an epoch are ignored, since they would be wrong in a worker that joined within the
+        epoch."""
         if fx is None:
             super().reset(metrics, fx)
 
@@ -279,7 +282,7 @@ class Results(_ResultCollection):
         ]
 
     def load_state_dict(self, state: Iterable[list[Any]]) -> None:
-        """Restores the result of `state_dict`."""
+        """Restores logged values from the result of `state_dict`."""
         self.clear()
         for key, text, value, size in state:
             known = _Known.of(text)
@@ -296,7 +299,7 @@ class Results(_ResultCollection):
 
 
 def check_alike(everyones: Sequence[list[list[Any]]]) -> None:
-    """Raises PreconditionError, on all ranks, unless all of them logged the same outside of
+    """Raises PreconditionError, on all ranks, unless all ranks logged the same values outside of
     batches."""
     first = everyones[0]
     for rank, theirs in enumerate(everyones):

@@ -1,8 +1,9 @@
 """Strategy for a Lightning Trainer: `Trainer(strategy=ShoalStrategy("zero2"))`.
 
-To Lightning each worker is a single process on `shoal.device()`: it opens no process group and
-waits for nobody. Shoal's fit loop (`fit_loop.py`) is put into the Trainer before training.
-Unsupported uses are refused then (`refusals.py`, docs/decisions/0263-own-loops-for-trainers.md).
+To Lightning each worker is a single process on `shoal.device()`, which opens no process group and
+waits for no other process. Shoal's fit loop (`fit_loop.py`) is put into the Trainer before
+training. Unsupported uses are refused then (`refusals.py`,
+docs/decisions/0263-own-loops-for-trainers.md).
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class ShoalStrategy(Strategy):
         """
         Args:
             strategy: "ddp", "zero1", "zero2", "zero3", "fsdp" or "hsdp".
-            seed: of the order of samples, where the Trainer is given a DataLoader with
-                shuffle=True, and of each batch's random numbers.
+            seed: seed for each batch's random numbers and, if the Trainer receives a DataLoader
+                with shuffle=True, for the order of samples.
             options: further arguments of `shoal.as_distributed`.
 
         Raises:
@@ -70,7 +71,7 @@ class ShoalStrategy(Strategy):
         self._checkpoints: Checkpoints | None = None
         self._sharded: ShardedModel | None = None
         self._module: pl.LightningModule | None = None
-        """Module of that model."""
+        """Module from which the distributed model was created."""
 
     # ----------------------------------------------------------------------- what Lightning is told
 
@@ -81,36 +82,36 @@ class ShoalStrategy(Strategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this is the one process that writes and logs; if it dies, another one takes
+        """True if this process is the one that writes and logs. If it dies, another process takes
         over."""
         return current_session().is_first
 
     @property
     def global_rank(self) -> int:
-        """0 in the one process that writes and logs."""
+        """0 in the process that writes and logs, otherwise a positive number."""
         session = current_session()
         return 0 if session.is_first else max(1, session.rank)
 
     @property
     def local_rank(self) -> int:
-        """Returns `global_rank`."""
+        """Rank on this machine for Lightning: equal to `global_rank`."""
         return self.global_rank
 
     @property
     def world_size(self) -> int:
-        """Always 1, since to Lightning this process is alone. `shoal.world_size()` returns the
-        number of ranks."""
+        """Number of processes for Lightning: always 1, since each process is alone.
+        `shoal.world_size()` returns the number of ranks."""
         return 1
 
     def note_who_writes(self) -> None:
-        """Loggers ask Lightning's `rank_zero_only` whether they write."""
+        """Sets Lightning's `rank_zero_only`, which loggers read to decide whether they write."""
         rank_zero_only.rank = self.global_rank
 
     # ------------------------------------------------------------------------------------ the model
 
     @property
     def sharded(self) -> ShardedModel:
-        """The training model.
+        """The distributed model being trained.
 
         Raises:
             PreconditionError: neither a fit nor an evaluation has begun.
@@ -124,7 +125,7 @@ class ShoalStrategy(Strategy):
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """The optimizer of the training model."""
+        """The optimizer of the distributed model."""
         (optimizer,) = self.optimizers
         assert isinstance(optimizer, ShardedOptimizer)
         return optimizer
@@ -156,8 +157,8 @@ class ShoalStrategy(Strategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Puts Shoal's loops into the Trainer, and distributes model and optimizer. Called by
-        Lightning when the module is complete."""
+        """Puts Shoal's loops into the Trainer, and distributes the model and the optimizer. Called
+        by Lightning when the module is complete."""
         module = self.lightning_module
         assert self.accelerator is not None
         assert module is not None
@@ -219,11 +220,11 @@ class ShoalStrategy(Strategy):
         """Does nothing, since Shoal synchronizes the ranks."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns `obj`: Lightning asks for paths, which only the process that writes uses."""
+        """Returns `obj`. Lightning broadcasts paths, which only the process that writes uses."""
         return obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> NoReturn:
-        """Refuses the call.
+        """Refuses the call, since user code must use `shoal.all_reduce`.
 
         Raises:
             ConfigurationError: always.
@@ -234,7 +235,7 @@ class ShoalStrategy(Strategy):
         )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> NoReturn:
-        """Refuses the call.
+        """Refuses the call, since user code must use `shoal.gather`.
 
         Raises:
             ConfigurationError: always.
@@ -256,7 +257,7 @@ class ShoalStrategy(Strategy):
         )
 
     def optimizer_state(self, optimizer: Any) -> NoReturn:
-        """Refuses the call.
+        """Refuses the call, since Shoal's checkpoints contain the optimizer's state.
 
         Raises:
             ConfigurationError: always.
@@ -270,8 +271,8 @@ class ShoalStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes the data gathered by `trainer.save_checkpoint(path, weights_only=True)`, in the
-        one process that writes. Called by every rank.
+        """Writes the data gathered by `trainer.save_checkpoint(path, weights_only=True)` in the
+        process that writes. Called by every rank.
 
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): that process died meanwhile.
@@ -292,7 +293,7 @@ class ShoalStrategy(Strategy):
         `ckpt_path`.
 
         Raises:
-            ConfigurationError: it would resume training, or evaluate weights other than those
+            ConfigurationError: the checkpoint would resume training, or replace weights
                 trained in this process.
         """
         assert self.lightning_module is not None

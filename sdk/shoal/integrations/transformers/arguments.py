@@ -1,5 +1,5 @@
-"""`TrainingArguments` for a process of an elastic job, and the arguments that its Trainer does not
-support."""
+"""`TrainingArguments` for a process of an elastic job, and the checks for arguments that its
+Trainer does not support."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Strategies under which the Trainer's own forward and backward passes train the model. The others
-take a batch through `train_step`, or are not synchronous data parallelism."""
+"""Strategies under which the Trainer's own forward and backward passes train the model. All other
+strategies train through `train_step`, or are not synchronous data parallelism."""
 
 _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "auto_find_batch_size": (False, "the batch size is the same on all workers; set it yourself"),
@@ -46,7 +46,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "push_to_hub": (False, "call trainer.save_model(directory), and upload the result"),
     "torch_compile": (False, "pass the Trainer a compiled model, torch.compile(model)"),
 }
-"""Unsupported arguments: the default value of each, and the alternative."""
+"""Unsupported arguments, each with its default value and its alternative."""
 
 
 _SURROUNDINGS: Final = (
@@ -54,7 +54,7 @@ _SURROUNDINGS: Final = (
     *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
     "ACCELERATE_TORCH_DEVICE",
 )
-"""Variables by which Accelerate finds peers, and its device."""
+"""Variables from which Accelerate determines its peers and its device."""
 
 
 @contextmanager
@@ -72,11 +72,11 @@ def _alone(device: torch.device) -> Iterator[None]:
 class TrainingArguments(transformers.TrainingArguments):
     """transformers' TrainingArguments for a process that appears to be alone, on `shoal.device()`.
 
-    Created before the Trainer, it joins the job (`shoal.init()`).
+    Creating the arguments joins the job (`shoal.init()`). They must be created before the Trainer.
     """
 
     use_cpu: bool
-    """Ignores GPUs if true; set automatically if there are none."""
+    """True to ignore GPUs; set automatically if there are none."""
 
     def __post_init__(self) -> None:
         self.use_cpu = self.use_cpu or not torch.cuda.is_available()  # as `shoal.device()`
@@ -98,13 +98,13 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def process_index(self) -> int:
-        """0 in the one process that writes and logs; if it dies, in another one."""
+        """0 in the process that writes and logs; if that process dies, in another one."""
         session = current_session()
         return 0 if session.is_first else max(1, session.rank)
 
     @property
     def local_process_index(self) -> int:
-        """Returns `process_index`."""
+        """Index on this machine for transformers: equal to `process_index`."""
         return self.process_index
 
 
@@ -142,7 +142,7 @@ def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> Non
 
 
 def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """Returns arguments of the loader that correspond to the order of the Trainer's sampler."""
+    """Returns the arguments for a loader that give it the order of the Trainer's sampler."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not has_length(dataset):
         return {}
     sampler = sampler_fn(dataset) if sampler_fn is not None else None
@@ -157,7 +157,8 @@ def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str,
 
 
 def lengths(args: TrainingArguments, loader: ElasticDataLoader) -> tuple[int, int, int]:
-    """Returns the steps per epoch, the epochs, and the total number of steps."""
+    """Returns the number of steps per epoch, the number of epochs, and the total number of
+    steps."""
     if not has_length(loader):
         # transformers has ensured that max_steps is given
         return args.max_steps, sys.maxsize, args.max_steps

@@ -9,8 +9,8 @@ from transformers.trainer_pt_utils import EvalLoopContainer
 
 
 def concatenated(parts: Iterable[Any], *, concatenates: bool) -> Any:
-    """Combines logits or labels of several batches into arrays padded to one width; lists of them
-    unless `concatenates`."""
+    """Combines logits or labels of several batches into arrays padded to one width. Without
+    `concatenates`, returns lists instead."""
     container = EvalLoopContainer(concatenates, padding_index=-100)
     for part in parts:
         if part is not None:

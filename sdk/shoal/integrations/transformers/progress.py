@@ -19,8 +19,8 @@ _PROGRESS: Final = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Fields of TrainerState that the loop updates; the others follow from the arguments or differ
-between ranks."""
+"""Fields of TrainerState that the loop updates. The other fields follow from the arguments or
+differ between ranks."""
 
 _SPEEDS: Final = ("_runtime", "_per_second")
 """Suffixes of the Trainer's logged speeds."""
@@ -63,7 +63,7 @@ class Progress:
                     setattr(one, name, value)
 
     def _history(self) -> list[dict[str, Any]]:
-        """Returns the Trainer's log without speeds, which differ between ranks."""
+        """Returns the Trainer's log without speeds, since speeds differ between ranks."""
         return [
             {name: value for name, value in entry.items() if not name.endswith(_SPEEDS)}
             for entry in self._trainer.state.log_history

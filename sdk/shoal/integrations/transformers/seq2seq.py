@@ -1,8 +1,8 @@
-"""transformers' Seq2SeqTrainer in an elastic job: evaluation can generate
+"""Seq2SeqTrainer of transformers in an elastic job, whose evaluation can generate
 (`predict_with_generate=True`).
 
-Under every strategy each rank has all parameters while it evaluates, so it generates the outputs of
-its own batches without waiting for others (`shoal.evaluate`).
+Under every strategy each rank has all parameters while it evaluates. It therefore generates the
+outputs of its own batches without waiting for other ranks (`shoal.evaluate`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from shoal.integrations.transformers.trainer import Trainer
 
 
 class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
-    """transformers' Seq2SeqTrainingArguments, changed as `TrainingArguments` is."""
+    """Seq2SeqTrainingArguments of transformers with the same changes as `TrainingArguments`."""
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
-    """transformers' Seq2SeqTrainer, whose training survives the death of workers as `Trainer`'s
-    does."""
+    """Seq2SeqTrainer of transformers, whose training survives the death of workers like that of
+    `Trainer`."""

@@ -1,9 +1,9 @@
 """Elastic Trainer. The training loop is Shoal's, as in ordinary scripts (an `ElasticDataLoader`,
-`as_distributed`, `if optimizer.step():`). Everything else is the Trainer's: the loss, the optimizer
-and its schedule, callbacks, logging, evaluation and saving.
+`as_distributed`, `if optimizer.step():`). Everything else is inherited from transformers' Trainer:
+the loss, the optimizer and its schedule, callbacks, logging, evaluation and saving.
 
 To transformers and Accelerate each worker is a single process, so they open no process group. The
-arguments describe the work of one process, and the job does exactly that with any number of
+arguments describe the work of one process, and the job does exactly this work with any number of
 workers: a step takes `per_device_train_batch_size * gradient_accumulation_steps` samples over all
 ranks. Unsupported uses are refused when the Trainer is created
 (docs/decisions/0263-own-loops-for-trainers.md).
@@ -44,10 +44,12 @@ from shoal.integrations.transformers.progress import Progress
 
 
 class Trainer(transformers.Trainer):
-    """transformers' Trainer, whose training survives the death of workers and lets others join.
+    """Trainer of transformers whose training survives the death of workers and lets new workers
+    join.
 
-    Every rank creates it and calls the same methods in the same order: `train`, `evaluate`,
-    `predict`, `save_model`. A process trains one model, so `train` is called at most once.
+    Every rank creates the Trainer and calls the same methods in the same order: `train`,
+    `evaluate`, `predict`, `save_model`. A process trains one model, so `train` is called at most
+    once.
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class Trainer(transformers.Trainer):
     ) -> None:
         """
         Args:
-            model, args, rest, named: as of transformers' own; `args` is a `TrainingArguments` of
-                this module.
+            model, args, rest, named: as in transformers' own Trainer; `args` is a
+                `TrainingArguments` of this module.
             strategy: "ddp", "zero1", "zero2", "zero3", "fsdp" or "hsdp".
             strategy_options: further arguments of `shoal.as_distributed`.
 
         Raises:
-            ConfigurationError: another strategy, or arguments that this Trainer does not have.
+            ConfigurationError: another strategy, or arguments that this Trainer does not support.
         """
         args = TrainingArguments("tmp_trainer") if args is None else args
         options = dict(strategy_options or {})
@@ -78,9 +80,9 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, *rest, **named)
 
     model_wrapped: Any
-    """The training model: a `ShardedModel` from the first call that needs it."""
+    """Distributed model: a `ShardedModel` from the first call that needs it."""
     optimizer: Any
-    """The model's optimizer: a `ShardedOptimizer` from the first call that needs the distributed
+    """Optimizer of the model: a `ShardedOptimizer` from the first call that needs the distributed
     model."""
     control: Any
     """transformers' TrainerControl."""
@@ -105,7 +107,7 @@ class Trainer(transformers.Trainer):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Returns the context for computing the loss: autocast with bf16=True or fp16=True,
-        otherwise nothing."""
+        otherwise an empty context."""
         return self.accelerator.autocast()
 
     # ----------------------------------------------------------------------------------------- data
@@ -147,15 +149,16 @@ class Trainer(transformers.Trainer):
         )
 
     def _weight(self, batch: Any) -> float:
-        """Returns a batch's weight in the mean over a step. If the model divides its loss by a
-        number of items, it is that number."""
+        """Returns a batch's weight in the mean over a step. This is the number of items by which
+        the model divides its loss, if it does so; otherwise the number of samples."""
         items = self._get_num_items_in_batch([batch], self.args.device)
         return float(find_batch_size(batch) or 1) if items is None else float(items)
 
     # ------------------------------------------------------------------------------------- training
 
     def _distribute(self) -> ShardedModel:
-        """Distributes the model and its optimizer if necessary, and returns the model."""
+        """Distributes the model and its optimizer unless this has been done, and returns the
+        distributed model."""
         if isinstance(self.model_wrapped, ShardedModel):
             return self.model_wrapped
         if self.optimizer is None:
@@ -178,11 +181,11 @@ class Trainer(transformers.Trainer):
         Args:
             resume_from_checkpoint: True, or a directory: resume from the newest checkpoint in
                 `output_dir`, or in that directory, if there is one.
-            trial: None.
-            ignore_keys_for_eval: as in transformers' own.
+            trial: must be None.
+            ignore_keys_for_eval: as in transformers' own Trainer.
 
         Raises:
-            PreconditionError: it was called before in this process.
+            PreconditionError: `train` was already called in this process.
             ConfigurationError: a trial was given.
         """
         if trial is not None:
@@ -210,7 +213,7 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Runs the elastic loop. Called by `train`."""
+        """Trains with the elastic loop. Called by `train`."""
         args, session = self.args, current_session()
         model, loader = self._distribute(), self.get_train_dataloader()
         if not isinstance(loader, ElasticDataLoader):
@@ -297,15 +300,15 @@ class Trainer(transformers.Trainer):
                 break
         stopped = self.control.should_epoch_stop or self.control.should_training_stop
         if session.is_joining or session.is_redoing or (loader.epoch <= epoch and not stopped):
-            return  # some of the epoch comes again, or the job was stopped within it
+            return  # some of the epoch's steps will be repeated, or the job was stopped within it
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         log_save_evaluate()
 
     def _train_step(
         self, model: ShardedModel, batches: Iterable[Any], logged: dict[str, Any]
     ) -> bool:
-        """Makes one step over all ranks. Returns whether it counts, the same on all ranks;
-        otherwise the loader repeats it."""
+        """Performs one step over all ranks. Returns whether the step counts, which is the same on
+        all ranks; otherwise the loader repeats it."""
         args, session, handler = self.args, current_session(), self.callback_handler
         self.control = handler.on_step_begin(args, self.state, self.control)
         # the mean over parts is the step's, weighted by the parts' weights
@@ -343,7 +346,7 @@ class Trainer(transformers.Trainer):
         return committed
 
     def _step_optimizer(self, scaler: torch.amp.GradScaler | None) -> tuple[bool, bool]:
-        """Returns whether the step counts, and whether it updated the parameters: a step whose
+        """Returns whether the step counts, and whether it updated the parameters. A step whose
         gradients overflowed under fp16 counts without an update, as in transformers."""
         if scaler is None:
             committed = bool(self.optimizer.step())
@@ -361,8 +364,8 @@ class Trainer(transformers.Trainer):
         )
 
     def _add_loss(self, loss: float | None) -> None:
-        """Adds a step's loss over all of its samples, the same on all ranks. As in transformers, a
-        NaN or infinite loss counts as the mean of earlier ones."""
+        """Adds the loss of a step over all its samples, which is the same on all ranks. As in
+        transformers, a NaN or infinite loss is replaced by the mean of earlier losses."""
         if loss is None or (self.args.logging_nan_inf_filter and not math.isfinite(loss)):
             self._tr_loss += self._tr_loss / (
                 1 + self.state.global_step - self._globalstep_last_logged
@@ -371,7 +374,7 @@ class Trainer(transformers.Trainer):
             self._tr_loss += loss
 
     def _note_who_writes(self) -> None:
-        """Updates which rank logs and writes files; if it dies, another one does."""
+        """Updates which rank logs and writes files. If this rank dies, another one takes over."""
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
 
@@ -385,8 +388,8 @@ class Trainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluates like transformers' own, with batches distributed over all ranks; those of a
-        rank that dies are repeated."""
+        """Evaluates like transformers' own loop, with batches distributed over all ranks. The
+        batches of a rank that dies are repeated."""
         if not isinstance(dataloader, ElasticDataLoader):
             raise ConfigurationError(
                 f"evaluation with a {type(dataloader).__name__}; expected a "
@@ -449,8 +452,8 @@ class Trainer(transformers.Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves Shoal's checkpoint in `output_dir/step-<n>`, with the Trainer's state.
 
-        With load_best_model_at_end it returns when the best one so far is on the disk: another
-        attempt follows if a rank dies before it has written its part.
+        With load_best_model_at_end, returns only when the best checkpoint so far is on disk: if a
+        rank dies before it has written its part, the checkpoint is saved again.
         """
         args, state, session = self.args, self.state, current_session()
         if session.is_redoing:
@@ -471,11 +474,12 @@ class Trainer(transformers.Trainer):
                 return
 
     def _load_best_model(self) -> None:
-        """Loads the best model's values on all ranks. Called by transformers, at the end of
+        """Loads the values of the best model on all ranks. Called by transformers, at the end of
         `train`.
 
         Raises:
-            ConfigurationError: its checkpoint is not in the directory that this process sees.
+            ConfigurationError: the best checkpoint is not in the directory that this process
+                sees.
         """
         model, session = self._distribute(), current_session()
         path = Path(self.state.best_model_checkpoint)
@@ -486,17 +490,17 @@ class Trainer(transformers.Trainer):
                 model.load_full(best)
                 return
             if session.is_joining or session.is_redoing or session.has_left:
-                return  # its values do not count
+                return  # this rank's values will be replaced, or are not needed
             # the rank that was to send them has died
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the unsharded model like transformers' own, on the one rank that writes. Called by
-        every rank."""
+        """Writes the unsharded model like transformers' own Trainer, on the rank that writes.
+        Called by every rank."""
         state = self._distribute().full_state_dict()
         self._save(output_dir or self.args.output_dir, state_dict=state)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses the call.
+        """Refuses the call, since a job trains a single model.
 
         Raises:
             ConfigurationError: always.

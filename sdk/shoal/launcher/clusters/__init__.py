@@ -1,2 +1,2 @@
-"""Clusters that a command starts: coordinators, parameter servers, and the registry that finds
-them."""
+"""Clusters that a command starts: coordinators, parameter servers, and the registry of running
+clusters."""

@@ -1,8 +1,8 @@
-"""A cluster on this machine: the coordinator with its embedded Valkey, and parameter servers, as
-processes. Workers are not part of it.
+"""Cluster on this machine: the coordinator with its embedded Valkey, and parameter servers, as
+processes. Workers are not part of the cluster.
 
 `LocalCluster` is a context manager. A caller with its own event loop (`keeper`) performs the steps
-of `open` one by one and waits in between. Closing a cluster verifies that all its processes are
+of `open` one by one and waits between them. Closing a cluster verifies that all its processes are
 gone.
 
 A cluster belongs to the thread that opens it; its processes are killed when that thread ends.
@@ -40,7 +40,8 @@ _PAGE_TIMEOUT_S: Final = 2.0
 
 
 StartService = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Child]
-"""Starts a process from its command line, its environment and the file for its output."""
+"""Function that starts a process from its command line, its environment and the file for its
+output."""
 
 
 def _start_fresh(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Child:
@@ -48,8 +49,8 @@ def _start_fresh(command: Sequence[str], environment: Mapping[str, str], log: IO
 
 
 class Service:
-    """A service process of the cluster: a program that writes a port file once it serves, and logs
-    into a file."""
+    """Service process of the cluster: a program that writes a port file once it serves, and writes
+    its log to a file."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Service:
         host: str = "127.0.0.1",
         start: StartService | None = None,
     ) -> None:
-        """Does not start it.
+        """Does not start the process.
 
         Args:
             name: service name, used in logs.
@@ -79,7 +80,8 @@ class Service:
         self.name = name
         self._port = ReservedPort(host)
         self.address = f"[{host}]:{self._port.port}" if ":" in host else f"{host}:{self._port.port}"
-        """host:port of its gRPC service: known before it serves, and kept across restarts."""
+        """Address of the gRPC service (host:port). It is known before the service starts, and kept
+        across restarts."""
         self.log = directory / f"{name}.log"
         self._port_file = directory / f"{name}.json"
         # -P: user files in the caller's working directory must not shadow a service's modules.
@@ -114,15 +116,15 @@ class Service:
         return self._addresses
 
     def start(self) -> None:
-        """Starts or restarts the process."""
+        """Starts or restarts the service's process."""
         self._addresses = None
         self._port_file.unlink(missing_ok=True)
         with self.log.open("ab") as log:
             self._child = self._start(self._command, self._environment, log)
 
     def ready(self) -> bool:
-        """Returns whether it serves. Raises UnavailableError, with the end of its log, if it has
-        ended instead."""
+        """Returns whether the service is serving. Raises UnavailableError, with the end of the
+        service's log, if its process has ended instead."""
         if self._addresses is None:
             ended = self.child.poll()
             self._addresses = read_port_file(self._port_file)
@@ -134,7 +136,7 @@ class Service:
         return self._addresses is not None
 
     def wait_ready(self, timeout: timedelta) -> None:
-        """Blocks until it serves. Raises DeadlineError, UnavailableError."""
+        """Blocks until the service is serving. Raises DeadlineError, UnavailableError."""
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.ready():
             if time.monotonic() > deadline:
@@ -148,7 +150,7 @@ class Service:
         )
 
     def release(self) -> None:
-        """Gives the port back; after its process was stopped."""
+        """Releases the port. Must be called after the service's process was stopped."""
         self._port.close()
 
     def last_words(self) -> str:
@@ -160,12 +162,12 @@ class Service:
 
 
 class LocalCluster:
-    """Coordinator, Valkey and parameter servers of one job, on loopback without tokens."""
+    """Coordinator, Valkey and parameter servers of one job, on loopback and without tokens."""
 
     def __init__(
         self, job: JobSettings, *, command: str = "", log_directory: Path | None = None
     ) -> None:
-        """Starts nothing yet.
+        """Does not start any process.
 
         Args:
             job: job to create at the coordinator; its parameter servers and their backups are
@@ -188,15 +190,16 @@ class LocalCluster:
         )
         self.servers: list[Service] = []
         self.start_server_process: StartService | None = None
-        """Starts server processes; None: each in a fresh interpreter."""
+        """Function that starts processes of parameter servers; None: each starts in a fresh
+        interpreter."""
         self._client: CoordinatorClient | None = None
         self._registration: Registration | None = None
 
     # -------------------------------------------------------------------------------------- opening
 
     def open(self) -> None:
-        """Blocks until all serve. Raises UnavailableError or DeadlineError; then everything is
-        stopped again."""
+        """Starts the cluster and blocks until all services are serving. Raises UnavailableError or
+        DeadlineError after stopping everything again."""
         try:
             self.start_coordinator()
             self.coordinator.wait_ready(START_TIMEOUT)
@@ -210,19 +213,19 @@ class LocalCluster:
             raise
 
     def start_coordinator(self) -> None:
-        """Starts the coordinator, as the first step. Its address is known before."""
+        """Starts the coordinator, as the first step. Its address is already known before."""
         self.coordinator.start()
 
     def create_job(self) -> None:
-        """Creates the job once the coordinator is ready, as the second step. Blocks for an RPC, so
-        unlike the other steps it may run on any thread."""
+        """Creates the job once the coordinator is ready, as the second step. Blocks for an RPC and
+        therefore, unlike the other steps, may run on any thread."""
         self.client.create_job(self.job.message())
 
     def register(self) -> str | None:
         """Registers the cluster for `shoal status` and similar commands, as the third step.
 
-        Returns None, or the reason why those commands need --coordinator. The run itself does not
-        depend on it.
+        Returns None, or the reason why these commands need --coordinator. The run itself does not
+        depend on the registration.
         """
         try:
             self._registration = Registration(
@@ -245,19 +248,19 @@ class LocalCluster:
             self.start_server()
 
     def start_server(self) -> Service:
-        """Starts one parameter server more."""
+        """Starts one more parameter server."""
         self.servers.append(self._server(len(self.servers)))
         self.servers[-1].start()
         return self.servers[-1]
 
     @property
     def serves_when_asked(self) -> bool:
-        """True if the job begins without parameter servers but may have one."""
+        """True if the job starts without parameter servers but may have one."""
         return not self.job.parameter_servers and bool(self.job.max_parameter_servers)
 
     @property
     def client(self) -> CoordinatorClient:
-        """A client of the coordinator, created on first use and closed with the cluster."""
+        """Client of the coordinator, created on first use and closed with the cluster."""
         if self._client is None:
             from shoal_common.clients.coordinator import CoordinatorClient
             from shoal_common.rpc.channel import ChannelSettings
@@ -267,13 +270,13 @@ class LocalCluster:
 
     @property
     def services(self) -> list[Service]:
-        """Services started so far, the coordinator first."""
+        """Services that have been started, the coordinator first."""
         return [service for service in (self.coordinator, *self.servers) if service.started]
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
-        """Returns the status page of the job with its data in it, which a browser opens from disk;
-        None if the coordinator does not answer. `known`: replaces values of the job. Blocks for
-        some seconds at most."""
+        """Returns the job's status page with its data included, so that a browser can open it from
+        disk. Returns None if the coordinator does not answer. `known`: values that replace values
+        of the job. Blocks for some seconds at most."""
         from http.client import HTTPException
 
         try:
@@ -309,7 +312,7 @@ class LocalCluster:
         )
 
     def worker_environment(self, member_id: str, *, index: int) -> dict[str, str]:
-        """Returns the variables (SHOAL_...) for a manually started worker process to join this
+        """Returns the variables (SHOAL_...) with which a manually started worker process joins the
         cluster's job."""
         return {
             "SHOAL_COORDINATOR": self.coordinator.address,
@@ -349,8 +352,8 @@ class LocalCluster:
     # -------------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Stops everything: servers first, so that they can unregister from the coordinator.
-        Idempotent.
+        """Stops all services: parameter servers first, so that they can unregister from the
+        coordinator. Idempotent.
 
         Raises DeadlineError if a process of the cluster still exists afterwards.
         """
@@ -394,8 +397,8 @@ class LocalCluster:
 
 
 def _service_environment() -> dict[str, str]:
-    """Returns the caller's environment without the settings of other services of the same kind,
-    e.g. those of its own workers."""
+    """Returns the caller's environment without settings for other services, e.g. for the caller's
+    own workers."""
     environment = {
         name: value
         for name, value in os.environ.items()

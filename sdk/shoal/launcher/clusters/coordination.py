@@ -1,12 +1,13 @@
-"""A coordinator for the duration of a command: `shoal coordinate -- srun shoal run train.py`.
+"""Runs a coordinator for the duration of a command: `shoal coordinate -- srun shoal run train.py`.
 
-A batch system, or a loop over ssh, starts launchers on many machines with nothing but a command
-line. They need one coordinator, whose address is known only once it serves. It is therefore started
-first, with a Redis of its own, followed by the command with the address in its environment.
+A batch system, or a loop over ssh, starts launchers on many machines with the same command line.
+The launchers need one coordinator, whose address is known only once it is serving. The coordinator
+is therefore started first, with its own Redis. The command is started next, with the address in its
+environment.
 
 The coordinator ends when the command has ended (`hosted_coordinator`).
 
-Everything belongs to the thread that calls `run`, the main one.
+All objects belong to the thread that calls `run`, the main thread.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from shoal.launcher.processes.process import ExitStatus
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_MS: Final = 500
-"""Polling interval: a signal that arrives just before a wait does not interrupt it, and its handler
-runs afterwards."""
+"""Polling interval. A signal that arrives just before a wait does not interrupt it, and its handler
+runs only afterwards."""
 
 
 class Coordination:
-    """A command with its coordinator. `run` may be called once."""
+    """A command and the coordinator that runs while the command does. `run` may be called once."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class Coordination:
         environment: Mapping[str, str],
         note: Callable[[str], None],
     ) -> None:
-        """`host`: name of this machine for others. `insecure`: without TLS or tokens. Raises
-        ConfigurationError."""
+        """`host`: name of this machine for other machines. `insecure`: True for neither TLS nor
+        tokens. Raises ConfigurationError."""
         if shutil.which(command[0]) is None:
             raise ConfigurationError(
                 f"the command {command[0]!r} is not on PATH; expected a program and its arguments, "
@@ -77,7 +78,7 @@ class Coordination:
 
     def run(self) -> int:
         """Runs the command and returns its status. Raises ShoalError if the coordinator does not
-        start, OSError if the command does not."""
+        start, and OSError if the command does not start."""
         try:
             self._coordinator.start()
             variables = self._variables
@@ -90,7 +91,8 @@ class Coordination:
                 )
             )
             with self._signals():
-                # Its end is a signal's that it may act on; this process's own is SIGKILL's at most.
+                # If this process dies, which only SIGKILL can cause, the command gets a signal that
+                # it can handle.
                 command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
                 self._child = subprocess.Popen(
                     command, env={**_for_command(self._environment), **variables}
@@ -100,7 +102,7 @@ class Coordination:
             self._close()
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Waits for the end of the command; restarts a coordinator that dies meanwhile, with its
+        """Waits for the end of the command. If the coordinator dies meanwhile, restarts it with its
         data."""
         ending = os.pidfd_open(child.pid)
         try:
@@ -127,8 +129,8 @@ class Coordination:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Forwards a signal, except those that the command receives anyway: Ctrl-C on a terminal,
-        and SLURM's signals to its steps, for which srun would kill them."""
+        """Forwards a signal to the command, except signals that the command receives in any case:
+        Ctrl-C on a terminal, and SLURM's signals to its steps, for which srun would kill them."""
         if (
             self._child is not None
             and number != signal.SIGINT
@@ -144,8 +146,8 @@ class Coordination:
 
 
 def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without the coordinator's secrets but with those for launchers, which
-    may run on machines that cannot read files of this one."""
+    """Returns the command's environment. It lacks the coordinator's secrets but contains those for
+    launchers, since launchers may run on machines that cannot read this machine's files."""
     return {
         **{name: value for name, value in environment.items() if name not in SERVICE_SECRETS},
         **secrets_to_hand_on(),
@@ -153,8 +155,8 @@ def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _variables(address: str, program: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables for the command's processes. Keeps a job id or number of machines that
-    is already set; the coordinator is this one."""
+    """Returns the variables for the processes of the command. Keeps a job id or number of machines
+    that is already set, but always sets the coordinator."""
     in_slurm = slurm.allocated(environment)
     job_id = environment.get("PET_RDZV_ID") or (
         slurm.run_id(environment) if in_slurm else new_job_id(Path(program).name)

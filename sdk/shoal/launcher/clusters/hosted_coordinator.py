@@ -1,11 +1,11 @@
-"""A coordinator reachable from other machines, with a Redis of its own, next to the command or the
-run on Ray that it coordinates.
+"""Coordinator reachable from other machines, with its own Redis, next to the command or the run on
+Ray that it coordinates.
 
-It outlives its command: batch systems send SIGTERM to all processes of a job at once, while workers
-need it in order to leave together. The signal is therefore blocked in it and in its Redis. If it
-dies, it is restarted at the same address with its data.
+The coordinator outlives its command: batch systems send SIGTERM to all processes of a job at once,
+while workers need the coordinator in order to leave together. The coordinator and its Redis
+therefore block this signal. A coordinator that dies is restarted at the same address with its data.
 
-Everything belongs to one thread; the coordinator is killed when that ends.
+All objects belong to one thread; the coordinator is killed when that thread ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _SHORT_LIFE_S: Final = 5.0
 
 
 class HostedCoordinator:
-    """One coordinator: call `start`, regularly `keep_up`, and `close`."""
+    """Coordinator with its own Redis. Call `start`, then regularly `keep_up`, and finally
+    `close`."""
 
     def __init__(
         self,
@@ -39,14 +40,15 @@ class HostedCoordinator:
         environment: Mapping[str, str],
         note: Callable[[str], None],
     ) -> None:
-        """Does not start it.
+        """Does not start the coordinator.
 
         Args:
-            directory: gets its data, port file and log.
-            host: name of this machine for others.
+            directory: directory for the coordinator's data, port file and log.
+            host: name of this machine for other machines.
             arguments: additional arguments of the coordinator.
-            environment: of its process; if it sets SHOAL_COORDINATOR_REDIS, no Redis is embedded.
-            note: informs people of events.
+            environment: environment of its process; if it sets SHOAL_COORDINATOR_REDIS, no Redis is
+                embedded.
+            note: function that informs people of events.
 
         Raises:
             ConfigurationError: `host` is not this machine.
@@ -75,13 +77,13 @@ class HostedCoordinator:
 
     @property
     def address(self) -> str:
-        """Permanent host:port."""
+        """Address of the coordinator (host:port), which never changes."""
         return self._service.address
 
     @property
     def is_running(self) -> bool:
-        """True if the coordinator's process is running, as far as known; `pidfd` becomes readable
-        when it ends."""
+        """True if the coordinator's process was running when it was last checked; `pidfd` becomes
+        readable when it ends."""
         return self._service.child.status is None
 
     @property
@@ -89,7 +91,8 @@ class HostedCoordinator:
         return self._service.child.pidfd
 
     def start(self) -> None:
-        """Blocks until it serves. Raises UnavailableError, DeadlineError."""
+        """Starts the coordinator and blocks until it is serving. Raises UnavailableError,
+        DeadlineError."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a child inherits it
         try:
             self._service.start()
@@ -99,8 +102,8 @@ class HostedCoordinator:
         self._served_since = time.monotonic()
 
     def keep_up(self) -> None:
-        """Restarts it if it has died since the last check; gives up on one that died right after it
-        began to serve."""
+        """Restarts the coordinator if it has died since the last check. Abandons a coordinator that
+        died right after it started to serve."""
         if not self.is_running or self._service.child.poll() is None:
             return
         lost = (
@@ -125,7 +128,7 @@ class HostedCoordinator:
             self._note(f"{lost} and was restarted as pid {self._service.child.pid}")
 
     def close(self) -> None:
-        """Ends it, if it was started."""
+        """Stops the coordinator if it was started."""
         try:
             if self._service.started:
                 child = self._service.child

@@ -1,5 +1,5 @@
-"""A job as described by launchers: durations and plain values, converted to the coordinator's
-message."""
+"""Description of a job for launchers, with durations and plain values, and its conversion to the
+coordinator's message."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class JobSettings:
     parameter_server_backups: int = 0
     """Number of backups per server, 0 or 1."""
     max_parameter_servers: int = 0
-    """Maximum number of servers; 0: as many as `parameter_servers`. More than 0 while
-    `parameter_servers` is 0: one is started when a script requests it."""
+    """Maximum number of servers; 0: as many as `parameter_servers`. If it is above 0 while
+    `parameter_servers` is 0, one server is started when a script requests it."""
     join_grace: timedelta = timedelta(seconds=30)
-    """Time for which the first ready worker waits for others if the world is not full."""
+    """Time for which the first ready worker waits for other workers if the world is not full."""
     lease: timedelta | None = None
     """Silence after which a member is evicted; None: the coordinator's default."""
     stall_timeout: timedelta | None = None
-    """Time for which an accused member may make no progress; None: the coordinator's default."""
+    """Time for which a member that its peers wait for may make no progress; None: the coordinator's
+    default."""
 
     def message(self) -> JobSpec:
         from shoal_protos.v1.coordinator_pb2 import JobSpec
@@ -59,24 +60,25 @@ class JobSettings:
 
 
 def launchers_job_id(job_id: str) -> str:
-    """Returns the id of the job in which a job's launchers on several machines agree
+    """Returns the id of the auxiliary job in which a job's launchers on several machines coordinate
     (docs/explanation/launcher-and-deployment.md#several-machines)."""
     return f"{job_id}.nodes"
 
 
 def new_job_id(program: str) -> str:
-    """Returns a fresh, recognizable id: `train-3f9a1c` for `examples/train.py`."""
+    """Returns a new job id that resembles the program's name: `train-3f9a1c` for
+    `examples/train.py`."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(program).stem).lstrip("._-") or "job"
     return f"{stem[: _JOB_ID_LENGTH - 7]}-{secrets.token_hex(3)}"
 
 
 def is_job_id(text: str) -> bool:
-    """Returns whether a job may be called so."""
+    """Returns whether `text` is a valid job id."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text) is not None
 
 
 def check_job_id(job_id: str) -> None:
-    """Raises ConfigurationError unless a job may be called so."""
+    """Raises ConfigurationError unless `job_id` is valid."""
     if not is_job_id(job_id):
         raise ConfigurationError(
             f"job id {job_id!r}: expected 1 to 64 characters of A-Z a-z 0-9 . _ -, starting with a "

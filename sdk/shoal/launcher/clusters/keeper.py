@@ -1,8 +1,8 @@
-"""Opens a local cluster without blocking an event loop, and keeps its services running: one that
-dies is restarted at its address.
+"""Opens a local cluster without blocking an event loop, and keeps its services running: a service
+that dies is restarted at its address.
 
-The coordinator's state is in Redis and the members reconnect, so training continues; a parameter
-server returns with everything that it had acknowledged.
+The coordinator's state is in Redis and the members reconnect, so training continues. A parameter
+server returns with all changes that it had acknowledged.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 from shoal.launcher.clusters.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
 
 _SHORT_LIFE_S: Final = 5.0
-"""A service that has served this long has started well: a later end has another cause and does not
-count."""
+"""Time after which a service counts as well started. A later end has another cause and is not
+counted."""
 _MOST_SHORT_LIVES: Final = 4
-"""Maximum number of consecutive short lives; a service that exceeds it would fail again."""
+"""Maximum number of consecutive short lives of a service. A further restart would fail in the same
+way."""
 _ASK_EVERY_S: Final = 0.5
-"""Interval at which the coordinator is asked whether a script waits for parameter servers, if none
-was started with the job; and about the job, if the coordinator was restarted."""
+"""Interval between requests to the coordinator: whether a script waits for parameter servers, if
+none was started with the job; and about the job, if the coordinator was restarted."""
 NOBODY: Final = "nobody"
-"""Name of no member: asked about it, the coordinator omits all members."""
+"""Id that no member has. If asked about it, the coordinator omits all members from its answer."""
 
 
 class ClusterKeeper:
-    """Belongs to the event loop's thread, which must live as long as the cluster."""
+    """Opens and keeps the services of a local cluster. Belongs to the event loop's thread, which
+    must live as long as the cluster."""
 
     def __init__(self, cluster: LocalCluster, *, note: Callable[[str], None]) -> None:
-        """`note`: informs people of events."""
+        """`note`: function that informs people of events."""
         self._cluster = cluster
         self._note = note
 
     async def open(self) -> None:
-        """Completes the opening after `start_coordinator`. Raises UnavailableError, DeadlineError;
-        the caller closes the cluster."""
+        """Completes the opening of the cluster after `start_coordinator`. Raises UnavailableError,
+        DeadlineError; the caller must then close the cluster."""
         cluster = self._cluster
         await _until_ready(cluster.coordinator)
-        # Imports gRPC, which takes longer than the call.
+        # In a thread, because it imports gRPC, which takes longer than the call itself.
         await asyncio.to_thread(cluster.create_job)
         if (unregistered := cluster.register()) is not None:
             self._note(unregistered)
@@ -49,14 +51,15 @@ class ClusterKeeper:
             await _until_ready(server)
 
     async def keep(self) -> None:
-        """Runs until cancelled, which must happen before the cluster is closed."""
+        """Restarts services that die, until cancelled. Must be cancelled before the cluster is
+        closed."""
         kept = [self._keep(service) for service in self._cluster.services]
         await asyncio.gather(
             *kept, *([self._serve_when_asked()] if self._cluster.serves_when_asked else [])
         )
 
     async def _serve_when_asked(self) -> None:
-        """Starts a parameter server once a worker waits for one, and keeps it."""
+        """Starts a parameter server once a worker waits for one, and then keeps it running."""
         cluster = self._cluster
         while not await asyncio.to_thread(self._servers_awaited):
             await asyncio.sleep(_ASK_EVERY_S)
@@ -85,7 +88,7 @@ class ClusterKeeper:
         while True:
             pid, status = service.child.pid, await service.child.wait()
             if status.ok:
-                return  # it was told that the job is over, or was drained
+                return  # the service ended on request: the job is over, or the server was drained
             served_long = served_since is not None and loop.time() - served_since >= _SHORT_LIFE_S
             short_lives = 0 if served_long else short_lives + 1
             if short_lives >= _MOST_SHORT_LIVES:
@@ -103,7 +106,7 @@ class ClusterKeeper:
                 if service is self._cluster.coordinator:
                     await self._create_job_again(service)
             except ShoalError as error:
-                if service.child.poll() is None:  # else its end is noticed above
+                if service.child.poll() is None:  # otherwise the loop's next pass reports its end
                     self._note(str(error))
             else:
                 self._note(
@@ -113,8 +116,8 @@ class ClusterKeeper:
 
     async def _create_job_again(self, coordinator: Service) -> None:
         """Creates the job again in case the coordinator's data was lost; otherwise changes nothing.
-        Retries until it answers: for a while after failures, gRPC itself answers that it cannot be
-        reached. Raises ShoalError if it has ended or does not answer."""
+        Retries until the coordinator answers, since for a while after failures gRPC itself reports
+        it as unreachable. Raises ShoalError if the coordinator has ended or does not answer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT.total_seconds()
         while True:

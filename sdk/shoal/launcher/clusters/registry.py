@@ -1,9 +1,9 @@
 """Registry of the clusters on this machine, so that `shoal status` in a second terminal needs no
 address.
 
-One small JSON file per cluster, written and removed by the process that runs it. A killed process
-leaves its file behind; any reader removes the files of vanished processes. This is a convenience
-for one user on one host, not a service directory.
+The registry has one small JSON file per cluster, written and removed by the process that runs the
+cluster. A killed process leaves its file behind; any reader removes the files of vanished
+processes. The registry is a convenience for one user on one host, not a service directory.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRecord:
-    """One running local cluster."""
+    """Entry of a running local cluster in the registry."""
 
     job_id: str
     coordinator: str
-    """host:port"""
+    """Address of the coordinator (host:port)."""
     http: str
-    """host:port of the coordinator's /metrics."""
+    """Address of the coordinator's /metrics (host:port)."""
     redis: str
     command: str
-    """The started command, for people."""
+    """Command that was started, for people."""
     host: str
     pid: int
     """Process id of the process that runs the cluster."""
     pid_start_ticks: int
-    """Together with the pid, identifies that process for good."""
+    """Start time of the process. Together with the pid, it identifies the process uniquely."""
     started_unix_s: float
 
 
 def registry_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Returns $XDG_RUNTIME_DIR/shoal, otherwise ~/.cache/shoal/run. Raises ConfigurationError if
-    there is no home directory."""
+    """Returns the directory of the registry: $XDG_RUNTIME_DIR/shoal, otherwise ~/.cache/shoal/run.
+    Raises ConfigurationError if there is no home directory."""
     environment = os.environ if environment is None else environment
     if runtime := environment.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "shoal"
@@ -60,8 +60,8 @@ def registry_directory(environment: Mapping[str, str] | None = None) -> Path:
 def home_directory(instead: str) -> Path:
     """Returns the user's home directory.
 
-    Raises ConfigurationError if there is none; `instead` names the variable that makes one
-    unnecessary.
+    Raises ConfigurationError if there is none. `instead`: name of the variable that makes a home
+    directory unnecessary.
     """
     try:
         return Path.home()
@@ -73,7 +73,7 @@ def home_directory(instead: str) -> Path:
 
 
 class Registration:
-    """File of this process, removed by `close`."""
+    """Entry of this process's cluster in the registry, removed by `close`."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class Registration:
         command: str,
         directory: Path | None = None,
     ) -> None:
-        """Raises OSError if the directory cannot be written, ConfigurationError if there is no home
-        directory."""
+        """Writes the entry. Raises OSError if the directory cannot be written, and
+        ConfigurationError if there is no home directory."""
         pid = os.getpid()
         record = ClusterRecord(
             job_id=job_id,
@@ -131,8 +131,8 @@ def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
 
 
 def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> ClusterRecord:
-    """Returns the newest cluster, or that of `job`. Raises UnknownResourceError, with the remedy,
-    if there is none."""
+    """Returns the newest cluster, or the newest cluster that runs `job`. Raises
+    UnknownResourceError, with the remedy, if there is none."""
     clusters = running_clusters(directory)
     if clusters and job is not None:
         named = [record for record in clusters if record.job_id == job]
@@ -155,7 +155,8 @@ def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> 
 
 
 def _read(path: Path) -> ClusterRecord | None:
-    """Returns None for a file that has vanished or was written by another release."""
+    """Reads an entry of the registry. Returns None for a file that has vanished or was written by
+    another release."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
         content = json.loads(path.read_text())
         if content.pop("format", None) == _FORMAT:

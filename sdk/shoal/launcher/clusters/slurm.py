@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from shoal_common.errors import ConfigurationError
 
 _JOIN_GRACE_S = 30
-"""Machines of an allocation start their launchers at once, so it is worth waiting for the last."""
+"""Time in seconds for which the first machine waits for others. The machines of an allocation start
+their launchers at once, so it is worth waiting for the last one."""
 
 
 def allocated(environment: Mapping[str, str]) -> bool:
-    """Returns whether this process is in an allocation."""
+    """Returns whether this process runs in a SLURM allocation."""
     return "SLURM_JOB_ID" in environment
 
 
 def run_id(environment: Mapping[str, str]) -> str:
-    """Returns a job id for this start of this allocation: `slurm-1234`, and `slurm-1234-2` when
-    SLURM has requeued it twice.
+    """Returns a job id for this start of the allocation: `slurm-1234`, or `slurm-1234-2` if SLURM
+    has requeued it twice.
 
     All parts of a heterogeneous job have the same id.
     """
@@ -32,8 +33,8 @@ def run_id(environment: Mapping[str, str]) -> str:
 
 
 def run_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns torchrun's variables: one launcher per machine of the allocation, of which one is
-    enough to continue. Raises ConfigurationError."""
+    """Returns torchrun's variables for one launcher per machine of the allocation. A single
+    launcher is enough to continue. Raises ConfigurationError."""
     nodes = _number(environment, "SLURM_JOB_NUM_NODES", least=1)
     return {"PET_NNODES": f"1:{nodes}", "PET_RDZV_CONF": f"last_call_timeout={_JOIN_GRACE_S}"}
 

@@ -1,9 +1,10 @@
-"""Bearer token and certificates for a shared coordinator, and how child processes of a command
-receive them.
+"""Bearer token and certificates for a shared coordinator, and the means by which child processes of
+a command receive them.
 
 The variables are those that workers read, so one setting serves both. A command's flags
-(`--tls-ca`, ...) become these variables in its own process; a token given in a variable is removed
-from it (shoal_common.credentials) and passed to workers as a file known only to them.
+(`--tls-ca`, ...) become these variables in its own process. A token given in a variable is removed
+from the environment (shoal_common.credentials) and passed to workers in a file that only this user
+can read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def channel_settings(coordinator: str) -> ChannelSettings:
-    """Returns the settings for calling the coordinator at host:port. Raises ConfigurationError."""
+    """Returns the settings, with this process's credentials, for calling the coordinator at
+    host:port. Raises ConfigurationError."""
     # loads settings and gRPC, which workers of a local run do not wait for
     from shoal_common.credentials import CallerSettings
 
@@ -29,7 +31,8 @@ def channel_settings(coordinator: str) -> ChannelSettings:
 
 
 def member_channel(coordinator: str) -> ChannelSettings:
-    """Returns the same with a fresh key, for a launcher that will be a member of a job."""
+    """Returns the same settings as `channel_settings` with a new member key, for a launcher that
+    will be a member of a job."""
     return replace(channel_settings(coordinator), member_key=secrets.token_hex(16))
 
 
@@ -39,7 +42,7 @@ def secrets_as_files(directory: Path) -> dict[str, str]:
     named = {}
     for name, secret in secrets_to_hand_on().items():
         if os.environ.get(f"{name}_FILE"):
-            continue  # a flag's
+            continue  # already in a file named by a flag
         path = directory / name.lower()
         if not path.exists():
             path.touch(mode=0o600)

@@ -77,9 +77,9 @@ def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterat
 
 
 def kill_server(*, job_id: str, server_id: str, coordinator: str) -> int:
-    """Kills a job's parameter server with SIGKILL and returns its pid. Its command line or its
-    environment identifies it, since the coordinator does not know its process: job, server and
-    `coordinator` (host:port), because clusters on one machine may have jobs of one name.
+    """Kills a job's parameter server with SIGKILL and returns its pid. The coordinator does not
+    know the process. It is therefore identified by job, server and `coordinator` (host:port) in its
+    command line or environment: clusters on one machine may have jobs of the same name.
 
     Raises:
         UnknownResourceError: PROCESS_UNKNOWN: no such process of this user runs on this machine.
@@ -127,8 +127,8 @@ def _is_server(pid: int, job_id: str, server_id: str, coordinator: str) -> bool:
 
 
 def _setting(flag: str, words: Sequence[bytes], variables: Iterable[bytes]) -> str:
-    """Returns a setting of a parameter server; empty if it has none. A flag overrides its
-    variable."""
+    """Returns a setting of a parameter server from its command line or environment; empty if it is
+    not set. A flag overrides the variable."""
     option = f"--{flag}".encode()
     for word, following in itertools.pairwise([*words, b""]):
         if word == option:
@@ -141,7 +141,8 @@ def _setting(flag: str, words: Sequence[bytes], variables: Iterable[bytes]) -> s
 
 
 def _is_same_address(one: str, other: str) -> bool:
-    """Returns whether two host:port are equal, or their hosts are names of one address."""
+    """Returns whether two addresses (host:port) are equal, or their hosts are names of the same
+    address."""
     return one == other or not _endpoints(one).isdisjoint(_endpoints(other))
 
 
@@ -155,7 +156,7 @@ def _endpoints(address: str) -> set[Any]:
 
 
 def kill_workers(launcher: int) -> None:
-    """Kills all workers of this launcher and their descendants with SIGKILL. Its services
+    """Kills all workers of a launcher and their descendants with SIGKILL. The launcher's services
     continue."""
     for process in descendants(launcher):
         with (

@@ -14,8 +14,8 @@ from shoal_common.errors import CorruptDataError
 
 
 class ReservedPort:
-    """A free TCP port reserved until `close`, so that it can be announced before a process listens
-    on it.
+    """A free TCP port that is reserved until `close`, so that it can be announced before a process
+    listens on it.
 
     The port is bound but not listened on, with SO_REUSEADDR; a listener that sets this too, as
     torch's TCPStore and gRPC do, can use it.
@@ -48,16 +48,16 @@ class ServiceAddresses:
     """Contents of a service's port file."""
 
     grpc: str
-    """host:port"""
+    """Address of the gRPC service (host:port)."""
     http: str
-    """host:port of /metrics; empty if none."""
+    """Address of /metrics (host:port); empty if there is none."""
     redis: str
-    """redis:// URL, for coordinators only; otherwise empty."""
+    """URL of the coordinator's Redis (redis://); empty for other services."""
 
 
 def read_port_file(path: Path) -> ServiceAddresses | None:
-    """Reads a port file; None while it does not exist. Services rename it into place once they
-    serve. Raises CorruptDataError."""
+    """Reads a port file; returns None while it does not exist. Services create the file atomically
+    once they are serving. Raises CorruptDataError."""
     try:
         text = path.read_text()
     except FileNotFoundError:

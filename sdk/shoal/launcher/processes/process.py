@@ -1,9 +1,10 @@
-"""Child processes whose end is detected at once and that leave nothing behind.
+"""Child processes whose end is detected at once and that leave no other processes behind.
 
-Every child leads a session of its own, so that a terminal's Ctrl-C reaches only the launcher, which
-then decides. It is also tied to the launcher: the kernel kills it when the thread that started it
-ends for any reason. When a child ends, the rest of its process group is killed before its pid is
-released. This module neither restarts processes nor reads output: see `agent` and `output`.
+Every child leads its own session, so that Ctrl-C on a terminal reaches only the launcher, which
+then decides. The child is also tied to the launcher: the kernel kills it when the thread that
+started it ends for any reason. When a child ends, the rest of its process group is killed before
+its pid is released. This module neither restarts processes nor reads output; `agent` and `output`
+do.
 
 A `Child` belongs to the thread that created it.
 """
@@ -35,11 +36,12 @@ class ExitStatus:
     code: int
     """Status as in a shell: the exit code, or 128 + signal."""
     signal: int = 0
-    """0 if none."""
+    """Signal that ended the process; 0 if there was none."""
 
     @classmethod
     def from_returncode(cls, returncode: int) -> ExitStatus:
-        """Converts from subprocess's convention, in which a signal is a negative number."""
+        """Converts a status from subprocess's convention, in which a signal is a negative
+        number."""
         return cls(returncode) if returncode >= 0 else cls(128 - returncode, -returncode)
 
     @property
@@ -56,7 +58,7 @@ class ExitStatus:
 
 
 class Child:
-    """One running process. `wait` and `poll` reap it; `close` is not needed afterwards."""
+    """One running process. `wait` and `poll` reap it, and no `close` is needed afterwards."""
 
     def __init__(
         self,
@@ -68,9 +70,9 @@ class Child:
         directory: Path | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Starts it, with /dev/null as its standard input. Raises OSError when even the interpreter
-        cannot be started; a program that is not there makes the child exit with code 127, as in a
-        shell."""
+        """Starts the process with /dev/null as its standard input. Raises OSError if not even the
+        interpreter can be started. If the program does not exist, the child exits with code 127, as
+        in a shell."""
         process = subprocess.Popen(
             tied_to_parent(command),
             stdin=subprocess.DEVNULL,
@@ -87,8 +89,8 @@ class Child:
     def adopted(
         cls, pid: int, *, command: Sequence[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None
     ) -> Child:
-        """Wraps a process that the kernel has made a child of this one: it leads a session of its
-        own and is tied to this process. `stdout` and `stderr`: read ends of its pipes. Raises
+        """Wraps a process that the kernel has made a child of this one. It must lead its own
+        session and be tied to this process. `stdout`, `stderr`: read ends of its pipes. Raises
         ProcessLookupError or ChildProcessError if there is no such child."""
         child = cls.__new__(cls)
         child._own(
@@ -110,12 +112,13 @@ class Child:
         self.pidfd = os.pidfd_open(pid)
         self.stdout, self.stderr = stdout, stderr
         self._wait = reap
-        """Blocks until it has ended, reaps it and returns its status as in subprocess."""
+        """Function that blocks until the process has ended, reaps it and returns its status as in
+        subprocess."""
         self.status: ExitStatus | None = None
-        """Set once the process was reaped."""
+        """Exit status, set once the process has been reaped."""
 
     def poll(self) -> ExitStatus | None:
-        """Returns the exit status if the process has ended, otherwise None. Does not wait."""
+        """Returns the exit status if the process has ended; otherwise None, without waiting."""
         if (
             self.status is None
             and os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -127,8 +130,8 @@ class Child:
         return self.status
 
     async def wait(self) -> ExitStatus:
-        """Waits for the end without limit, on the event loop of the thread that created the
-        child."""
+        """Waits for the end of the process without limit, on the event loop of the thread that
+        created the child."""
         if (status := self.poll()) is not None:
             return status
         loop = asyncio.get_running_loop()
@@ -143,8 +146,8 @@ class Child:
         return status
 
     def send(self, number: signal.Signals) -> None:
-        """Signals the process itself, not its descendants, which it must end itself. Does nothing
-        if it has ended."""
+        """Sends a signal to the process itself, but not to its descendants, which it must end by
+        itself. Does nothing if the process has ended."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -156,7 +159,7 @@ class Child:
             self.send(signal.SIGKILL)
 
     def reap(self) -> None:
-        """Blocks until it has ended, which the caller has ensured."""
+        """Blocks until the process has ended. The caller must have ensured that it will end."""
         if self.status is None:
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
             self.poll()
@@ -167,7 +170,8 @@ class Child:
 
 
 def wait_all(children: Iterable[Child], timeout: timedelta) -> list[Child]:
-    """Blocks until all have ended or `timeout` has passed; returns those that still run."""
+    """Blocks until all children have ended or `timeout` has passed. Returns the children that are
+    still running."""
     left = [child for child in children if child.poll() is None]
     deadline = time.monotonic() + timeout.total_seconds()
     while left:
@@ -183,11 +187,11 @@ def wait_all(children: Iterable[Child], timeout: timedelta) -> list[Child]:
 
 
 def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
-    """Blocks until all are gone: SIGTERM, SIGKILL after `grace`, and SIGKILL for whatever they had
-    started and left running.
+    """Stops processes and blocks until all are gone. Sends SIGTERM, after `grace` SIGKILL, and also
+    SIGKILL to processes that the children had started and left running.
 
-    Raises DeadlineError when the kernel does not let one go within 10 s (a process stuck in the
-    kernel).
+    Raises DeadlineError if a process does not end within 10 s after SIGKILL, because it is stuck in
+    the kernel.
     """
     offspring = [
         process for child in children if child.poll() is None for process in descendants(child.pid)
@@ -217,26 +221,27 @@ def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
 
 
 class Handle:
-    """A process that is not our child, identified by a pidfd, so that its pid cannot come to mean
-    another one."""
+    """Handle of a process that is not a child of this one. It contains a pidfd, so that the pid
+    cannot come to mean another process."""
 
     def __init__(self, pid: int) -> None:
-        """Raises ProcessLookupError if there is none."""
+        """Opens the process. Raises ProcessLookupError if it does not exist."""
         self.pid = pid
         self._fd = os.pidfd_open(pid)
 
     def send(self, number: signal.Signals) -> None:
-        """Signals it; does nothing if it has ended. Raises PermissionError for another user's."""
+        """Sends a signal to the process; does nothing if it has ended. Raises PermissionError for a
+        process of another user."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fd, number)
 
     def kill(self) -> None:
-        """Kills it with SIGKILL; does nothing if it has ended. Raises PermissionError for another
-        user's."""
+        """Kills the process with SIGKILL; does nothing if it has ended. Raises PermissionError for
+        a process of another user."""
         self.send(signal.SIGKILL)
 
     def wait(self, timeout: timedelta) -> bool:
-        """Returns whether it ended within `timeout`."""
+        """Returns whether the process ended within `timeout`."""
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
         return bool(poller.poll(timeout.total_seconds() * 1000))
@@ -246,8 +251,8 @@ class Handle:
 
 
 def descendants(pid: int) -> list[Handle]:
-    """Returns the descendants of `pid`, children first, except those that an ended child left to
-    init."""
+    """Returns the descendants of `pid`, parents before children. Omits descendants that init has
+    inherited from an ended child."""
     found: list[Handle] = []
     pending = [pid]
     while pending:
@@ -268,8 +273,8 @@ def _children(pid: int) -> list[int]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns the start time of the process in clock ticks since boot; None if there is none.
-    Together with the pid it identifies a process for good."""
+    """Returns the start time of a process in clock ticks since boot; None if there is no such
+    process. Together with the pid, it identifies a process uniquely."""
     try:
         # The second field is the program's name in brackets, which may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

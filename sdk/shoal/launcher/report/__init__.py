@@ -1,1 +1,1 @@
-"""A launcher's account of its run: progress, faults with their pauses, and final figures."""
+"""Account of a launcher's run: progress, faults with their pauses, and final figures."""

@@ -1,8 +1,7 @@
-"""A launcher's account of its run: a line per fault with its pause, progress, and final figures.
-Pure.
+"""Account of a launcher's run: a line per fault with its pause, progress, and final figures. Pure.
 
-Combines two sources: the commits of this machine's workers (`course`), and membership changes on
-all machines (`changes`).
+The account combines two sources: the commits of this machine's workers (`course`), and membership
+changes on all machines (`changes`).
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from shoal.launcher.report.changes import Change, Changes, JobEvent
 from shoal.launcher.report.course import OUTLIES, Course, Point, Standstill
 
 _SERVER_NS: Final = 2_000_000_000
-"""Maximum time between the news of a parameter server's loss and the start of a pause attributed to
-it."""
+"""Maximum time between the report of a parameter server's loss and the start of a pause attributed
+to the loss."""
 _SERVER_PATIENCE_NS: Final = 60_000_000_000
 _IDLE_NS: Final = 1_000_000_000
 """Minimum time without a step, besides the duration of several steps, after which a parameter
-server may be gone."""
+server may have been lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """A pause due to users or faults: the membership changes or the cause of the stall, and the
-    time without a committed step."""
+    """A pause due to users or faults: the membership changes or other cause, and the time without a
+    committed step."""
 
     standstill: Standstill
     changes: tuple[Change, ...]
 
     @property
     def text(self) -> str:
-        """One line without a line break."""
+        """Description of the pause in one line, without a line break."""
         happened, still = "; ".join(change.text for change in self.changes), self.standstill
         line = f"{happened}: training paused for {still.seconds:.3f} s"
         sizes = [change.world_size for change in self.changes if change.world_size]
@@ -47,7 +46,7 @@ class Pause:
 
     @property
     def is_fault(self) -> bool:
-        """True if a member or server was lost."""
+        """True if the pause is due to the loss of a member or server."""
         return any(change.faults for change in self.changes)
 
 
@@ -59,26 +58,27 @@ class Status:
     steps_in_all: int
     """Total number of steps; 0 if unknown."""
     left: timedelta | None
-    """Remaining time at the pace so far, excluding pauses; None if unknown."""
+    """Remaining time at the average speed so far, excluding pauses; None if unknown."""
     samples_per_s: float
     loss: float
-    """NaN if none was reported."""
+    """Last reported loss; NaN if none was reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """Figures of a run, as far as this launcher took part in it."""
+    """Figures of a run for the time in which this launcher took part in it."""
 
     steps: int
-    """Committed steps, without those that were undone."""
+    """Number of committed steps, without steps that were undone."""
     last_step: int
-    """Number of the last step; more than `steps` in a run resumed from a checkpoint."""
+    """Number of the last step. It exceeds `steps` in a run resumed from a checkpoint."""
     steps_in_all: int
-    """Steps that the run's loop would take in all; 0 if unknown."""
+    """Number of steps that the run's loop will make in total; 0 if unknown."""
     samples: int
-    """Samples of those steps over all ranks; 0 if the script distributes its samples itself."""
+    """Samples of the committed steps over all ranks; 0 if the script distributes its samples
+    itself."""
     seconds: float
-    """Seconds between the run's first commit and its last one."""
+    """Seconds between the run's first and last commit."""
     faults: int
     joins: int
     leaves: int
@@ -88,29 +88,29 @@ class RunFigures:
     loss: float
     """Last reported loss, averaged over the reporting workers; NaN if none was reported."""
     began_ns: int
-    """Time of the first commit, by `time.monotonic_ns`, like the times of the points."""
+    """Time of the first commit on the clock `time.monotonic_ns`, like the times of the points."""
     points: tuple[Point, ...]
     asynchronous: bool
 
     @property
     def samples_per_s(self) -> float:
-        """Rate over the entire time, including pauses."""
+        """Samples per second over the entire time, including pauses."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def paused_s(self) -> float:
-        """The sum of all pauses."""
+        """Sum of all pauses in seconds."""
         return sum(pause.standstill.seconds for pause in self.pauses)
 
     @property
     def longest_pause_s(self) -> float:
-        """0 if there was none."""
+        """Duration of the longest pause in seconds; 0 if there was none."""
         return max((pause.standstill.seconds for pause in self.pauses), default=0.0)
 
 
 def figures_lines(figures: RunFigures) -> list[str]:
-    """Returns a line for people, and a second one if there were faults; none for a run that
-    committed nothing."""
+    """Returns the figures as a line for people, and a second line if there were faults. Returns no
+    line for a run that committed nothing."""
     if not figures.steps:
         return []
     did = f"{_counted(figures.steps, 'step')}"
@@ -143,7 +143,7 @@ def figures_lines(figures: RunFigures) -> list[str]:
 
 
 def stopped_line(figures: RunFigures, reason: str) -> str:
-    """Returns a line for people about a run that was asked to stop."""
+    """Returns a line for people about a run that was stopped on request."""
     where = f"{figures.last_step:,}" if figures.last_step else "0"
     if figures.steps_in_all and not figures.asynchronous:
         where += f" of {figures.steps_in_all:,}"
@@ -151,27 +151,27 @@ def stopped_line(figures: RunFigures, reason: str) -> str:
 
 
 class RunAccount:
-    """Account of one run. Times are those of `time.monotonic_ns`."""
+    """Account of one run. Times are on the clock `time.monotonic_ns`."""
 
     def __init__(self) -> None:
         self.course = Course()
         self.changes = Changes()
         self.pauses: list[Pause] = []
         self._unreported: list[Change] = []
-        """Changes of the ranks whose pause is not known yet."""
+        """Changes of ranks whose pauses are not known yet."""
         self._standing: list[Standstill] = []
-        """Pauses without a known cause so far."""
+        """Pauses whose causes are not known yet."""
         self._servers: list[tuple[int, Change]] = []
-        """Lost parameter servers and stalled steps, each with the time of the news."""
+        """Lost parameter servers and stalled steps, each with the time at which it was reported."""
         self._asked_ns = 0
 
     def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> None:
-        """Processes the workers' commits so far. `settle`: nothing more will follow."""
+        """Adds the workers' commits so far. `settle`: True if no further commits will follow."""
         self._standing += self.course.take(tallies, now_ns, settle=settle)
 
     def wants_events(self, now_ns: int) -> bool:
-        """Returns whether the coordinator should be asked to explain something. At most once a
-        second."""
+        """Returns whether the coordinator should be asked for events that explain a pause. Returns
+        True at most once a second."""
         if not self.course.has_begun or now_ns < self._asked_ns + _IDLE_NS:
             return False
         known, idle_ns = (
@@ -187,8 +187,8 @@ class RunAccount:
     def explain(
         self, events: Iterable[JobEvent], endings: Mapping[str, str], now_ns: int
     ) -> list[str]:
-        """Processes the coordinator's events. Returns lines for people. `endings`: as in
-        `Changes.take`."""
+        """Adds the coordinator's events, and returns lines for people about pauses that are now
+        explained. `endings`: as in `Changes.take`."""
         self._asked_ns = now_ns
         for change in self.changes.take(events, endings):
             if change.generation:
@@ -214,7 +214,7 @@ class RunAccount:
             if not changes and standstill.generation > max(
                 standstill.before, self.changes.generation
             ):
-                kept.append(standstill)  # the coordinator was away
+                kept.append(standstill)  # the coordinator was unreachable
                 continue
             if changes:
                 self.pauses.append(Pause(standstill=standstill, changes=tuple(changes)))
@@ -230,7 +230,7 @@ class RunAccount:
 
     @property
     def status(self) -> Status | None:
-        """Current progress; None if no step was committed."""
+        """Current progress; None if no step has been committed."""
         course = self.course
         if not course.has_begun:
             return None
@@ -277,8 +277,8 @@ class RunAccount:
 
 
 def _meet(heard_ns: int, standstill: Standstill) -> bool:
-    """Returns whether the loss of a parameter server may be the cause of a pause, given the time of
-    the news. The news arrives late, never early."""
+    """Returns whether the loss of a parameter server may be the cause of a pause. `heard_ns`: time
+    at which the loss was reported, which may be late but never early."""
     return (
         standstill.began_ns < heard_ns + _SERVER_NS and heard_ns < standstill.ended_ns + _SERVER_NS
     )

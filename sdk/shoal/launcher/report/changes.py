@@ -10,12 +10,12 @@ from typing import Final, Protocol
 
 _SIGNAL: Final = "its process ended with signal "
 _LEAVES: Final = ("drained",)
-"""Endings of members that leave while the run continues."""
+"""Reasons with which members leave while the run continues."""
 _MORE: Final = re.compile(r" and (\d+) more$")
 
 
 class JobEvent(Protocol):
-    """An event of a job: `shoal.v1.Event`."""
+    """Event of a job, with the fields of `shoal.v1.Event`."""
 
     event_id: str
     run: int
@@ -29,23 +29,23 @@ class JobEvent(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Reasons for a pause: changes of membership, events of a parameter server, or a stalled
+    """Cause of a pause: a change of membership, an event of a parameter server, or a stalled
     step."""
 
     generation: int
-    """Number of the new generation; 0 if there is none."""
+    """Number of the new generation; 0 if there is no new one."""
     world_size: int = 0
     """Number of ranks in the new generation."""
     faults: tuple[str, ...] = ()
-    """Lost members and causes, one line each."""
+    """Lost members and the causes, one line each."""
     joins: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
     stood: str = ""
-    """Cause of a stalled step without membership changes."""
+    """Cause of a stalled step without a membership change; empty otherwise."""
 
     @property
     def text(self) -> str:
-        """One line without a line break."""
+        """Description of the change in one line, without a line break."""
         if self.stood:
             return self.stood
         parts = [
@@ -58,17 +58,17 @@ class Change:
 
 @dataclass(kw_only=True)
 class Changes:
-    """Membership changes of one run. Receives all events of the job in order."""
+    """Membership changes of one run. Must receive all events of the job in order."""
 
     run: int = 0
-    """Only events of this run count; 0: those of all runs."""
+    """Number of the run whose events count; 0: all runs."""
     newest_event: str = ""
-    """Id of the last event."""
+    """Id of the last event that was processed."""
     found: list[Change] = field(default_factory=list)
     faults: int = 0
     """Number of lost ranks and parameter servers."""
     joins: int = 0
-    """Number of ranks that joined after the run's beginning."""
+    """Number of ranks that joined after the start of the run."""
     leaves: int = 0
     """Number of ranks that left on request while the run continued."""
     generation: int = 0
@@ -80,8 +80,8 @@ class Changes:
     _is_over: bool = False
 
     def take(self, events: Iterable[JobEvent], endings: Mapping[str, str]) -> list[Change]:
-        """Returns the changes contained in these events. `endings`: member id -> ending of a worker
-        of this launcher."""
+        """Processes events of the job in order, and returns the changes that they contain.
+        `endings`: member id -> how the process of one of this launcher's workers ended."""
         before = len(self.found)
         for event in events:
             self.newest_event = event.event_id
@@ -143,7 +143,7 @@ class Changes:
 
 
 def _how(detail: str) -> str:
-    """Describes a member's end as the rest of a sentence."""
+    """Describes a member's end as the rest of a sentence, e.g. "was lost"."""
     number = detail.removeprefix(_SIGNAL)
     if number != detail and number.isdigit():
         try:

@@ -12,12 +12,12 @@ _NOTHING = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One value of two runs."""
+    """One row of a comparison: a name and its values in two runs."""
 
     name: str
     values: tuple[str, str]
     change: str = ""
-    """Relative change from the first run to the second; empty if that has no meaning."""
+    """Relative change from the first run to the second; empty if a change has no meaning."""
 
     @property
     def differs(self) -> bool:
@@ -25,7 +25,8 @@ class Row:
 
 
 def compare(one: RecordedRun, other: RecordedRun) -> tuple[list[Row], list[Row]]:
-    """Returns the rows of the two runs' results, and those of the settings that differ."""
+    """Compares two runs. Returns the rows of their results, and the rows of the settings that
+    differ."""
     ends = (one.end, other.end)
     results = [
         Row(name="outcome", values=(str(one.outcome), str(other.outcome))),

@@ -1,9 +1,9 @@
 """Progress of a run, derived from its workers' commits: steps, speed, loss, and pauses. Pure.
 
-It repeatedly receives the tallies of this launcher's workers (`shoal_common.formats.tally`),
-including dead ones. Training *pauses* while none of them commits a step: from the last commit
-before a membership change to the first one after it, or for at least half a second and several
-steps' time.
+The progress is computed from the tallies of this launcher's workers (`shoal_common.formats.tally`),
+including dead ones, which are passed in repeatedly. Training *pauses* while no worker commits a
+step: from the last commit before a membership change to the first commit after it, or for at least
+half a second and several steps' time.
 """
 
 from __future__ import annotations
@@ -16,71 +16,72 @@ from typing import Final
 from shoal_common.formats.tally import LONG_GAP_NS, Span, Tally
 
 _SETTLE_NS: Final = 300_000_000
-"""Delay after the end of a gap until it is reported: by then all workers' later commits have been
+"""Delay between the end of a gap and its report. By then the later commits of all workers have been
 read."""
 OUTLIES: Final = 4
-"""A gap of this many usual steps is a pause."""
+"""Length of a gap, in usual steps, from which it counts as a pause."""
 _MOST_POINTS: Final = 2_000
-"""Maximum number of points. When it is reached, neighbours are merged and the sampling rate is
+"""Maximum number of points. When it is reached, neighbors are merged and the sampling rate is
 halved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standstill:
-    """A period without committed steps."""
+    """Period without committed steps."""
 
     began_ns: int
     ended_ns: int
     before: int
-    """Generation of the last commit before it."""
+    """Generation of the last commit before the period."""
     generation: int
-    """Generation of the first commit after it; the same one if membership did not change."""
+    """Generation of the first commit after the period; it is the same as before if membership did
+    not change."""
     steps: int
     """Number of committed steps from which training continued."""
     undone: int = 0
-    """Number of steps that were committed before and repeated."""
+    """Number of steps that were committed before the period and repeated afterwards."""
 
     @property
     def seconds(self) -> float:
-        """Duration."""
+        """Duration of the period in seconds."""
         return (self.ended_ns - self.began_ns) / 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """State of the run in a short interval."""
+    """State of the run in one short interval."""
 
     at_ns: int
-    """End of the interval."""
+    """Time of the end of the interval."""
     steps: int
-    """Steps of the run at that time, including those before this launcher's part."""
+    """Steps of the run at the end of the interval, including steps before this launcher's part."""
     samples: int
     samples_per_s: float
     loss: float
     """Mean of the losses reported in the interval; NaN if none is finite."""
     loss_count: int = 0
-    """Number of those losses."""
+    """Number of losses averaged in `loss`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers that the workers reported, by name: means of their last values."""
+    """Other numbers reported by the workers, by name: means of their last values."""
 
 
 class Course:
-    """Progress of one run. Times are those of `time.monotonic_ns`."""
+    """Progress of one run. Times are on the clock `time.monotonic_ns`."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
-        """Oldest first."""
+        """Points of the run, oldest first."""
         self.standstills: list[Standstill] = []
         """Pauses that have ended, oldest first."""
         self.generation = 0
         """Newest generation with a committed step."""
         self._tallies: dict[str, Tally] = {}
         self._pending: dict[str, list[Span]] = {}
-        """Unsettled spans: at most the newest seen one of each worker."""
+        """Worker -> spans that are not settled yet: at most the newest span of each worker."""
         self._seen: dict[str, int] = {}
         """Number of processed spans per worker, excluding the newest one."""
         self._until: Span | None = None
-        """Latest settled commit, as the end of a span."""
+        """Latest settled commit, stored as the end of a span."""
         self._began: tuple[int, int, int] | None = None
         """Time of the first commit, and the run's steps and samples before it."""
         self._took: tuple[int, int, float, int] | None = None
@@ -97,7 +98,7 @@ class Course:
 
     @property
     def asynchronous(self) -> bool:
-        """True if each worker makes its own steps."""
+        """True if each worker makes its own steps, without the other workers."""
         return any(tally.counts.asynchronous for tally in self._tallies.values())
 
     @property
@@ -111,14 +112,14 @@ class Course:
 
     @property
     def steps_before(self) -> int:
-        """Steps of the run before this launcher's part: from a checkpoint or from other
+        """Steps of the run before this launcher's part, e.g. from a checkpoint or from other
         machines."""
         return 0 if self.asynchronous or self._began is None else self._began[1]
 
     @property
     def steps(self) -> int:
-        """Committed steps of the run without undone ones; for asynchronous training, those of this
-        launcher's workers."""
+        """Committed steps of the run, without undone ones. For asynchronous training, counts the
+        steps of this launcher's workers."""
         if self.asynchronous:
             pushed = sum(tally.own_steps for tally in self._tallies.values())
             return pushed + sum(steps for steps, _ in self._left_behind.values())
@@ -126,7 +127,8 @@ class Course:
 
     @property
     def samples(self) -> int:
-        """Samples of the steps since `steps_before`; 0 if the script distributes them itself."""
+        """Samples of the steps since `steps_before`; 0 if the script distributes its samples
+        itself."""
         if self.asynchronous:
             pushed = sum(tally.own_samples for tally in self._tallies.values())
             return pushed + sum(samples for _, samples in self._left_behind.values())
@@ -136,8 +138,8 @@ class Course:
 
     @property
     def _left_behind(self) -> dict[int, tuple[int, int]]:
-        """Steps and samples, by key, of batches that a worker pushed but did not live to count;
-        another one found them on the servers."""
+        """Steps and samples, by key, of batches that a worker pushed but did not live to count, and
+        that another worker found on the servers."""
         in_doubt = {tally.in_doubt for tally in self._tallies.values()}
         return {
             key: each
@@ -166,7 +168,8 @@ class Course:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the other numbers last reported by the workers that committed last, by name."""
+        """Means of the other numbers that were last reported by the workers that committed last, by
+        name."""
         reported: dict[str, list[float]] = {}
         for tally in self._current:
             for name, value in tally.metrics.items():
@@ -196,13 +199,14 @@ class Course:
 
     @property
     def _moved(self) -> tuple[float, int]:
-        """Seconds outside pauses, and how many intervals between commits they contain."""
+        """Seconds outside of pauses, and the number of intervals between commits in this time."""
         moved = self.seconds - sum(standstill.seconds for standstill in self.standstills)
         undone = sum(standstill.undone for standstill in self.standstills)
         return moved, self.steps - self.steps_before - 1 + undone - len(self.standstills)
 
     def _is_long(self, apart_ns: int) -> bool:
-        """Returns whether the time between two commits is far longer than for all other steps."""
+        """Returns whether the time between two commits is far longer than that of all other
+        steps."""
         moved, intervals = self._moved
         if apart_ns < LONG_GAP_NS or intervals < 2:
             return False
@@ -223,8 +227,8 @@ class Course:
     def take(
         self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False
     ) -> list[Standstill]:
-        """Processes the workers' commits so far. Returns newly detected pauses. `settle`: nothing
-        more will follow."""
+        """Adds the workers' commits so far, and returns newly detected pauses. `settle`: True if no
+        further commits will follow."""
         if not tallies:
             return []
         self._tallies.update(tallies)
@@ -246,10 +250,10 @@ class Course:
             self._began = min(self._began or began, began)
         seen, pending = self._seen.get(name, 0), self._pending.setdefault(name, [])
         if pending and pending[-1].first_ns == tally.spans[-1].first_ns:
-            pending[-1] = tally.spans[-1]  # it has gone on
+            pending[-1] = tally.spans[-1]  # the same span, which has continued
             return
         if pending and seen >= tally.spans_before:
-            pending.pop()  # it was not over then
+            pending.pop()  # the span was read before it had ended
         pending += tally.spans[max(0, seen - tally.spans_before) :]
         self._seen[name] = tally.spans_before + len(tally.spans) - 1
 

@@ -1,8 +1,8 @@
 """Follows a run in progress: reads its workers' tallies several times a second, and asks the
 coordinator for events.
 
-Belongs to the launcher's event loop; requests run on a thread. It makes no decisions, and its
-failures do not fail the run.
+The follower belongs to the launcher's event loop; requests run on a thread. It makes no decisions,
+and its failures do not fail the run.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ _LOOK_S: Final = 0.2
 _LAST_QUESTION: Final = timedelta(seconds=2)
 
 Ask = Callable[[str], Awaitable[Sequence["JobEvent"]]]
-"""Returns the events after the one with this id; raises ShoalError."""
+"""Function that returns the events after the event with a given id. Raises ShoalError."""
 Show = Callable[[Status], None]
 
 
 class RunFollower:
-    """Follower of one run."""
+    """Reads the progress of one run while it is in progress."""
 
     def __init__(self, *, note: Callable[[str], None], show: Show | None = None) -> None:
-        """`note`: informs people of events; `show`: receives the run's progress."""
+        """`note`: function that informs people of events. `show`: function that receives the run's
+        progress."""
         self.account = RunAccount()
         self._note = note
         self._show = show
@@ -43,19 +44,19 @@ class RunFollower:
         self._endings: dict[str, str] = {}
 
     def started(self, member_id: str, tally: Path) -> None:
-        """Adds a started worker, which counts its commits in that file."""
+        """Adds a started worker. `tally`: file in which the worker counts its commits."""
         self._files[member_id] = tally
 
     def ended(self, member_id: str, status: ExitStatus) -> None:
-        """Records the end of that worker's process."""
+        """Records the end of a worker's process."""
         self._endings[member_id] = f"ended with {status}"
 
     def of_run(self, number: int) -> None:
-        """Sets the job's run that this launcher takes part in."""
+        """Sets the number of the job's run in which this launcher takes part."""
         self.account.changes.run = number
 
     async def follow(self, ask: Ask) -> None:
-        """Runs until cancelled."""
+        """Follows the run until cancelled. `ask`: requests events from the coordinator."""
         while True:
             self.look()
             if self.account.wants_events(time.monotonic_ns()):
@@ -63,8 +64,8 @@ class RunFollower:
             await asyncio.sleep(_LOOK_S)
 
     async def finish(self, ask: Ask | None) -> None:
-        """Processes the remaining data after all workers have ended. `ask`: None if the coordinator
-        cannot be asked."""
+        """Processes the remaining data after all workers have ended. `ask`: requests events from
+        the coordinator; None if it cannot be asked."""
         self.look(settle=True)
         if ask is not None and self.account.course.has_begun:
             try:
@@ -74,7 +75,8 @@ class RunFollower:
                 pass
 
     def look(self, *, settle: bool = False) -> None:
-        """Reads the tallies. `settle`: nothing more will be in them."""
+        """Reads the tallies of all workers. `settle`: True if nothing more will be written to
+        them."""
         tallies = {
             name: tally
             for name, path in self._files.items()
@@ -83,7 +85,7 @@ class RunFollower:
         self.account.take(tallies, time.monotonic_ns(), settle=settle)
         for name in self._endings.keys() & self._files.keys() if not settle else ():
             if name in tallies or not self._files[name].exists():
-                # it commits nothing more, and the course keeps its counts
+                # the worker commits no more steps, and the course keeps its counts
                 del self._files[name]
         if self._show is not None and not settle and (status := self.account.status) is not None:
             self._show(status)
@@ -92,6 +94,6 @@ class RunFollower:
         try:
             events = await ask(self.account.changes.newest_event)
         except ShoalError:
-            events = ()  # it is away: it is asked again
+            events = ()  # the coordinator is unreachable: asked again later
         for line in self.account.explain(events, self._endings, time.monotonic_ns()):
             self._note(line)

@@ -1,13 +1,13 @@
-"""Past runs on disk: one directory per run, below that of its job, in which the run's launcher
-keeps what it knows. Submitted runs (`launcher.run.submissions`) use the same directories.
+"""Past runs on disk: one directory per run, below the directory of its job, in which the run's
+launcher stores what it knows. Submitted runs (`launcher.run.submissions`) use the same directories.
 
-    run.json       what was started, by which process, and how it ended
+    run.json       the command, its process, and how the run ended
     events.jsonl   the coordinator's events of the run
     course.json    the run's figures, points and pauses, from which a plot is drawn
     page.html      the status page, with its data
-    output.log     the output of launcher and workers; before it output.1.log, if it was long
+    output.log     the output of launcher and workers; older output is in output.1.log
 
-Nothing here needs a process of Shoal. Directories have mode 0700. There is no index: the
+No process of Shoal needs to be running. Directories have mode 0700. There is no index: the
 directories are read each time, so any number of launchers may write at once.
 """
 
@@ -44,31 +44,32 @@ _FORMAT: Final = 1
 _RUNS: Final = 100
 _MIB: Final = 1024
 _HALF_MADE_S: Final = 3600.0
-"""A directory without a record is younger than this while its run begins."""
+"""Age up to which a directory without a record may belong to a run that is just starting."""
 
 
 class Outcome(StrEnum):
-    """Outcome of a run, in the words of the other screens."""
+    """Outcome of a run, in the words used by other commands."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
-    """Asked to stop before its script finished."""
+    """The run was asked to stop before its script finished."""
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """Ended early: its launcher was asked to exit, or its workers were drained or evicted."""
+    """The run ended early: its launcher was asked to exit, or its workers were drained or
+    evicted."""
     KILLED = "killed"
-    """Ended without an account, since its launcher was killed."""
+    """The run ended without a record, since its launcher was killed."""
     RUNNING = "running"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of the history; the oldest ended runs are removed when another run begins."""
+    """Limits of the history. The oldest ended runs are removed when another run starts."""
 
     runs: int = _RUNS
-    """0: nothing is recorded."""
+    """Maximum number of ended runs; 0: nothing is recorded."""
     nbytes: int = _MIB << 20
-    """Bytes in all; the newest ended run is kept even if it is larger."""
+    """Maximum number of bytes in total. The newest ended run is kept even if it is larger."""
 
     @classmethod
     def load(cls, environment: Mapping[str, str]) -> Self:
@@ -85,25 +86,25 @@ class WorkerEnd:
     host: str
     pid: int
     ended: str
-    """`exit code 0`, `SIGKILL`, ..."""
+    """End of the process: `exit code 0`, `SIGKILL`, ..."""
     steps: int
-    """Committed steps of the run when it ended; 0 if it committed none."""
+    """Committed steps of the run when the worker ended; 0 if it committed none."""
     loss: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Account of an ended run. Counts are those of `RunFigures`; unknown numbers are None."""
+    """Account of an ended run. The counts are those of `RunFigures`; unknown numbers are None."""
 
     ended_unix_s: float
     exit_status: int
     outcome: Outcome
     reason: str
-    """Text for people; may be empty."""
+    """Reason of the outcome, for people; may be empty."""
     run: int
-    """The job's run, as counted by its coordinator; 0 if unknown."""
+    """Number of the job's run according to its coordinator; 0 if unknown."""
     strategy: str
-    """Empty if the script never called `as_distributed`."""
+    """Name of the strategy; empty if the script never called `as_distributed`."""
     ranks: int
     """Largest number of ranks; the number of started workers for a script without Shoal."""
     steps: int
@@ -125,27 +126,27 @@ class RunEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """One run of the history."""
+    """Record of one run in the history."""
 
     job_id: str
     number: int
-    """Counts the runs of this job id in the history: 1, 2, ..."""
+    """Number of the run in the history of its job id: 1, 2, ..."""
     program: str
     arguments: tuple[str, ...]
-    """The script's own."""
+    """Arguments of the script."""
     settings: Mapping[str, str]
-    """Settings of the run that a comparison may want to name."""
+    """Settings of the run that a comparison may show."""
     host: str
     pid: int
     pid_start_ticks: int
     started_unix_s: float
     end: RunEnd | None
-    """None while it runs, or if its launcher was killed."""
+    """Account of the end; None while the run is in progress, or if its launcher was killed."""
     directory: Path
 
     @property
     def name(self) -> str:
-        """`JOB/NUMBER`, by which commands name it."""
+        """Name of the run in commands: `JOB/NUMBER`."""
         return f"{self.job_id}/{self.number}"
 
     @property
@@ -168,12 +169,13 @@ class RecordedRun:
         return course_of(json.loads(self._content(COURSE, "figures")))
 
     def events(self) -> list[dict[str, Any]]:
-        """Reads the events, oldest first, each a `shoal.v1.Event` in protobuf's JSON form. Raises
-        UnknownResourceError."""
+        """Reads the run's events, oldest first, each a `shoal.v1.Event` in protobuf's JSON form.
+        Raises UnknownResourceError."""
         return [json.loads(line) for line in self._content(EVENTS, "events").splitlines()]
 
     def log_lines(self) -> Iterator[str]:
-        """Reads the output, without line breaks. Raises UnknownResourceError."""
+        """Yields the lines of the run's output, without line breaks. Raises
+        UnknownResourceError."""
         files = [file for name in (OLDER_LOG, LOG) if (file := self.directory / name).exists()]
         if not files:
             raise self._missing("output")
@@ -200,7 +202,7 @@ class RecordedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """A run whose record cannot be read."""
+    """A run in the history whose record cannot be read."""
 
     directory: Path
     why: str
@@ -212,14 +214,14 @@ class Stored:
 
     directory: Path
     unix_s: float
-    """Time of its start."""
+    """Time at which the run started."""
     nbytes: int
     ended: bool
 
 
 def to_remove(stored: Iterable[Stored], limits: Limits) -> list[Stored]:
-    """Returns the runs to be removed: the oldest ended ones beyond the limits. Runs in progress are
-    never among them, nor count. Pure."""
+    """Returns the runs to be removed: the oldest ended runs beyond the limits. Runs in progress are
+    neither removed nor counted. Pure."""
     ended = sorted((each for each in stored if each.ended), key=lambda each: -each.unix_s)
     kept = total = 0
     for each in ended[: limits.runs]:
@@ -231,8 +233,8 @@ def to_remove(stored: Iterable[Stored], limits: Limits) -> list[Stored]:
 
 
 def history_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Returns $XDG_STATE_HOME/shoal/jobs, otherwise ~/.local/state/shoal/jobs: what is kept
-    outlives the user's session.
+    """Returns the directory of the history: $XDG_STATE_HOME/shoal/jobs, otherwise
+    ~/.local/state/shoal/jobs. Its contents outlive the user's session.
 
     Raises ConfigurationError if there is no home directory.
     """
@@ -243,30 +245,30 @@ def history_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 class History:
-    """The runs of this user. Keeps nothing in memory: all processes see the same."""
+    """Past runs of this user. Stores nothing in memory, so all processes see the same runs."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or history_directory()
 
     def all(self, job_id: str | None = None) -> list[RecordedRun | Unreadable]:
-        """Returns the runs (of one job), newest first, and after them those that cannot be read."""
+        """Returns the runs (of one job), newest first, followed by the runs that cannot be read."""
         found, unreadable = [], []
         for directory in self._directories(job_id):
             try:
                 found.append(_read(directory))
             except FileNotFoundError:
-                continue  # it is removed just now, or was submitted and never became a run
+                continue  # being removed, or submitted without ever becoming a run
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 unreadable.append(Unreadable(directory=directory, why=_described(error)))
         return [*sorted(found, key=lambda run: -run.started_unix_s), *unreadable]
 
     def newest(self, job_id: str | None = None) -> RecordedRun | None:
-        """Returns the run that was started last (of one job); None if there is none."""
+        """Returns the run (of one job) that was started last; None if there is none."""
         runs = self.all(job_id)
         return runs[0] if runs and isinstance(runs[0], RecordedRun) else None
 
     def find(self, name: str) -> RecordedRun:
-        """Returns the run `JOB/NUMBER`, or the newest one of a job. Raises
+        """Returns a run by its name, `JOB/NUMBER`, or the newest run of a job. Raises
         UnknownResourceError."""
         job_id, _, number = name.partition("/")
         runs = [run for run in self.all(job_id) if isinstance(run, RecordedRun)]
@@ -283,7 +285,7 @@ class History:
         )
 
     def make_directory(self, job_id: str) -> Path:
-        """Creates the directory of another run of the job. Raises OSError."""
+        """Creates the directory for the job's next run. Raises OSError."""
         folder = self._directory / job_id
         while True:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -292,11 +294,13 @@ class History:
             try:
                 own.mkdir(mode=0o700)
             except (FileExistsError, FileNotFoundError):
-                continue  # another launcher took the number, or removed the job's empty folder
+                # another launcher has taken this number, or removed the job's empty folder
+                continue
             return own
 
     def own_submission(self, job_id: str) -> Path | None:
-        """Returns the directory of the submission that this process runs; None if it runs none."""
+        """Returns the directory of the submission that this process runs; None if this process runs
+        no submission."""
         own = (socket.gethostname(), os.getpid(), start_ticks(os.getpid()))
         for directory in self._directories(job_id):
             record = _loaded(directory / _SUBMISSION)
@@ -308,8 +312,8 @@ class History:
         return None
 
     def prune(self, limits: Limits) -> None:
-        """Removes the oldest ended runs beyond the limits. Raises nothing: what cannot be removed
-        stays."""
+        """Removes the oldest ended runs beyond the limits. Raises no errors; runs that cannot be
+        removed stay."""
         stored = [each for directory in self._directories() if (each := _stored(directory))]
         for each in to_remove(stored, limits):
             shutil.rmtree(each.directory, ignore_errors=True)
@@ -336,7 +340,7 @@ class History:
 
 
 def write_run(run: RecordedRun) -> None:
-    """Writes the record of a run, atomically. Raises OSError."""
+    """Writes the record of a run atomically. Raises OSError."""
     content = {**asdict(run), "format": _FORMAT}
     del content["directory"], content["number"]
     temporary = run.directory / f"{RECORD}.new"
@@ -345,7 +349,7 @@ def write_run(run: RecordedRun) -> None:
 
 
 def course_of(content: Mapping[str, Any]) -> RunFigures:
-    """Restores figures from `dataclasses.asdict`, as read from JSON."""
+    """Restores figures from the result of `dataclasses.asdict`, as read from JSON."""
     pauses = tuple(
         Pause(
             standstill=Standstill(**pause["standstill"]),
@@ -379,7 +383,7 @@ def _read(directory: Path) -> RecordedRun:
 
 
 def _stored(directory: Path) -> Stored | None:
-    """Returns None for a directory that is being removed."""
+    """Returns the size and age of a run's directory; None if it is being removed."""
     try:
         status, sizes = directory.stat(), [path.lstat().st_size for path in directory.iterdir()]
     except OSError:
@@ -408,7 +412,8 @@ def _loaded(path: Path) -> dict[str, Any] | None:
 
 
 def _lives(host: object, pid: object, ticks: object) -> bool:
-    """Returns whether a process lives; True for one of another machine, which nobody can tell."""
+    """Returns whether a process is running. Returns True for a process of another machine, since
+    this cannot be determined."""
     if host != socket.gethostname():
         return True
     return isinstance(pid, int) and ticks is not None and start_ticks(pid) == ticks

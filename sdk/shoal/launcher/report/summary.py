@@ -17,8 +17,8 @@ _MOST_SURVIVED: Final = 10
 def failure_summary(
     program: str, failures: Sequence[WorkerExit], survived: Sequence[WorkerExit] = ()
 ) -> str:
-    """Describes the first failure, the likely cause, with its traceback; the others probably follow
-    from it. `survived`: failures that were made up for."""
+    """Describes the first failure, which is the likely cause, with its traceback, and lists later
+    failures, which probably follow from it. `survived`: failures from which the run recovered."""
     first, *others = failures
     lines = [
         _RULE,
@@ -43,8 +43,8 @@ def failure_summary(
 
 
 def survived_summary(survived: Sequence[WorkerExit], *, stopped: bool) -> str:
-    """Returns one line for a run that succeeded, or was stopped on request, although workers
-    failed."""
+    """Returns one line about the failures of workers in a run that nevertheless succeeded or was
+    stopped on request."""
     names = ", ".join(
         f"{failure.who} (pid {failure.pid}, {failure.status})" for failure in survived
     )
@@ -55,14 +55,14 @@ def survived_summary(survived: Sequence[WorkerExit], *, stopped: bool) -> str:
 
 
 def _later(failure: WorkerExit, first: WorkerExit) -> str:
-    """Returns one line. A message that the first failure has too is not repeated."""
+    """Returns one line about a later failure. Does not repeat a message of the first failure."""
     if failure.message and failure.message == first.message:
         failure = replace(failure, message="the same error")
     return failure_line(failure)
 
 
 def failure_line(failure: WorkerExit) -> str:
-    """Returns one line with worker, location and cause."""
+    """Returns one line about a failure, with worker, location and cause."""
     message = failure.message.strip().partition("\n")[0]
     return f"{failure.who} on {failure.host} (pid {failure.pid}) ended with {failure.status}" + (
         f": {message}" if message else ""

@@ -1,1 +1,2 @@
-"""A run on this machine, alone or with other launchers, from its start to its exit status."""
+"""Run on this machine, alone or together with other launchers, from its start to its exit
+status."""

@@ -1,12 +1,12 @@
-"""Runs a script's workers on this machine, from their start to the run's exit status: the core of
-`shoal run`.
+"""Core of `shoal run`: runs a script's workers on this machine, from their start to the run's exit
+status.
 
-The thread that calls `run` owns everything: an asyncio loop on it starts the processes, detects
-their ends through pidfds, and acts as `policy` decides. Blocking RPCs go to a small thread pool,
-and output to the pump's thread, so neither an absent coordinator nor a stopped terminal delays the
-detection of a death. The `Site` determines where the run takes place, alone or together with
-launchers on other machines. Live workers are stopped only for known reasons, never because of
-missing information.
+The thread that calls `run` owns all state. An asyncio loop on this thread starts the processes,
+detects their ends through pidfds, and acts as `policy` decides. Blocking RPCs run on a small thread
+pool, and output is written by the pump's thread. Neither an absent coordinator nor a stopped
+terminal therefore delays the detection of a death. The `Site` determines where the run takes place,
+alone or together with launchers on other machines. Live workers are stopped only for known reasons,
+never because of missing information.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ _SAME_SIGNAL_S: Final = 1.0
 _LOOK_S: Final = 5.0
 """Interval between checks for evicted workers."""
 _QUIET: Final = timedelta(seconds=10)
-"""A worker that has committed a step within this time is not hung and needs no check."""
+"""Time since its last committed step up to which a worker is certainly not hung and needs no
+check."""
 _PUT_OUT_GRACE: Final = timedelta(seconds=20)
-"""Time for which an evicted worker may take to exit by itself. It learns of the eviction within a
-second or two."""
+"""Time for which an evicted worker may take to exit by itself. The worker learns of the eviction
+within a second or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
 """Delay between a worker's death and the start of its replacement in a fresh interpreter while
-others run: importing torch takes a second or more on the cores on which the others form their next
-generation."""
+other workers run. Importing torch occupies a second or more of the cores on which the other workers
+form their next generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +74,19 @@ class RunResult:
     exit_code: int
     """Exit status, as in docs/exit-status.md."""
     failures: tuple[WorkerExit, ...]
-    """Failures that made the run fail, first one first."""
+    """Failures that made the run fail, in the order in which they occurred."""
     survived: tuple[WorkerExit, ...]
-    """Failures made up for by a replacement or by other workers."""
+    """Failures from which the run recovered through a replacement or through other workers."""
     stopped: str | None = None
-    """Reason for which the job was asked to stop; None if it was not."""
+    """Reason given with the request to stop the job; None if there was no request."""
     outcome: Outcome
     reason: str
     """Reason of the outcome, for people; may be empty."""
 
 
 class Agent:
-    """One run. `run` may be called once, on a thread that lives as long as the run."""
+    """Launcher's agent of one run. `run` may be called once, on a thread that lives as long as the
+    run."""
 
     def __init__(
         self,
@@ -97,8 +99,9 @@ class Agent:
         show: Show | None = None,
         recorder: RunRecorder | None = None,
     ) -> None:
-        """`note`: informs people of events; `colour`: color the workers' prefixes; `show`: receives
-        the run's progress; `recorder`: keeps the run for the history."""
+        """`note`: function that informs people of events. `colour`: True to color the prefixes of
+        workers' lines. `show`: function that receives the run's progress. `recorder`: records the
+        run for the history."""
         self._settings = settings
         self._site = site
         self._pump = pump
@@ -128,18 +131,18 @@ class Agent:
         self._node: NodePlacement | None = None
         self._signal: signal.Signals | None = None
         self._signalled_at = 0.0
-        """Time on the loop's clock."""
+        """Time of the first signal, on the loop's clock."""
         self._replacing: set[asyncio.Task[None]] = set()
-        """Replacements about to start."""
+        """Tasks of replacements that are about to start."""
         self._telling: set[asyncio.Task[None]] = set()
-        """Pending reports of the job's failure to other launchers."""
+        """Tasks that report the job's failure to other launchers."""
         self._why = ""
         """Reason why the job ends, according to the coordinator."""
         self._holders: int | None = None
         """Number of members that hold the training state, as last reported by the coordinator; None
-        before that."""
+        before the first report."""
         self._ending = False
-        """True if the run is ending: nothing more is started."""
+        """True if the run is ending, so that no process is started any more."""
 
     @property
     def figures(self) -> RunFigures:
@@ -148,12 +151,13 @@ class Agent:
 
     @property
     def course(self) -> Course:
-        """Progress of the run so far."""
+        """Course of the run so far."""
         return self._follower.account.course
 
     def run(self) -> RunResult:
-        """Runs to the end. Raises ShoalError if the run could not be started or continued, OSError
-        if a process could not be started. In any case nothing is left running."""
+        """Runs the workers to the end of the run. Raises ShoalError if the run could not be started
+        or continued, and OSError if a process could not be started. In any case no process is left
+        running."""
         ending = Ending.FAILED
         try:
             code = asyncio.run(self._run())
@@ -207,7 +211,8 @@ class Agent:
                 await self._keep()
 
     async def _keep(self) -> None:
-        """Keeps for the history what the coordinator knows of the run, if it can still be asked."""
+        """Records the coordinator's information on the run for the history, if the coordinator
+        answers."""
         recorder, reporter, run = self._recorder, self._reporter, self._site.run
         if recorder is None or reporter is None:
             return
@@ -240,7 +245,8 @@ class Agent:
         return await self._in_thread(lambda: reporter.events(after))
 
     def _end(self, ending: Ending) -> None:
-        """Stops everything that still runs, in an order that lets each process leave properly."""
+        """Stops everything that is still running, in an order in which each process can leave
+        properly."""
         if self._reporter is not None:
             self._reporter.close()
         try:
@@ -303,7 +309,7 @@ class Agent:
                 await self._start_over(again=False, left=left)
 
     async def _kill_those_put_out(self, reporter: ExitReporter) -> None:
-        """Kills evicted workers that do not exit. An evicted worker normally exits by itself; a
+        """Kills evicted workers that do not exit. An evicted worker normally exits by itself. A
         hung one would keep its memory, block its replacement and delay the end of the run."""
         known: dict[Worker, float] = {}
         while True:
@@ -313,7 +319,7 @@ class Agent:
                 if not await self._in_thread(
                     functools.partial(reporter.is_put_out, worker.member_id)
                 ):
-                    known.pop(worker, None)  # it may be back
+                    known.pop(worker, None)  # the worker may be a member again
                 elif now >= known.setdefault(worker, now) + _PUT_OUT_GRACE.total_seconds():
                     self._note(
                         f"worker {worker.index} (pid {worker.child.pid}) was evicted from the job "
@@ -322,7 +328,7 @@ class Agent:
                     worker.child.kill()
 
     async def _tell_missing_servers(self, reporter: ExitReporter) -> None:
-        """Says every ten seconds which parameter servers are missing, until the first step is
+        """Prints every ten seconds which parameter servers are missing, until the first step is
         committed."""
         while not self._follower.account.course.has_begun:
             await asyncio.sleep(_TELL_EVERY_S)
@@ -330,8 +336,8 @@ class Agent:
                 self._note(f"job {self._settings.job_id}: {missing}")
 
     async def _is_elastic(self) -> bool:
-        """Returns whether workers of this launcher have joined the job, once that is known. Until
-        then, live workers are kept."""
+        """Waits until it is known whether workers of this launcher have joined the job, and returns
+        the result. Until then, live workers are kept."""
         while not self._policy.elastic:
             news = (
                 await self._in_thread(self._reporter.news) if self._reporter is not None else None
@@ -390,8 +396,8 @@ class Agent:
     async def _start_over(self, *, again: bool, left: NodePlacement | None = None) -> None:
         """Starts all workers: for the first time, or after stopping the running ones.
 
-        `left`: the place that is no longer valid; if there is a newer one by now, nothing is left
-        to do.
+        `left`: place that is no longer valid. If this launcher has a newer place by now, nothing is
+        done.
         """
         async with self._changing:
             if self._ending:
@@ -435,14 +441,14 @@ class Agent:
         self._after_exit(worker, ended, report)
 
     def _drain(self, worker: Worker) -> None:
-        """Schedules the worker's last output before any later note. Does not wait, since the
-        terminal may be stopped."""
+        """Schedules the worker's last output before any later note. Does not wait for the output,
+        since the terminal may be stopped."""
         for source in worker.sources:
             self._pump.finish(source)
 
     async def _report(self, worker: Worker, status: ExitStatus) -> ExitReport | None:
-        """Reports the exit and returns the coordinator's answer; None if it cannot answer or the
-        answer no longer matters."""
+        """Reports a worker's exit and returns the coordinator's answer. Returns None if the
+        coordinator cannot answer or the answer no longer matters."""
         reporter = self._reporter
         if reporter is None:
             return None
@@ -517,8 +523,8 @@ class Agent:
     # -------------------------------------------------------------------------------------- the end
 
     def _conclude(self, *, known: bool) -> None:
-        """Ends the run when no worker is left and none will be started. `known`: the coordinator
-        has just reported the state of the job."""
+        """Ends the run when no worker is left and none will be started. `known`: True if the
+        coordinator has just reported the state of the job."""
         policy, job = self._policy, self._settings.job_id
         if policy.elastic and policy.end in (JobEnd.NONE, JobEnd.UNKNOWN) and not policy.failures:
             if known:
@@ -537,8 +543,8 @@ class Agent:
             self._finish_as_known()
 
     def _tell_failure(self, worker: Worker, ended: WorkerExit) -> None:
-        """Reports a failure to the coordinator, which stops all workers of the job, and to the
-        other launchers."""
+        """Reports a worker's failure to the coordinator, which stops all workers of the job, and to
+        the other launchers."""
         reporter = self._reporter
         if reporter is None:
             return
@@ -560,8 +566,8 @@ class Agent:
         self._finish_as_known()
 
     async def _hear_the_end(self) -> None:
-        """Waits until others have been informed of a failure and it is known whether the job is
-        finished, or for at most some seconds."""
+        """Waits until other launchers have been informed of a failure and it is known whether the
+        job is finished. Waits for some seconds at most."""
         reporter = self._reporter
         if self._telling:
             await asyncio.wait(self._telling, timeout=_TELL_TIMEOUT.total_seconds())
@@ -591,8 +597,8 @@ class Agent:
             self._finished.set_result(code)
 
     async def _stop_workers(self, grace: timedelta) -> None:
-        """Sends SIGTERM, on which elastic workers leave at their next step boundary, and SIGKILL
-        after the grace period."""
+        """Stops all workers: sends SIGTERM, on which elastic workers leave at their next step
+        boundary, and SIGKILL after the grace period."""
         self._policy.stopping()
         self._stopping.set()
         for replacement in self._replacing:

@@ -1,9 +1,9 @@
-"""Membership of one launcher among the launchers of its job: the coordinator's session, held by a
-thread.
+"""Membership of one launcher among the launchers of its job: a session with the coordinator,
+maintained by a thread.
 
-The thread reads directives, reconnects, and calls `on_change` after each piece of news; gRPC's own
-thread pulls the messages to send. News are stored in attributes that only the session's thread
-writes, each replaced atomically.
+The thread reads directives, reconnects, and calls `on_change` after each change. gRPC's own thread
+reads the messages to send. Results are stored in attributes that only the session's thread writes,
+each replaced atomically.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _FIRST_INTERVAL_S: Final = 1.0
 _LEAVE_TIMEOUT_S: Final = 5.0
 _OVER: Final = ("RUN_ENDED", "RUN_UNKNOWN")
 _GENERATION_UNKNOWN: Final = "GENERATION_UNKNOWN"
-"""The coordinator has lost its newest writes, or everything."""
+"""Reason of an error that means that the coordinator has lost its newest writes, or everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """A launcher's knowledge of its place."""
+    """A launcher's knowledge of its place among the launchers of a job."""
 
     generation: int
-    """Newest generation in which it had a place; 0 if none yet."""
+    """Newest generation in which the launcher had a place; 0 if there is none yet."""
     placement: NodePlacement | None
-    """None if it has no place now."""
+    """Current place of the launcher; None if it has none."""
     starts: tuple[str, ...] = ()
     """Key of the current start of each node's workers, in rank order. When keys change, plain
-    workers are restarted; identical keys in another generation mean that the coordinator had missed
-    a node that was there all the time."""
+    workers are restarted. Identical keys in another generation mean that the coordinator had missed
+    a node that was present all the time."""
     why: str = ""
-    """Reason why it has no place, for people."""
+    """Reason why the launcher has no place, for people."""
 
 
 class NodeSession:
-    """A launcher as a member that always wants a rank. After an eviction (for a long silence) it
-    rejoins as another member."""
+    """Session of a launcher as a member that always requests a rank. After an eviction (for a long
+    silence) the launcher rejoins as another member."""
 
     def __init__(
         self,
@@ -69,21 +69,22 @@ class NodeSession:
         on_change: Callable[[], None],
         on_job_lost: Callable[[], None],
     ) -> None:
-        """Opens the session. `address`: host:port for the first worker of all nodes, in case this
-        launcher becomes rank 0.
+        """Opens the session. `address`: address (host:port) on which the first worker of all nodes
+        will listen if this launcher becomes rank 0.
 
-        Both callbacks are called on the session's thread. `on_job_lost` creates the job again if
+        Both callbacks are called on the session's thread. `on_job_lost`: creates the job again if
         the coordinator no longer knows it; raises ShoalError.
         """
         self.standing = Standing(
             generation=0, placement=None, why="no message from the coordinator yet"
         )
         self.stopped: str | None = None
-        """Reason why the job was stopped."""
+        """Reason why the job was stopped; None if it was not."""
         self.error: ShoalError | None = None
-        """Reason why the session has ended. If `is_closed`, the run has finished elsewhere."""
+        """Reason why the session has ended; None while it is open. If `is_closed`, the run has
+        finished elsewhere."""
         self.works_in = 0
-        """Generation in which the launcher's workers were started; set by the launcher and reported
+        """Generation in which the launcher's workers were started. Set by the launcher and reported
         in heartbeats."""
         self._client = client
         self._join = pb.Join(
@@ -100,7 +101,8 @@ class NodeSession:
         self._on_change = on_change
         self._on_job_lost = on_job_lost
         self._outgoing: queue.SimpleQueue[pb.Leave | None] = queue.SimpleQueue()
-        """Messages for the open stream; each stream has its own queue. None ends it."""
+        """Messages for the open stream; None in the queue ends the stream. Each stream has its own
+        queue."""
         self._interval_s = _FIRST_INTERVAL_S
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-node-session", daemon=True)
@@ -108,12 +110,13 @@ class NodeSession:
 
     @property
     def is_closed(self) -> bool:
-        """True if the run has finished elsewhere: there are no more places, but no reason to stop
-        either."""
+        """True if the run has finished elsewhere. There are no more places, but there is no reason
+        to stop either."""
         return self.error is not None and self.error.reason in _OVER
 
     def leave(self, reason: pb.Leave.Reason, detail: str) -> None:
-        """Tells the coordinator that this node leaves; waits up to 5 s for the session to end."""
+        """Tells the coordinator that this node leaves, and waits up to 5 s for the session to
+        end."""
         self._leaving.set()
         self._outgoing.put(pb.Leave(reason=reason, detail=detail[:1024]))
         self._thread.join(_LEAVE_TIMEOUT_S)
@@ -126,7 +129,7 @@ class NodeSession:
             try:
                 self._attend()
             except (UnavailableError, DeadlineError):
-                pass  # the coordinator is away, and knows this member when it comes back
+                pass  # the coordinator is unreachable, and will still know this member afterwards
             except ShoalError as error:
                 self._refused(error)
             finally:
@@ -135,7 +138,7 @@ class NodeSession:
             self._leaving.wait(_PAUSE_S)
 
     def _attend(self) -> None:
-        """Handles one stream from beginning to end. Raises the reason for its end."""
+        """Serves one stream from beginning to end. Raises the reason for the end of the stream."""
         try:
             for directive in self._client.join_session(self._messages(self._outgoing)):
                 self._heard(directive)
@@ -153,7 +156,7 @@ class NodeSession:
         self._come_back(str(error))
 
     def _come_back(self, why: str) -> None:
-        """Comes back as another member, next."""
+        """Makes the next stream join as another member."""
         self._join.member_id = str(uuid.uuid4())
         self.standing = Standing(generation=0, placement=None, why=why)
 
@@ -182,11 +185,11 @@ class NodeSession:
                 self.stopped = directive.drain.reason or "this launcher was drained"
 
     def _ask_ranks(self, generation: pb.Generation) -> Sequence[pb.Rank]:
-        """Returns the members of a generation too large to be sent in full; empty if there is a
-        newer one, which will be announced next.
+        """Returns the members of a generation whose table is too large to be sent in full. Returns
+        nothing if a newer generation exists, which will be announced next.
 
         Raises:
-            UnavailableError, DeadlineError: the coordinator is away, and will announce the
+            UnavailableError, DeadlineError: the coordinator does not answer; it will announce the
                 generation again.
         """
         try:
@@ -198,7 +201,7 @@ class NodeSession:
         return list(answer.ranks)
 
     def _messages(self, outgoing: queue.SimpleQueue[pb.Leave | None]) -> Iterator[pb.MemberMessage]:
-        """Yields the messages of one stream; pulled by gRPC."""
+        """Yields the messages of one stream. Iterated by gRPC."""
         join = pb.Join()
         join.CopyFrom(self._join)
         join.last_generation = self.standing.generation

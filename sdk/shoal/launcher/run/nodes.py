@@ -1,14 +1,15 @@
 """A run on several machines, at a coordinator shared by all launchers: `shoal run --rdzv-endpoint`.
 
 torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR) must agree on all machines before any worker
-starts. The launchers are therefore members of a separate job, `<job>.nodes`, and take their node
-ranks from its generations: a generation with other launchers, or with other starts of theirs,
-restarts all plain workers. Elastic workers get their ranks from the job itself and keep running.
+starts. The launchers are therefore members of a separate job, `<job>.nodes`, and receive their node
+ranks from its generations. A generation with other launchers, or with newly started workers of a
+launcher, restarts all plain workers. Elastic workers receive their ranks from the job itself and
+keep running.
 
-An absent coordinator, or one that lost its data, ends nothing: the launchers wait for it and create
-again what it has lost.
+A coordinator that is absent or has lost its data ends nothing: the launchers wait for it and create
+lost jobs again.
 
-The site belongs to the event loop's thread; the session's thread only wakes it.
+The site belongs to the event loop's thread; the session's thread only wakes the loop.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ _REMINDER_S: Final = 10.0
 _EXPLAIN_AFTER_S: Final = 2.0
 """Time after which an unresponsive coordinator is probed for the cause."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
-"""Time for which plain workers continue while their launcher has no place: after a network failure,
+"""Time for which plain workers continue while their launcher has no place. After a network failure,
 all launchers may return to their places."""
 _DEFAULT_MASTER_PORT: Final = 29500
 _RUN_ENDING: Final = "RUN_ENDING"
 
 
 class SharedSite:
-    """Implements `site.Site`."""
+    """Site of a run at a coordinator shared with other launchers. Implements `site.Site`."""
 
     def __init__(self, settings: RunSettings, *, note: Callable[[str], None]) -> None:
-        """`note`: informs people of events; called on any thread. Raises ConfigurationError for
-        unusable addresses and certificates."""
+        """`note`: function that informs people of events, called on any thread. Raises
+        ConfigurationError for unusable addresses and certificates."""
         assert settings.endpoint is not None
         if settings.master_address is not None and settings.node_rank is None:
             raise ConfigurationError(
@@ -77,8 +78,8 @@ class SharedSite:
         self._settings = settings
         self._note = note
         self._own = self._find_own() if settings.local_address or settings.listen_address else None
-        """Explicit addresses of this machine; None if not given, in which case they are determined
-        once the coordinator is reachable."""
+        """Explicitly given addresses of this machine. None if they are not given and must be
+        determined once the coordinator is reachable."""
         self._client = CoordinatorClient(member_channel(settings.endpoint))
         self._nodes_job = JobSettings(
             job_id=launchers_job_id(settings.job_id),
@@ -90,13 +91,13 @@ class SharedSite:
         self._session: NodeSession | None = None
         self._port: ReservedPort | None = None
         self._placed: tuple[str, ...] = ()
-        """`Standing.starts` of the place in which the workers were last started."""
+        """Value of `Standing.starts` for the place in which the workers were last started."""
         self._received: Standing | None = None
-        """Latest standing passed to the agent by `moved` and `place`; None before the first
+        """Latest standing returned to the agent by `moved` and `place`; None before the first
         place."""
         self._left_alone = False
-        """True if the session was refused while workers ran: they continue, and changes of
-        launchers go unnoticed."""
+        """True if the session was refused while workers ran. The workers continue, and changes of
+        launchers are not noticed."""
         self._before = ""
         """Outcome of the previous run, for people; empty if unknown."""
         self._give_up_at = 0.0
@@ -114,7 +115,7 @@ class SharedSite:
         return ExitReporter(self._client, job_id=self._settings.job_id, launcher_id=launcher_id)
 
     async def keep(self) -> None:
-        """Raises PreconditionError when the job was stopped."""
+        """Maintains the site until cancelled. Raises PreconditionError when the job is stopped."""
         while self._session is None:
             await asyncio.sleep(_LOOK_S)
             await asyncio.to_thread(self._look_for_job)
@@ -195,7 +196,7 @@ class SharedSite:
                 )
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
-        """Returns None: a shared coordinator serves the page itself, and outlives the run."""
+        """Returns None, since a shared coordinator serves the page itself and outlives the run."""
         return None
 
     def close(self, ending: Ending) -> None:
@@ -213,7 +214,7 @@ class SharedSite:
 
     @property
     def _settled(self) -> bool:
-        """True if places were fixed in advance by flags."""
+        """True if the places of launchers were fixed in advance by flags."""
         return self._settings.master_address is not None
 
     def _settled_place(self) -> NodePlacement:
@@ -241,7 +242,7 @@ class SharedSite:
 
     @property
     def _run_name(self) -> str:
-        """For people."""
+        """Name of the run, for people."""
         return (
             f"run {self.run.number} of job {self._settings.job_id}"
             if self.run is not None
@@ -278,14 +279,16 @@ class SharedSite:
             self._join()
 
     def _check_run_before(self, number: int) -> None:
-        """Raises PreconditionError if launchers report that the previous run is still in progress:
-        the coordinator ends a run without members, and workers of a plain script are not
+        """Raises PreconditionError if launchers report that the previous run is still in progress.
+        The coordinator would end a run without members, and workers of a plain script are not
         members."""
         try:
             before = self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
             nodes = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
         except ShoalError:
-            return  # away, and then creating the job waits for it; or it has no such job
+            # Either the coordinator is unreachable, and creating the job will wait for it, or it
+            # has no such job.
+            return
         hosts = sorted({member.host for member in nodes.members})
         if (
             hosts
@@ -315,7 +318,7 @@ class SharedSite:
         self, job: JobSettings, *, number: int = 0, resume: bool = False, follow: bool = False
     ) -> pb.CreateJobResponse:
         """Creates a job at the coordinator, which may start later than its launchers. Waits while
-        members of an ended run are still there."""
+        an ended run has remaining members."""
         began, answered = self._loop.time(), False
         said_at = began - _REMINDER_S
         explain_at = began + _EXPLAIN_AFTER_S
@@ -372,10 +375,10 @@ class SharedSite:
         )
 
     def _join(self) -> None:
-        """Joins with a new incarnation of this launcher."""
+        """Joins the launchers' job with a new incarnation of this launcher."""
         own = self._own or self._find_own()
         if self._port is None and self._settings.master_port is None:
-            # only kept; the worker of rank 0 listens on all interfaces
+            # only reserves the port, on which the worker of rank 0 will listen on all interfaces
             self._port = ReservedPort(host="0.0.0.0")  # noqa: S104
         port = self._settings.master_port or (self._port.port if self._port is not None else 0)
         self._session = NodeSession(
@@ -388,15 +391,15 @@ class SharedSite:
         )
 
     async def _join_anew(self, why: str) -> None:
-        """Rejoins, which looks like a death to the other launchers: they stop their workers and
-        wait for a new generation, as this one does."""
+        """Rejoins the launchers' job. To the other launchers this looks like a death: they stop
+        their workers and wait for a new generation, as this launcher does."""
         assert self._session is not None
         await asyncio.to_thread(self._session.leave, pb.Leave.REASON_FAILED, why)
         self._join()
 
     def _create_lost(self) -> None:
-        """Creates the jobs again after the coordinator lost its data. Any launcher creates them;
-        the others find them. Raises ShoalError."""
+        """Creates the jobs again after the coordinator has lost its data. Every launcher tries;
+        only the first one creates them. Raises ShoalError."""
         created = self._client.create_job(self._job().message(), deadline=_CALL_DEADLINE).created
         if not self._settled:
             created |= self._client.create_job(
@@ -409,7 +412,8 @@ class SharedSite:
             )
 
     def _look_for_job(self) -> None:
-        with contextlib.suppress(ShoalError):  # away, say: asked again
+        with contextlib.suppress(ShoalError):
+            # e.g. the coordinator is unreachable: asked again later
             try:
                 self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
             except UnknownResourceError:
@@ -440,7 +444,7 @@ class SharedSite:
         )
 
     def _wake(self) -> None:
-        """Wakes the loop. Called on the session's thread, which may outlive the loop."""
+        """Wakes the event loop. Called on the session's thread, which may outlive the loop."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -478,8 +482,8 @@ class SharedSite:
             )
 
     async def _wait_for_change(self, *, timeout_s: float | None = None) -> None:
-        """Waits for news from the session or for the timeout. Each waiter checks the state before
-        it waits, so they may share the event."""
+        """Waits for a change reported by the session, or for the timeout. Each waiter checks the
+        state before it waits, so that waiters can share the event."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -501,7 +505,7 @@ class SharedSite:
 
     def _tell_end(self, ending: Ending) -> None:
         """Reports the outcome of a plain script's run, whose workers are not members and cannot
-        report it. Ignored for other runs."""
+        report it. The coordinator ignores the report for other runs."""
         if ending is Ending.STOPPED or (ending is Ending.FAILED and not self._settings.nodes.fixed):
             return
         came_to = pb.JOB_ENDING_COMPLETED if ending is Ending.FINISHED else pb.JOB_ENDING_FAILED
@@ -513,20 +517,20 @@ class SharedSite:
             )
 
     def _stop_those_that_wait(self, what: str) -> None:
-        """Stops launchers that wait for this one. If it finished while all had their places, the
-        job is finished, and the others finish by themselves."""
+        """Stops launchers that wait for this one. If this launcher finished while all had their
+        places, the job is finished, and the other launchers finish by themselves."""
         job_id = self._nodes_job.job_id
         if self._client.get_job(job_id).phase != pb.JOB_PHASE_FINISHED:
             self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")
 
 
 def _secured(obstacle: Obstacle | None) -> bool:
-    """Returns whether there is a coordinator and only the credentials are wrong."""
+    """Returns whether the coordinator was reached and only the credentials are wrong."""
     return obstacle is not None and obstacle.permanent
 
 
 def _previous_run_text(made: pb.CreateJobResponse) -> str:
-    """Describes the outcome of the previous run, for people."""
+    """Returns a description of the previous run's outcome, for people."""
     if not made.HasField("previous"):
         return ""
     past = made.previous

@@ -1,7 +1,7 @@
-"""Keeps a run for the history (`launcher.report.history`) while it runs and when it ends.
+"""Records a run for the history (`launcher.report.history`), during the run and at its end.
 
-It decides nothing, and what it cannot write does not fail the run: the first problem becomes a line
-for people.
+The recorder decides nothing. A record that cannot be written does not fail the run; the first
+problem becomes a line for people.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
     from shoal_protos.v1 import coordinator_pb2 as pb
 
 LOG_BYTES: Final = 16 << 20
-"""Size at which the output of a run continues in a second file; of two files the older one is
-dropped."""
+"""Size at which the output of a run continues in a second file. At most two files are kept; the
+older one is dropped."""
 _MOST_WORKERS: Final = 256
 """Maximum number of ended workers in a record; the last ones are kept."""
 _COLOURED_PREFIX: Final = re.compile(rb"^\x1b\[\d+m(\[\d+\]:)\x1b\[0m ", re.MULTILINE)
 
 
 class RunRecorder:
-    """Recorder of one run. Belongs to the launcher's main thread, except the writer."""
+    """Recorder of one run. Belongs to the launcher's main thread, except for the writer."""
 
     def __init__(self, run: RecordedRun, *, keeps_output: bool) -> None:
-        """`keeps_output`: nobody else writes the run's output into its directory."""
+        """`keeps_output`: True if no other process writes the run's output to its directory."""
         self.problems: list[str] = []
-        """Lines for people; at most one."""
+        """Problems as lines for people; at most one."""
         self._run = run
         self._keeps_output = keeps_output
         self._workers: list[tuple[str, WorkerExit]] = []
@@ -69,10 +69,10 @@ class RunRecorder:
 
     @classmethod
     def begin(cls, settings: RunSettings) -> Self | None:
-        """Creates the record of a run that begins in this process, and removes the oldest others.
-        Returns None if nothing is recorded: SHOAL_HISTORY_RUNS is 0, or no job may be called so.
-        Raises ConfigurationError for an invalid setting; a directory that cannot be written becomes
-        a problem."""
+        """Creates the record of a run that starts in this process, and removes the oldest records.
+        Returns None if nothing is recorded, because SHOAL_HISTORY_RUNS is 0 or the job id is
+        invalid. Raises ConfigurationError for an invalid setting. A directory that cannot be
+        written becomes a problem."""
         limits = Limits.load(os.environ)
         if not limits.runs or not is_job_id(settings.job_id):
             return None
@@ -89,7 +89,7 @@ class RunRecorder:
         return recorder
 
     def writer(self, write: Writer) -> Writer:
-        """Returns a writer that also keeps the output: complete lines, with prefixes in plain
+        """Returns a writer that also records the output: complete lines, with prefixes in plain
         text."""
         if not self._keeps_output:
             return write
@@ -106,8 +106,8 @@ class RunRecorder:
         self._workers = [*self._workers, (member_id, ended)][-_MOST_WORKERS:]
 
     def keep(self, *, events: Sequence[pb.Event], page: str | None, run: int, ranks: int) -> None:
-        """Keeps what the coordinator knows at the end. `run`: its number of this run; `ranks`: the
-        largest number of ranks."""
+        """Records the coordinator's information at the end. `run`: number of this run at the
+        coordinator. `ranks`: largest number of ranks."""
         from google.protobuf.json_format import MessageToDict
 
         self._number, self._ranks = run, ranks
@@ -127,7 +127,7 @@ class RunRecorder:
         figures: RunFigures,
         course: Course,
     ) -> None:
-        """Writes the run's end. `reason`: for people; may be empty."""
+        """Records the end of the run. `reason`: reason of the outcome, for people; may be empty."""
         if self._closed:
             return
         if figures.points:
@@ -163,7 +163,7 @@ class RunRecorder:
             self._give_up(failed)
 
     def close(self) -> None:
-        """Closes the file of kept output. Call it after the last write."""
+        """Closes the file of recorded output. Must be called after the last write."""
         if self._log is not None:
             self._log.close()
 
@@ -184,7 +184,7 @@ class RunRecorder:
 
 
 class _Log:
-    """Output of a run in two files of bounded size. Belongs to the output pump's thread."""
+    """Output of a run in two files of limited size. Belongs to the output pump's thread."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOG
@@ -194,7 +194,8 @@ class _Log:
         self._failed = False
 
     def write(self, data: bytes) -> None:
-        """Appends the complete lines. Of lines that overwrite each other only the last is kept."""
+        """Appends the complete lines in `data`. If lines overwrite each other, only the last one is
+        kept."""
         lines = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
         if self._failed or not lines:
             return
@@ -236,8 +237,7 @@ def _record(settings: RunSettings, directory: Path) -> RecordedRun:
 
 
 def _settings(settings: RunSettings) -> Mapping[str, str]:
-    """Returns the flags of the run in which two runs may differ; those that are not set are
-    missing."""
+    """Returns the flags in which two runs may differ. Flags that are not set are missing."""
     nodes = settings.nodes
     values: dict[str, Any] = {
         "workers": settings.workers,

@@ -1,9 +1,9 @@
-"""Reports workers' exits to the coordinator and asks it about the job: through waitpid the launcher
-learns of a death before anybody else.
+"""Reports workers' exits to the coordinator and asks it about the job. The launcher learns of a
+worker's death first, through waitpid.
 
-Blocking calls, for threads of the launcher; a reporter has no state except its client. Unknown
-facts are None or JobEnd.UNKNOWN, which means nothing else: a coordinator that is away, or has lost
-its data, says nothing about live members.
+Calls block and are made on threads of the launcher. A reporter has no state except its client.
+Unknown facts are None or JobEnd.UNKNOWN, which implies nothing else: a coordinator that is absent,
+or has lost its data, says nothing about live members.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ class JobNews:
 
     end: JobEnd
     why: str
-    """For people."""
+    """Reason of the job's end, for people."""
     holders: int
-    """Number of members that have a rank or have committed a step: they hold the training state, or
-    parts of it. While the job waits for more workers, none has a rank."""
+    """Number of members that have a rank or have committed a step, and therefore hold the training
+    state or parts of it. While the job waits for more workers, no member has a rank."""
     ours: int
     """Number of members started by this launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReport:
-    """Knowledge of the coordinator about a worker that has ended."""
+    """Answer of the coordinator to the report of a worker's exit."""
 
     was_member: bool
     rank: int
-    """Last rank; -1 if none or unknown."""
+    """Last rank of the worker; -1 if it had none or the rank is unknown."""
     job: JobNews
 
 
 class ExitReporter:
-    """Reports exits of one launcher's workers."""
+    """Reports the exits of one launcher's workers, and asks the coordinator about their job."""
 
     def __init__(self, client: CoordinatorClient, *, job_id: str, launcher_id: str) -> None:
         self._client = client
@@ -82,10 +82,10 @@ class ExitReporter:
         failure: str = "",
         finished: bool = False,
     ) -> ExitReport | None:
-        """Reports an exit. Blocks until the coordinator has received it: a millisecond, or up to a
-        minute while it is away or does not know the job. Returns None on timeout or refusal. `key`:
-        the member's. `failure`: if not empty, the job fails with it. `finished`: the worker
-        reported that its script finished."""
+        """Reports a worker's exit. Blocks until the coordinator has received the report: for a
+        millisecond, or for up to a minute while it is absent or does not know the job. Returns None
+        after a timeout or a refusal. `key`: the member's key. `failure`: if not empty, the job
+        fails for this reason. `finished`: True if the worker reported that its script finished."""
         deadline = time.monotonic() + _PATIENCE.total_seconds()
         while True:
             try:
@@ -100,8 +100,8 @@ class ExitReporter:
                 return None
 
     def news(self) -> JobNews | None:
-        """Returns the news of the job; None: the coordinator could not be asked, or does not know
-        the job. Blocks for 2 s at most."""
+        """Returns the state of the job. Returns None if the coordinator could not be asked or does
+        not know the job. Blocks for at most 2 s."""
         try:
             job = self._client.get_job(self._job_id, deadline=_CALL_DEADLINE)
         except ShoalError:
@@ -115,8 +115,8 @@ class ExitReporter:
         )
 
     def is_put_out(self, member_id: str) -> bool:
-        """Returns whether the coordinator has evicted a member, i.e. it is no longer one and did
-        not leave: nobody waits for its process. Blocks for at most 2 s."""
+        """Returns whether the coordinator has evicted a member, so that nobody waits for its
+        process. Blocks for at most 2 s."""
         try:
             return bool(
                 self._client.get_job(
@@ -127,8 +127,9 @@ class ExitReporter:
             return False
 
     def missing_servers(self) -> str:
-        """Returns a line about the parameter servers without which training cannot begin; empty if
-        none is missing or the coordinator could not be asked. Blocks for at most 2 s."""
+        """Returns a line about missing parameter servers without which training cannot start.
+        Returns an empty string if none is missing or the coordinator could not be asked. Blocks for
+        at most 2 s."""
         try:
             job = self._client.get_job(self._job_id, member_id=NOBODY, deadline=_CALL_DEADLINE)
         except ShoalError:
@@ -136,14 +137,14 @@ class ExitReporter:
         return job.waits_for if job.servers_awaited else ""
 
     def events(self, after: str) -> list[pb.Event]:
-        """Returns the job's events after the event `after`; "": from the beginning. Blocks for at
-        most 2 s. Raises ShoalError."""
+        """Returns the job's events after the event with id `after`; "": from the beginning. Blocks
+        for at most 2 s. Raises ShoalError."""
         return list(
             self._client.watch_events(self._job_id, after_event_id=after, deadline=_CALL_DEADLINE)
         )
 
     def close(self) -> None:
-        """Abandons reports in progress."""
+        """Abandons reports of exits that are in progress."""
         self._closed.set()
 
     def _report(

@@ -1,5 +1,5 @@
-"""Location of a run from its agent's perspective: a cluster of its own (`standalone`), or a
-coordinator shared with others (`nodes`)."""
+"""Environment of a run as its agent sees it: the run's own cluster (`standalone`), or a coordinator
+shared with other launchers (`nodes`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RunCompletedError(PreconditionError):
-    """The requested run has already completed: nothing is left to do, and nothing is wrong."""
+    """The requested run has already completed, so nothing is left to do. This is not a failure."""
 
     default_reason = "RUN_ENDED"
 
@@ -29,54 +29,56 @@ class Ending(Enum):
     """The script finished."""
     FAILED = auto()
     STOPPED = auto()
-    """Ended by a signal, or because its workers were asked to leave, evicted or killed: this
-    launcher goes, and the job may continue elsewhere."""
+    """The run was ended by a signal, or because its workers were asked to leave, evicted or killed.
+    This launcher leaves, and the job may continue elsewhere."""
 
 
 class Site(Protocol):
-    """Location of a run, as described in the module."""
+    """Environment of a run, with its coordinator and its place among launchers."""
 
     coordinator: str
-    """host:port passed to the workers."""
+    """Address of the coordinator (host:port), passed to the workers."""
     run: Run | None
-    """Run of the job, once the site is open; None if the job has no other."""
+    """Run of the job, once the site is open; None if the job can have only one."""
 
     def begin(self, start_service: StartService) -> None:
-        """Starts slow operations. Called first, on the loop's thread. `start_service`: starts
-        processes of parameter servers."""
+        """Starts slow operations. Called first, on the loop's thread. `start_service`: function
+        that starts processes of parameter servers."""
         ...
 
     async def open(self, launcher_id: str) -> ExitReporter:
-        """Waits until the coordinator is reachable and knows the job. Raises ShoalError;
-        RunCompletedError if everything is done."""
+        """Waits until the coordinator is reachable and knows the job. Raises ShoalError, or
+        RunCompletedError if the run has already completed."""
         ...
 
     async def keep(self) -> None:
-        """Maintains the site until cancelled; called once it is open. Raises ShoalError if the run
-        must end for all launchers."""
+        """Maintains the site until cancelled. Called once the site is open. Raises ShoalError if
+        the run must end for all launchers."""
         ...
 
     async def place(self, *, again: bool) -> NodePlacement:
         """Returns this launcher's place for the next start of all its workers; may be called before
-        the site is open. Waits for other launchers, whose workers must restart too if `again`.
-        Raises ShoalError."""
+        the site is open. Waits for other launchers. `again`: True if the other launchers must
+        restart their workers too. Raises ShoalError."""
         ...
 
     async def moved(self) -> None:
-        """Returns when the last place is no longer valid because launchers came or left."""
+        """Waits until the last place is no longer valid because launchers have joined or left."""
         ...
 
     def fail(self, reason: str) -> None:
-        """Informs the other launchers that the job has failed here, and so on all machines. Blocks
-        for at most some seconds; never raises."""
+        """Informs the other launchers that the job has failed on this machine and therefore
+        everywhere. Blocks for at most some seconds; never raises an error."""
         ...
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
-        """Returns the status page of the run with its data in it; None if the site has none or it
-        does not answer. `known`: values of the job that its coordinator no longer has when its
-        members have left. Blocks for some seconds at most; called once the site is open."""
+        """Returns the status page of the run with its data included. Returns None if the site
+        has no page or it does not answer. `known`: values of the job that its coordinator no
+        longer has after its members have left. Blocks for some seconds at most; called once the
+        site is open."""
         ...
 
     def close(self, ending: Ending) -> None:
-        """Leaves the job and ends everything that the site started. Blocks. Raises ShoalError."""
+        """Leaves the job and ends everything that the site has started. Blocks. Raises
+        ShoalError."""
         ...

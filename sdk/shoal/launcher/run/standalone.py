@@ -1,7 +1,7 @@
-"""A run on one machine, with a cluster of its own: `shoal run --standalone`.
+"""Run on one machine with its own cluster: `shoal run --standalone`.
 
-Workers start at the same time as the cluster: they need the coordinator only after importing torch,
-which takes longer.
+Workers start at the same time as the cluster. They need the coordinator only after importing torch,
+which takes longer than starting the cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class StandaloneSite:
-    """Implements `site.Site`. Belongs to the event loop's thread."""
+    """Site of a run with its own cluster. Implements `site.Site`. Belongs to the event loop's
+    thread."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class StandaloneSite:
         await self._keeper.keep()
 
     async def place(self, *, again: bool) -> NodePlacement:
-        """Returns at once. Each start gets a fresh port, since the previous one may still be in
-        use."""
+        """Returns a place at once. Each start receives a new port, since the previous one may still
+        be in use."""
         self._release_port()
         port = self._settings.master_port
         if port is None:
@@ -94,9 +95,9 @@ class StandaloneSite:
 
 
 def job_of(settings: RunSettings) -> JobSettings:
-    """Returns the job's settings. At the start all workers are waited for during the grace period,
-    but a single remaining one may continue, unless --min-workers says otherwise. If the command
-    line requests no parameter servers, a script may request one."""
+    """Returns the job's settings for a run on one machine. At the start all workers are awaited
+    during the grace period. Later a single remaining worker may continue, unless --min-workers
+    requires more. If the command line requests no parameter servers, a script may request one."""
     return JobSettings(
         job_id=settings.job_id,
         min_workers=settings.min_survivors,

@@ -1,10 +1,9 @@
-"""Background runs: launchers that nobody waits for, with output and result in files that any
-process of this user on this host can follow
-(docs/explanation/launcher-and-deployment.md#batch-systems).
+"""Background runs: launchers whose output and result are in files that any process of this user on
+this host can follow (docs/explanation/launcher-and-deployment.md#batch-systems).
 
-Each run has a directory below that of its job: `submission.json` describes the command and its
-process, `output.log` has all output, and `result.json` the outcome. The launcher's process writes
-the last one itself (`shoal.cli.submitted`); a killed one leaves none.
+Each run has a directory below the directory of its job: `submission.json` describes the command and
+its process, `output.log` contains all output, and `result.json` the outcome. The launcher's process
+writes the result itself (`shoal.cli.submitted`); a killed launcher leaves none.
 """
 
 from __future__ import annotations
@@ -46,41 +45,43 @@ _START_TIMEOUT: Final = timedelta(seconds=30)
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One run started in the background."""
+    """A run that was started in the background."""
 
     job_id: str
     run: int
-    """Counts the submissions of this job id on this host: 1, 2, ..."""
+    """Number of the submission of this job id on this host: 1, 2, ..."""
     arguments: tuple[str, ...]
     """Arguments after `shoal run`."""
     coordinator: str | None
-    """host:port of a shared coordinator; None: the run has its own."""
+    """Address of a shared coordinator (host:port); None: the run has its own."""
     host: str
     pid: int
     """Process id of the launcher."""
     pid_start_ticks: int
-    """Together with the pid, identifies that process for good."""
+    """Start time of the process. Together with the pid, it identifies the process uniquely."""
     started_unix_s: float
     directory: Path
 
     @property
     def log(self) -> Path:
-        """Output of launcher and workers."""
+        """File with the output of launcher and workers."""
         return self.directory / LOG
 
     @property
     def is_running(self) -> bool:
-        """True if its process exists, possibly after recording its outcome."""
+        """True if the launcher's process exists, possibly after recording its outcome."""
         return start_ticks(self.pid) == self.pid_start_ticks
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing of it is running and its log is complete."""
+        """True if no process of the submission is running and its log is complete."""
         return self.outcome() is not None
 
     def outcome(self) -> Outcome | None:
-        """Returns its outcome; None while it runs. A killed one has no exit status."""
-        running = self.is_running  # looked at first: it writes its result, and then it ends
+        """Returns the outcome of the submission; None while it is running. The outcome of a killed
+        launcher has no exit status."""
+        # read before the result, since a launcher writes its result before it ends
+        running = self.is_running
         content = _read(self.directory / _RESULT)
         if content is not None:
             return Outcome(
@@ -99,12 +100,12 @@ class Submission:
         )
 
     def kill(self) -> None:
-        """Kills launcher and workers at once, and returns when the launcher has ended; does nothing
-        if it has ended already.
+        """Kills the launcher and its workers at once, and returns when the launcher has ended. Does
+        nothing if it has already ended.
 
         Raises:
-            PreconditionError: PROCESS_NOT_OURS: it belongs to another user.
-            DeadlineError: the kernel does not end it in time.
+            PreconditionError: PROCESS_NOT_OURS: the process belongs to another user.
+            DeadlineError: the kernel does not end the process in time.
         """
         try:
             process = Handle(self.pid)
@@ -112,14 +113,14 @@ class Submission:
             return
         try:
             if not self.is_running:
-                return  # the number is another's by now
-            # from now on it starts no replacement workers
+                return  # another process has this pid by now
+            # after this signal the launcher starts no replacement workers
             process.send(signal.SIGTERM)
             for _ in range(round(_KILL_TIMEOUT / _KILL_INTERVAL)):
                 if process.wait(_KILL_INTERVAL):
                     return
                 kill_workers(self.pid)
-            process.kill()  # the kernel kills all that it has started
+            process.kill()  # the kernel then kills everything that the launcher started
             if not process.wait(_KILL_TIMEOUT):
                 raise DeadlineError(
                     f"the launcher of job {self.job_id} (pid {self.pid}) is still running after "
@@ -136,17 +137,17 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of a submission."""
+    """Outcome of a background run."""
 
     exit_status: int | None
-    """None if unknown."""
+    """Exit status of the launcher; None if unknown."""
     summary: str
     ended_unix_s: float | None
 
 
 class Submissions:
-    """Submissions of this user on this host. Keeps nothing in memory: all processes see the
-    same."""
+    """Submissions of this user on this host. Stores nothing in memory, so all processes see the
+    same submissions."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or history_directory()
@@ -161,8 +162,8 @@ class Submissions:
         environment: Mapping[str, str],
         directory: Path | None = None,
     ) -> Submission:
-        """Starts `shoal run ARGUMENTS`, which must name `job_id`, in a session of its own, and
-        returns once its process exists.
+        """Starts `shoal run ARGUMENTS` in its own session, and returns once its process exists. The
+        arguments must name `job_id`.
 
         Args:
             directory: working directory; None: the current one.
@@ -208,7 +209,8 @@ class Submissions:
         return started
 
     def newest(self, job_id: str) -> Submission:
-        """Returns the last run of the job. Raises UnknownResourceError (SUBMISSION_UNKNOWN)."""
+        """Returns the last submission of a job. Raises UnknownResourceError
+        (SUBMISSION_UNKNOWN)."""
         found = self._newest(self._directory / job_id) if is_job_id(job_id) else None
         if found is None:
             raise UnknownResourceError(
@@ -219,7 +221,7 @@ class Submissions:
         return found
 
     def all(self) -> list[Submission]:
-        """Returns each job's last run, newest first."""
+        """Returns the last submission of each job, newest first."""
         folders = self._directory.iterdir() if self._directory.is_dir() else ()
         found = [
             each
@@ -243,7 +245,8 @@ class Submissions:
 
 
 def write_record(directory: Path, *, pid: int, started_unix_s: float, **known: Any) -> None:
-    """Writes the record. Called by the process that starts the launcher, once that exists."""
+    """Writes the record of a submission. Called by the process that starts the launcher, once the
+    launcher exists."""
     record = {
         **known,
         "host": socket.gethostname(),
@@ -255,12 +258,12 @@ def write_record(directory: Path, *, pid: int, started_unix_s: float, **known: A
 
 
 def write_outcome(directory: Path, outcome: Outcome) -> None:
-    """Writes the outcome. Called by the launcher's process at its end."""
+    """Writes the outcome of a submission. Called by the launcher's process at its end."""
     _write(directory / _RESULT, asdict(outcome))
 
 
 def log_of(directory: Path) -> Path:
-    """Returns the file for a submission's output."""
+    """Returns the path of a submission's output file."""
     return directory / LOG
 
 
@@ -271,8 +274,8 @@ def _start(
     directory: Path | None,
     known: Mapping[str, Any],
 ) -> None:
-    """Blocks until the launcher's process exists; the process started here forks it and ends at
-    once."""
+    """Starts a launcher and blocks until its process exists. The process started here forks the
+    launcher and ends at once."""
     command = [
         sys.executable,
         "-P",
@@ -313,14 +316,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file atomically."""
+    """Writes a JSON file atomically."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps({"format": _FORMAT, **content}))
     temporary.rename(path)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Returns the contents; None if it does not exist or stems from another release."""
+    """Reads a JSON file. Returns None if it does not exist or was written by another release."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
         content: dict[str, Any] = json.loads(path.read_text())
         if content.pop("format", None) == _FORMAT:

@@ -1,1 +1,1 @@
-"""Worker processes of one launcher: their settings, environment, output, start and restarts."""
+"""Worker processes of one launcher: settings, environment, output, starts and restarts."""

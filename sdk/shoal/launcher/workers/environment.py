@@ -1,5 +1,5 @@
-"""Environment of a worker process: torchrun's variables, so that its scripts run unchanged, and
-Shoal's."""
+"""Environment of a worker process: torchrun's variables, so that scripts for torchrun run
+unchanged, and Shoal's variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_common.formats.runs import Run
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlacement:
-    """Position of this launcher's workers among those of all nodes, for one start of all
+    """Position of this launcher's workers among the workers of all nodes, for one start of all
     workers."""
 
     node_rank: int
@@ -25,12 +25,12 @@ class NodePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlacement:
-    """Position of one worker process at one start."""
+    """Position of one worker process among all workers, for one start."""
 
     index: int
-    """Its local rank."""
+    """Local rank of the worker."""
     workers: int
-    """Number on this node; all nodes have the same number."""
+    """Number of workers on this node; all nodes have the same number."""
     node: NodePlacement
 
     @property
@@ -44,13 +44,13 @@ class WorkerPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerIdentity:
-    """Identity of one worker process for the coordinator."""
+    """Identity of one worker process, as known to the coordinator."""
 
     coordinator: str
     """host:port"""
     job_id: str
     run: Run | None
-    """Run of the job that the launcher belongs to; None: the newest."""
+    """Run of the job to which the launcher belongs; None: the newest run."""
     member_id: str
     member_key: str
     launcher_id: str
@@ -59,13 +59,15 @@ class WorkerIdentity:
     tally_file: Path
     """File in which the worker counts its commits."""
     metrics_listen: str | None
-    """host:port; None: no metrics."""
+    """Address on which the worker serves its metrics (host:port); None: no metrics."""
     record_directory: Path | None
     allow_restart_from_scratch: bool
     local_address: str | None = None
-    """Value of `--local-addr`, where others reach this machine; None if not given."""
+    """Value of `--local-addr`, the address at which others reach this machine; None if not
+    given."""
     listen_address: str | None = None
-    """Value of `--listen-addr`, where this machine's workers listen; None if not given."""
+    """Value of `--listen-addr`, the address on which this machine's workers listen; None if not
+    given."""
 
 
 def torchrun_variables(
@@ -131,9 +133,9 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
 def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> dict[str, str]:
     """Returns the part of the launcher's own environment that workers inherit.
 
-    With several workers per node and OMP_NUM_THREADS unset, each gets one thread, as under
-    torchrun. `local`: the cluster belongs to this launcher, uses neither tokens nor certificates,
-    and is reached only from this machine.
+    With several workers per node and OMP_NUM_THREADS unset, each worker gets one thread, as under
+    torchrun. `local`: True if the cluster belongs to this launcher, uses neither tokens nor
+    certificates, and is reached only from this machine.
     """
     of_others = ("SHOAL_TOKEN", "SHOAL_TLS_", "SHOAL_LOCAL_ADDR", "SHOAL_LISTEN_ADDR")
     kept = {
@@ -164,14 +166,14 @@ _OWN_PREFIXES: Final = ("SHOAL_", "TORCHELASTIC_")
 
 
 def is_own_of_worker(name: str) -> bool:
-    """Returns whether a variable may differ between workers of one run. Nothing reads these before
-    a script runs."""
+    """Returns whether a variable may differ between the workers of a run. No code reads such a
+    variable before a script runs."""
     return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
 def interface_variables(environment: Mapping[str, str], interface: str | None) -> dict[str, str]:
-    """Returns the variables by which Gloo and NCCL select their interface, except those already
-    set."""
+    """Returns the variables by which Gloo and NCCL select their network interface, except variables
+    that are already set."""
     if interface is None:
         return {}
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -179,22 +181,22 @@ def interface_variables(environment: Mapping[str, str], interface: str | None) -
 
 
 def visible_slices(environment: Mapping[str, str]) -> list[str]:
-    """Returns the GPU slices (NVIDIA's MIG) listed in CUDA_VISIBLE_DEVICES; empty if it lists none,
-    or also full devices."""
+    """Returns the GPU slices (NVIDIA's MIG) listed in CUDA_VISIBLE_DEVICES. Returns none if the
+    variable lists none, or also lists full devices."""
     listed = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return listed if all(each.startswith("MIG-") for each in listed) else []
 
 
 def slice_variables(environment: Mapping[str, str], *, index: int) -> dict[str, str]:
-    """Returns the variable for the single slice visible to worker `index` if the launcher sees
-    several: CUDA gives a process only the first one listed."""
+    """Returns the variable that makes a single slice visible to worker `index`, if the launcher
+    sees several. CUDA gives a process only the first slice listed."""
     slices = visible_slices(environment)
     return {"CUDA_VISIBLE_DEVICES": slices[index % len(slices)]} if slices else {}
 
 
 def metrics_listen(environment: Mapping[str, str], *, index: int, enabled: bool) -> str | None:
-    """Returns the address of worker `index`'s metrics: SHOAL_METRICS_LISTEN with the index added to
-    a fixed port; otherwise any loopback port."""
+    """Returns the address for the metrics of worker `index`: SHOAL_METRICS_LISTEN with the index
+    added to a fixed port, otherwise any loopback port. Returns None if metrics are disabled."""
     if not enabled:
         return None
     host, _, port = environment.get("SHOAL_METRICS_LISTEN", "127.0.0.1:0").rpartition(":")

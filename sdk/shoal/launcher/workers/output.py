@@ -1,9 +1,9 @@
-"""Merges the output of many processes on one terminal: complete lines, each prefixed with its rank,
-and one file per process.
+"""Merges the output of many processes on one terminal: complete lines, each with its rank as
+prefix, and one file per process.
 
 One thread, the pump, reads all pipes and writes all output, so a stopped terminal (Ctrl-S, `less`)
-blocks only the workers' output. That thread owns the sources; `attach` and `finish` may be called
-from any thread and pass work to it.
+blocks only the workers' output. The pump owns the sources; `attach` and `finish` may be called from
+any thread and pass work to the pump.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ERASE_LINE: Final = b"\x1b[K"
 
 
 class Stream(IntEnum):
-    """The launcher's own stream that receives a line; the value is its file descriptor."""
+    """One of the launcher's own output streams. The value is the file descriptor."""
 
     OUT = 1
     ERR = 2
@@ -40,19 +40,19 @@ class Stream(IntEnum):
 
 
 Writer = Callable[[Stream, bytes], None]
-"""Accepts complete lines. Called on the pump's thread."""
+"""Function that writes complete lines. Called on the pump's thread."""
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines. A carriage return ends a line too, so that progress bars
-    show while they move."""
+    """Splits a stream of bytes into lines. A carriage return ends a line too, so that progress bars
+    are shown while they move."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that `data` completes, with their ends. Splits lines of more than 1
-        MiB."""
+        """Returns the lines that `data` completes, with their line ends. Splits lines of more than
+        1 MiB."""
         lines = (self._rest + data).splitlines(keepends=True)
         # A final carriage return may be the first half of \r\n.
         self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
@@ -62,43 +62,44 @@ class LineSplitter:
         return [line for line in lines if line != b"\r"]
 
     def flush(self) -> list[bytes]:
-        """Returns the unfinished last line, if any, with a line break."""
+        """Returns the unfinished last line, if any, followed by a line break."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
         return [rest + b"\n"] if rest else []
 
 
 @dataclass(kw_only=True)
 class Source:
-    """One pipe of one process, with the destinations of its lines."""
+    """One pipe of one process, and the destinations of its lines."""
 
     pipe: IO[bytes]
     stream: Stream
     prefix: bytes
     """Prefix of each line on the console."""
     console: bool
-    """True if its lines appear on the console."""
+    """True if the lines appear on the console."""
     file: Path | None
-    """Gets every byte, without prefixes; None: no file."""
+    """File that receives every byte, without prefixes; None: no file."""
     splitter: LineSplitter = field(default_factory=LineSplitter)
     log: IO[bytes] | None = None
 
 
 def rank_prefix(rank: int, *, colour: bool) -> bytes:
-    """Returns `[3]: `, in the rank's own color for a terminal."""
+    """Returns the prefix of a worker's lines, e.g. `[3]: `. `colour`: True for a terminal, on which
+    each rank has its own color."""
     if not colour:
         return b"[%d]: " % rank
     return b"\x1b[%dm[%d]:\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
 
 
 class TerminalStuckError(DeadlineError):
-    """The terminal does not accept output: it was stopped (Ctrl-S), or nobody reads it."""
+    """The terminal does not accept output, because it was stopped (Ctrl-S) or nobody reads it."""
 
     default_reason = "TERMINAL_STUCK"
 
 
 class ConsoleWriter:
     """Writes to this process's standard output and error, bypassing Python's buffers. A stream
-    whose reader is gone is dropped: losing the terminal must not end the training."""
+    whose reader has gone is dropped, since losing the terminal must not end the training."""
 
     def __init__(self) -> None:
         self._gone: set[Stream] = set()
@@ -120,7 +121,8 @@ class ConsoleWriter:
 
 
 class OutputPump:
-    """Thread that moves the output. Close it after the last process has ended."""
+    """Thread that copies the output of processes. Close the pump after the last process has
+    ended."""
 
     def __init__(self, write: Writer) -> None:
         self._write = write
@@ -133,7 +135,8 @@ class OutputPump:
         self._thread.start()
 
     def attach(self, source: Source) -> None:
-        """Takes over the pipe. Raises OSError if the log file cannot be made."""
+        """Takes ownership of a pipe and starts to copy its output. Raises OSError if the log file
+        cannot be created."""
         os.set_blocking(source.pipe.fileno(), False)
         if source.file is not None:
             source.file.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +144,7 @@ class OutputPump:
         self.order(lambda: self._register(source))
 
     def finish(self, source: Source) -> None:
-        """Moves the remaining contents of an ended process's pipe, and closes it.
+        """Copies the remaining contents of an ended process's pipe, and closes the pipe.
 
         Does not wait for the pipe's end, since a descendant of the dead process may keep it open.
         """
@@ -152,13 +155,13 @@ class OutputPump:
         self.order(lambda: self._write(Stream.ERR, text.encode()))
 
     def order(self, order: Callable[[], None]) -> None:
-        """Has the pump's thread call `order`, after all that was ordered before."""
+        """Makes the pump's thread call `order`, after everything that was ordered before."""
         self._orders.put(order)
         os.eventfd_write(self._wakeup, 1)
 
     def close(self, timeout: timedelta) -> None:
-        """Moves the remaining output and ends the thread. Raises TerminalStuckError if the terminal
-        does not accept the output in time."""
+        """Copies the remaining output and ends the thread. Raises TerminalStuckError if the
+        terminal does not accept the output in time."""
         self.order(self._begin_closing)
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
@@ -177,7 +180,7 @@ class OutputPump:
                 if key.data is None:
                     os.eventfd_read(self._wakeup)
                     self._obey()
-                elif not key.data.pipe.closed:  # an order of this very round may have finished it
+                elif not key.data.pipe.closed:  # may have been closed by an order in this iteration
                     self._move(key.data)
 
     def _obey(self) -> None:
@@ -201,7 +204,7 @@ class OutputPump:
             self._release(source)
 
     def _move(self, source: Source) -> bool:
-        """Moves the result of one read; returns False if nothing more is available now. Releases
+        """Copies the result of one read. Returns False if no more data is available now. Releases
         the source at its end."""
         try:
             data = os.read(source.pipe.fileno(), _READ_SIZE)

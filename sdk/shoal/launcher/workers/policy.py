@@ -1,13 +1,14 @@
-"""Decides how a launcher reacts to the end of a worker, and its own exit status: a pure state
-machine that maps exits to actions, without clock or processes.
+"""Decides how a launcher reacts to the end of a worker, and which exit status the launcher has. A
+pure state machine that maps exits to actions, without a clock or processes.
 
 Workers of a plain script form a unit, as under torchrun: if one fails, the others are stopped, and
-either all are restarted or none.
+either all workers are restarted or none.
 
-Elastic workers (those that joined the job) are replaced individually while the others continue,
-provided that the cause may not recur: a signal or an eviction. A worker that *raised* would most
-likely raise again, and so would the others: unless --max-restarts allows it, the job has failed.
-The known state of the job decides whether a run without failures has finished.
+Elastic workers (workers that joined the job) are replaced individually while the others continue,
+provided that the cause may not recur: a signal or an eviction. A worker that *raised* an exception
+would most likely raise it again, and so would the other workers: unless --max-restarts allows a
+restart, the job has failed. The known state of the job decides whether a run without failures has
+finished.
 """
 
 from __future__ import annotations
@@ -30,75 +31,77 @@ _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGKILL)
 
 
 class Action(Enum):
-    """Reaction to an exit."""
+    """Reaction to the exit of a worker."""
 
     NONE = auto()
-    """Nothing: the others continue, or there are none."""
+    """Do nothing: the other workers continue, or there are none."""
     REPLACE = auto()
     """Restart this worker as a new member."""
     RESTART_ALL = auto()
-    """Stop the others, then restart all."""
+    """Stop the other workers, then restart all workers."""
     STOP = auto()
-    """Stop the others, since the run cannot continue."""
+    """Stop the other workers, since the run cannot continue."""
 
 
 class JobEnd(Enum):
-    """State of a job as known to its launcher."""
+    """State of a job, as known to its launcher."""
 
     UNKNOWN = auto()
-    """The coordinator could not be asked, or does not know the job. Says nothing about live
+    """The coordinator could not be asked, or does not know the job. Implies nothing about live
     members."""
     NONE = auto()
-    """Continues, or waits for workers."""
+    """The job continues, or waits for workers."""
     COMPLETED = auto()
-    """Script finished."""
+    """The script finished."""
     STOPPED = auto()
-    """Asked to stop (StopJob), and the script finishes."""
+    """The job was asked to stop (StopJob), and its script finishes."""
     FAILED = auto()
 
     @property
     def is_over(self) -> bool:
-        """True if a new member would find nothing to do."""
+        """True if the job is over, so that a new member would have nothing to do."""
         return self in (JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
-    """End of a worker process."""
+    """Record of the end of a worker process."""
 
     index: int
     """Index of the worker at its launcher: 0 .. workers-1."""
     rank: int
-    """Last rank in the job, if known; otherwise `started_as`."""
+    """Last rank in the job, if it is known; otherwise `started_as`."""
     started_as: int
-    """Rank assigned at its start, which prefixes its output."""
+    """Rank assigned at the start of the worker, shown in the prefix of its output."""
     pid: int
     status: ExitStatus
     host: str
     unix_s: float
-    """Time of its exception, otherwise of its process's end."""
+    """Time of the worker's exception; without one, the end of its process."""
     message: str = ""
-    """Uncaught exception in one or more lines; empty if there was none or it was not recorded."""
+    """Text of the uncaught exception in one or more lines; empty if there was none or it was not
+    recorded."""
     traceback: str = ""
 
     @property
     def who(self) -> str:
-        """For people."""
+        """Description of the worker, for people."""
         return f"rank {self.rank}" + (
             f" (output [{self.started_as}])" if self.rank != self.started_as else ""
         )
 
     @property
     def left(self) -> bool:
-        """True if it ended well, or on request and said so; not if SIGTERM killed it."""
+        """True if the worker ended successfully, or left on request and reported it. False if
+        SIGTERM killed it."""
         return self.status.ok or (
             self.status.code == PREEMPTED and not self.status.signal and not self.message
         )
 
     @property
     def raised(self) -> bool:
-        """True if its script failed with an exception or an exit code of its own, however the
-        process then ended; not if it was evicted."""
+        """True if the worker's script failed with an exception or its own exit code, however the
+        process then ended. False if the worker was evicted."""
         return (
             not self.left
             and self.status.code != PUT_OUT
@@ -107,7 +110,7 @@ class WorkerExit:
 
 
 class RestartPolicy:
-    """Restart state of one launcher's workers."""
+    """State of the restarts of one launcher's workers."""
 
     def __init__(
         self,
@@ -117,21 +120,24 @@ class RestartPolicy:
         fail_fast: bool = True,
         fail_on_stop: bool = False,
     ) -> None:
-        """For `workers` processes. `max_restarts`: in total for a plain script, per worker for an
-        elastic one; None: 0, and ELASTIC_RESTARTS for elastic workers that did not raise. Without
-        `fail_fast` the others continue when one has raised. With `fail_on_stop` a run that was
-        asked to stop is not finished."""
+        """`workers`: number of processes. `max_restarts`: number of restarts, in total for a plain
+        script, per worker for an elastic one; None: 0, or ELASTIC_RESTARTS for elastic workers that
+        did not raise an exception. `fail_fast`: False if the other workers continue after one has
+        raised an exception. `fail_on_stop`: True if a run that was asked to stop does not count as
+        finished."""
         self.restarts = 0
         """Number of restarts of all workers so far."""
         self.elastic = False
-        """True if a worker has joined the job; all workers then count as elastic until the end of
+        """True if a worker has joined the job. All workers then count as elastic until the end of
         the run."""
         self.end = JobEnd.UNKNOWN
         """Latest known state of the job."""
         self.fatal: WorkerExit | None = None
-        """First elastic worker that raised and is not replaced."""
+        """First elastic worker that raised an exception and is not replaced; None if there is
+        none."""
         self.survived: list[WorkerExit] = []
-        """Failures made up for by a replacement, a restart or other workers."""
+        """Failures from which the run recovered through a replacement, a restart or other
+        workers."""
         self._failures: list[WorkerExit] = []
         self._max_restarts = max_restarts
         self._fail_fast = fail_fast
@@ -140,13 +146,13 @@ class RestartPolicy:
         self._stopping = False
 
     def replaced(self, index: int) -> int:
-        """Returns how often this worker was replaced."""
+        """Returns the number of times that a worker was replaced."""
         return self._replaced[index]
 
     @property
     def failures(self) -> list[WorkerExit]:
-        """Failures that were not made up for: first those of scripts, then those of processes, each
-        by time."""
+        """Failures from which the run did not recover: first failures of scripts, then failures of
+        processes, each ordered by time."""
         return sorted(
             self._failures, key=lambda failure: (failure.status.code == PUT_OUT, failure.unix_s)
         )
@@ -157,7 +163,7 @@ class RestartPolicy:
         self._stopping = False
 
     def stopping(self) -> None:
-        """Records that the launcher has asked all workers to exit, after which their exits decide
+        """Records that the launcher has asked all workers to exit. Their exits then decide
         nothing."""
         self._stopping = True
 
@@ -166,23 +172,23 @@ class RestartPolicy:
         self.elastic = True
 
     def heard(self, end: JobEnd) -> None:
-        """Records the job's state according to the coordinator. An ended job does not begin again;
-        an unknown state changes nothing."""
+        """Records the job's state according to the coordinator. An ended job does not start again,
+        and an unknown state changes nothing."""
         if end is not JobEnd.UNKNOWN and (end.is_over or not self.end.is_over):
             self.end = end
 
     def finished(self) -> None:
-        """Records that a worker finished its script as a member that nobody had asked to stop: the
-        job is completed, whether or not others know it."""
+        """Records that a worker finished its script as a member that had not been asked to stop.
+        The job is then completed, whether or not others know it."""
         if not self.end.is_over:
             self.end = JobEnd.COMPLETED
 
     def exited(self, worker: WorkerExit, *, elastic: bool) -> Action:
-        """Decides about a worker that has ended. `elastic`: it had joined the job."""
+        """Decides how to react to a worker that has ended. `elastic`: True if the worker had joined
+        the job."""
         self.elastic |= elastic
         if self._stopping:
-            # Those that fail of themselves while the others are being stopped belong into the
-            # account.
+            # Workers that fail by themselves while the others are being stopped are reported too.
             of_itself = bool(worker.message) or worker.status.signal not in _STOP_SIGNALS
             if self._failures and not worker.left and of_itself:
                 self._failures.append(worker)
@@ -202,8 +208,8 @@ class RestartPolicy:
         return action
 
     def _outlive(self) -> None:
-        """Marks failures as made up for because a worker succeeded or all were restarted; not that
-        of an elastic worker that raised."""
+        """Marks failures as recovered because a worker succeeded or all workers were restarted. The
+        failure of an elastic worker that raised an exception stays."""
         self.survived += [failure for failure in self._failures if failure is not self.fatal]
         self._failures = [self.fatal] if self.fatal is not None else []
 
@@ -236,8 +242,8 @@ class RestartPolicy:
         return self.elastic and self.end is JobEnd.STOPPED and self.fatal is None
 
     def exit_code(self, *, signal_number: int = 0) -> int:
-        """Returns the exit code of the run after its last worker. `signal_number`: signal that
-        asked the launcher to exit; 0 if none."""
+        """Returns the exit code of the run after its last worker has ended. `signal_number`: signal
+        that asked the launcher to exit; 0 if there was none."""
         if self.fatal is not None:
             return self.fatal.status.code
         if not self.elastic:

@@ -1,6 +1,6 @@
-"""Settings of a run: parses and validates the values of torchrun's flags.
+"""Settings of a run, parsed and validated from the values of torchrun's flags.
 
-The command line itself belongs to `shoal.cli`. Mistakes raise ConfigurationError, naming the flag,
+The command line itself is in `shoal.cli`. Mistakes raise a ConfigurationError that names the flag,
 its value and the remedy.
 """
 
@@ -27,19 +27,20 @@ _PLAIN_GRACE: Final = timedelta(seconds=30)
 _ELASTIC_GRACE: Final = timedelta(minutes=5)
 _COUNT_DEVICES: Final = "import torch; print(torch.cuda.device_count())"
 _DRIVERS: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
-"""Files that show a CUDA driver: Linux's, that of WSL 2 on Windows, a Jetson's."""
+"""Files whose existence shows that there is a CUDA driver: on Linux, on WSL 2 under Windows, and on
+a Jetson."""
 
 
 @dataclass(frozen=True)
 class NodeRange:
-    """`--nnodes`: number of launchers of the job, one per machine."""
+    """Value of `--nnodes`: minimum and maximum number of launchers of the job, one per machine."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> NodeRange:
-        """Parses `2` or `1:4`."""
+        """Parses the value of `--nnodes`, such as `2` or `1:4`."""
         match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text)
         if match is None:
             raise ConfigurationError(
@@ -56,8 +57,8 @@ class NodeRange:
 
 
 def parse_workers(text: str) -> int:
-    """Parses `--nproc-per-node`: a number, `cpu` (cores), `gpu` (CUDA devices, at least one) or
-    `auto` (gpu, otherwise cpu)."""
+    """Parses the value of `--nproc-per-node`: a number, `cpu` (cores), `gpu` (CUDA devices, at
+    least one) or `auto` (gpu, otherwise cpu)."""
     if text == "cpu":
         return _cores()
     if text in ("gpu", "auto"):
@@ -76,9 +77,9 @@ def parse_workers(text: str) -> int:
 
 
 def cuda_devices() -> int:
-    """Returns the number of CUDA devices according to torch, or of the slices listed in
-    CUDA_VISIBLE_DEVICES, of which torch sees one per process. torch runs in a separate process, and
-    only if there is a driver, since importing it is slow."""
+    """Returns the number of CUDA devices according to torch, or the number of slices listed in
+    CUDA_VISIBLE_DEVICES, since torch sees only one slice per process. torch runs in a separate
+    process, and only if there is a driver, since importing it is slow."""
     if slices := visible_slices(os.environ):
         return len(slices)
     if not any(driver.exists() for driver in _DRIVERS):
@@ -103,7 +104,7 @@ def _cores() -> int:
 
 
 class Streams(IntFlag):
-    """A subset of a worker's output streams, by torchrun's numbers."""
+    """Set of a worker's output streams, by torchrun's numbers."""
 
     NONE = 0
     OUT = 1
@@ -112,7 +113,8 @@ class Streams(IntFlag):
 
 
 def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
-    """Parses `--redirects` and `--tee`: `3` for all workers, or `0:1,2:3` by local rank."""
+    """Parses the value of `--redirects` or `--tee`: `3` for all workers, or `0:1,2:3` by local
+    rank."""
     if re.fullmatch(r"[0-3]", text):
         return Streams(int(text))
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
@@ -128,14 +130,14 @@ def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Destinations of the workers' output besides the console."""
+    """Destinations of the workers' output in addition to the console."""
 
     directory: Path | None = None
     """Base directory of the log files; each run has a subfolder. None: no files."""
     redirects: Mapping[int, Streams] | Streams = Streams.NONE
-    """To files only."""
+    """Streams written only to files."""
     tee: Mapping[int, Streams] | Streams = Streams.NONE
-    """To files and the console."""
+    """Streams written to files and to the console."""
     console_ranks: frozenset[int] | None = None
     """Local ranks shown on the console; None: all."""
 
@@ -143,8 +145,8 @@ class LogSettings:
     def parse(
         cls, *, directory: Path | None, redirects: str, tee: str, console_ranks: str
     ) -> LogSettings:
-        """Parses the flags' texts. A directory alone stores all output; redirects or tee alone get
-        a directory of their own in /tmp."""
+        """Parses the values of the flags. A directory alone stores all output; redirects or tee
+        alone get their own directory in /tmp."""
         to_files, to_both = parse_streams("--redirects", redirects), parse_streams("--tee", tee)
         if directory is not None and not to_files and not to_both:
             to_both = Streams.BOTH
@@ -173,68 +175,72 @@ def _of(streams: Mapping[int, Streams] | Streams, index: int) -> Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """One `shoal run` on one machine."""
+    """Settings of one `shoal run` on one machine."""
 
     command: tuple[str, ...]
     """Command line of each worker process."""
     program: str
-    """The script or module, for people."""
+    """Script or module, for people."""
     job_id: str
     workers: int
-    """Processes on this machine."""
+    """Number of worker processes on this machine."""
     nodes: NodeRange = NodeRange(1, 1)
     min_workers: int | None = None
-    """Smallest number of workers with which training continues once it has begun; None: see
-    `min_survivors`."""
+    """Smallest number of workers with which training continues once it has started; None: the
+    default of `min_survivors`."""
     endpoint: str | None = None
-    """host:port of a running coordinator; None: the run starts its own cluster."""
+    """Address of a running coordinator (host:port); None: the run starts its own cluster."""
     servers: int = 0
-    """Number of parameter servers of the job; started here if there is no `endpoint`."""
+    """Number of parameter servers of the job. They are started by this run if there is no
+    `endpoint`."""
     server_backups: int = 0
-    """Number of backups per server, 0 or 1; started here likewise."""
+    """Number of backups per server, 0 or 1. They are started by this run if there is no
+    `endpoint`."""
     max_servers: int = 0
-    """Maximum number of parameter servers; those beyond `servers` are started by others. 0: as many
-    as `servers`."""
+    """Maximum number of parameter servers; 0: as many as `servers`. Servers beyond `servers` are
+    started by other programs."""
     run: int = 0
-    """Only run of the job to take part in; 0: the current one, otherwise the next."""
+    """Number of the only run of the job to take part in; 0: the current run, otherwise the next
+    one."""
     resume: bool = False
-    """Resume the newest run if it failed or was stopped."""
+    """True to resume the newest run if it failed or was stopped."""
     max_restarts: int | None = None
-    """None: the default of `policy`."""
+    """Number of restarts; None: the default of `policy`."""
     fail_fast: bool = True
-    """An elastic worker that raised and is not restarted ends the job."""
+    """True if an elastic worker that raised an exception and is not restarted ends the job."""
     fail_on_stop: bool = False
-    """A run that was asked to stop ends with the status for unfinished ones."""
+    """True if a run that was asked to stop ends with the status of an unfinished run."""
     allow_restart_from_scratch: bool = False
-    """Workers may begin at step 0 if every process with the training state is gone and no
-    checkpoint was loaded."""
+    """True if workers may start at step 0 although every process with the training state is gone
+    and no checkpoint was loaded."""
     join_grace: timedelta | None = None
     """Time for which a generation waits for more workers than the minimum; None: 30 s for a fixed
     number of nodes, otherwise 5 s."""
     join_timeout: timedelta = timedelta(minutes=10)
     """Time for which the launchers wait for each other."""
     shutdown_timeout: timedelta | None = None
-    """Time from SIGTERM to SIGKILL; None: see `shutdown_grace`."""
+    """Time from SIGTERM to SIGKILL; None: the default of `shutdown_grace`."""
     node_rank: int | None = None
-    """With `master_address`: this launcher's place, fixed in advance. None: the launchers agree on
-    it."""
+    """Rank of this launcher, fixed in advance together with `master_address`; None: the launchers
+    agree on their ranks."""
     master_address: str | None = None
     master_port: int | None = None
     local_address: str | None = None
     """Address, interface or host name at which other nodes reach this one; None: determined
-    automatically. Meaningless without `endpoint`."""
+    automatically. Unused without `endpoint`."""
     listen_address: str | None = None
-    """Address to listen on, if different; likewise."""
+    """Address to listen on, if it differs from `local_address`; None: not given. Unused without
+    `endpoint`."""
     role: str = "default"
     logs: LogSettings = field(default_factory=LogSettings)
     record_directory: Path | None = None
     metrics: bool = True
     warm: bool = True
-    """Fork workers from a process that has imported torch, if possible."""
+    """True to fork workers from a process that has imported torch, if possible."""
     progress: bool = True
-    """Show the run's progress."""
+    """True to show the run's progress."""
     plot: Path | None = None
-    """File for the final plot, a .png or .svg; None: none."""
+    """File for the final plot, a .png or .svg; None: no plot."""
 
     def __post_init__(self) -> None:
         if self.endpoint is None and self.nodes != NodeRange(1, 1):
@@ -301,8 +307,8 @@ class RunSettings:
 
     def shutdown_grace(self, *, elastic: bool) -> timedelta:
         """Returns the time from SIGTERM to SIGKILL after the launcher was asked to exit. Elastic
-        workers continue to their next step boundary and may then write a checkpoint; callers that
-        cannot wait that long (batch systems) send their own SIGKILL."""
+        workers continue to their next step boundary and may then write a checkpoint. Callers that
+        cannot wait that long (batch systems) send SIGKILL by themselves."""
         if self.shutdown_timeout is not None:
             return self.shutdown_timeout
         return _ELASTIC_GRACE if elastic else _PLAIN_GRACE
@@ -314,8 +320,8 @@ class RunSettings:
 
     @property
     def min_survivors(self) -> int:
-        """Smallest number of workers with which training continues once it has begun. By default
-        one if the number of machines is fixed, as on one machine; MIN:MAX gives the minimum
+        """Smallest number of workers with which training continues once it has started. The default
+        is one if the number of machines is fixed, as on one machine. MIN:MAX gives the minimum
         itself."""
         return self.min_workers or (1 if self.nodes.fixed else self.nodes.least * self.workers)
 
@@ -327,8 +333,8 @@ class RunSettings:
 def worker_command(
     program: str, arguments: Sequence[str], *, module: bool, python: bool
 ) -> tuple[str, ...]:
-    """Returns a worker's command: `python -u program ...`, as in torchrun, so that output is not
-    buffered."""
+    """Returns the command line of a worker: `python -u program ...`, as in torchrun, so that output
+    is not buffered."""
     if not python:
         if module:
             raise ConfigurationError(

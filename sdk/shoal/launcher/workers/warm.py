@@ -1,10 +1,11 @@
-"""Workers forked from a warm process, or fresh ones if forking is impossible.
+"""Starts workers by forking a warm process, or in fresh interpreters if forking is impossible.
 
 The warm process (`shoal.warm`) starts with the run, imports torch while the launcher does other
-things, and forks each worker in milliseconds. A worker is a child of the launcher in either case;
-see `process.Child`. If the warm process dies, workers start fresh until the next one is ready.
+work, and forks each worker in milliseconds. In both cases a worker is a child of the launcher
+(`process.Child`). If the warm process dies, workers start in fresh interpreters until the next warm
+process is ready.
 
-Everything belongs to the thread of the event loop.
+All objects belong to the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _EXIT_TIMEOUT: Final = timedelta(seconds=10)
 _MOST_LAST_WORDS: Final = 4096
 _SHORT_LIFE_S: Final = 5.0
 _MOST_SHORT_LIVES: Final = 3
-"""Maximum number of deaths of a warm process soon after it was ready. After that it is not
-restarted."""
+"""Maximum number of warm processes that die soon after they were ready. No further warm process is
+started after that."""
 _OF_WORKERS: Final = frozenset(
     {
         "GLOO_SOCKET_IFNAME",
@@ -47,19 +48,19 @@ _OF_WORKERS: Final = frozenset(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     }
 )
-"""Variables that workers get but services do not, or with other values; applied by a forked
-process."""
+"""Variables that workers receive but services do not, or with other values. The forked process
+applies them."""
 _ADOPTING: Final = threading.Lock()
-"""Held while this process is a subreaper, since launchers in several threads must not disable it
-for each other."""
+"""Lock held while this process is a subreaper, so that launchers in several threads do not disable
+it for each other."""
 
 
 class WarmProcessError(Exception):
-    """A worker could not be forked. The message says why."""
+    """A worker could not be forked. The message contains the reason."""
 
 
 class WarmWorkers:
-    """Starts the workers of one run, warm where possible."""
+    """Starts the workers of one run, forked from a warm process if possible."""
 
     def __init__(
         self,
@@ -69,20 +70,20 @@ class WarmWorkers:
         wanted: bool,
         note: Callable[[str], None],
     ) -> None:
-        """Starts nothing yet.
+        """Does not start any process.
 
         Args:
-            command: of each worker.
+            command: command line of each worker.
             environment: variables common to all workers.
-            wanted: False: all workers start fresh.
-            note: informs people of events.
+            wanted: False to start all workers in fresh interpreters.
+            note: function that informs people of events.
         """
         self._environment = dict(environment)
         self._note = note
         self._noted: set[str] = set()
         self._settled = asyncio.Event()
         self._process: _WarmProcess | None = None
-        """Warm process that can fork."""
+        """Warm process that can fork; None if there is none."""
         self._keeping: asyncio.Task[None] | None = None
         verdict = judge(command, environment) if wanted else None
         self._usable = verdict is not None and verdict.warm
@@ -95,15 +96,15 @@ class WarmWorkers:
         return self._process is not None
 
     def begin(self) -> None:
-        """Starts the warm process if it is wanted and usable."""
+        """Starts the warm process, if one is wanted and can run the workers' command."""
         if self._usable:
             self._keeping = asyncio.get_running_loop().create_task(self._keep())
         else:
             self._settled.set()
 
     async def settled(self) -> None:
-        """Waits until the first warm process can fork or it is known that none will, for 3 minutes
-        at most."""
+        """Waits until the first warm process can fork, or it is certain that none will. Waits for
+        at most 3 minutes."""
         try:
             async with asyncio.timeout(_IMPORT_TIMEOUT.total_seconds()):
                 await self._settled.wait()
@@ -115,7 +116,7 @@ class WarmWorkers:
             self._settled.set()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Starts a worker whose output goes through pipes. Raises OSError."""
+        """Starts a worker, with pipes for its output. Raises OSError."""
         try:
             if (child := self._fork(command, environment)) is not None:
                 return child
@@ -128,8 +129,8 @@ class WarmWorkers:
     def start_service(
         self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
     ) -> Child:
-        """Starts one of Shoal's services with its output in `log`: forked from the warm process, or
-        as a fresh interpreter if no warm process is ready. Raises OSError."""
+        """Starts one of Shoal's services with its output in `log`. The process is forked from the
+        warm process or, if none is ready, started in a fresh interpreter. Raises OSError."""
         with contextlib.suppress(WarmProcessError):
             if (
                 child := self._fork(command, environment, apart_from=_OF_WORKERS, log=log)
@@ -145,8 +146,8 @@ class WarmWorkers:
         apart_from: frozenset[str] = frozenset(),
         log: IO[bytes] | None = None,
     ) -> Child | None:
-        """Forks a worker; None if there is no warm process. `apart_from`: variables that may
-        differ. Raises WarmProcessError."""
+        """Forks a process from the warm process; returns None if there is no warm process.
+        `apart_from`: variables that may differ. Raises WarmProcessError."""
         process = self._process
         if process is None:
             return None
@@ -162,7 +163,7 @@ class WarmWorkers:
                 self._process = None
 
     async def close(self) -> None:
-        """Ends the warm process. Workers stay."""
+        """Ends the warm process. Workers continue."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -205,12 +206,12 @@ class WarmWorkers:
 
 
 class _WarmProcess:
-    """A warm process from its start to its end."""
+    """One warm process, from its start to its end."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Raises OSError."""
+        """Starts the process. Raises OSError."""
         self.answers = True
-        """True if requests make sense."""
+        """True if the process may still answer requests."""
         self._connection, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-u", _PROGRAM, str(theirs.fileno()), str(os.getpid())]
@@ -223,11 +224,12 @@ class _WarmProcess:
             )
         self._connection.settimeout(_FORK_TIMEOUT.total_seconds())
         self._printed = b""
-        """End of its output, which is read during its imports, since a full pipe would block it."""
+        """End of the output of the warm process. It is read during the imports, since a full pipe
+        would block the process."""
 
     async def problem(self) -> str:
-        """Waits until it can fork and returns an empty string; otherwise returns the reason why it
-        cannot."""
+        """Waits until the process can fork, and returns an empty string. If the process cannot
+        fork, returns the reason."""
         loop = asyncio.get_running_loop()
         said = asyncio.Event()
         loop.add_reader(self._connection, said.set)
@@ -257,9 +259,8 @@ class _WarmProcess:
     def fork(
         self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None = None
     ) -> Child:
-        """Forks a worker whose output goes to `log`, or through pipes if None. Raises
-        WarmProcessError, in which case there is no worker, and OSError if descriptors are
-        exhausted."""
+        """Forks a worker. `log`: file for its output; None: pipes. Raises WarmProcessError, in
+        which case there is no worker, and OSError if descriptors are exhausted."""
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             their_gate, gate = _pipe(given, given)
             out, theirs_out = _pipe(kept, given) if log is None else (None, log)
@@ -279,7 +280,8 @@ class _WarmProcess:
                     answer, _ = receive(self._connection)
             except (EOFError, OSError) as problem:
                 self.answers = False
-                # it could be at work on a worker, which ends when it finds its gate closed
+                # The warm process may be forking a worker, which ends when it finds its gate
+                # closed.
                 self.child.kill()
                 raise WarmProcessError(
                     f"the warm process did not respond: {problem!r}"
@@ -292,13 +294,14 @@ class _WarmProcess:
                 raise WarmProcessError(
                     f"process {answer['pid']} is not a child of the launcher: {problem}"
                 ) from problem
-            with contextlib.suppress(BrokenPipeError):  # it has been killed, which its status says
+            with contextlib.suppress(BrokenPipeError):  # killed, as its status will show
                 os.write(gate.fileno(), b"+")
             kept.pop_all()
             return child
 
     def close(self) -> None:
-        """Kills it and blocks until it is gone, for at most 10 s: one stuck in the kernel stays."""
+        """Kills the warm process and blocks until it is gone, for at most 10 s. A process stuck in
+        the kernel is left behind."""
         self._connection.close()
         self.child.kill()
         wait_all([self.child], _EXIT_TIMEOUT)
@@ -306,7 +309,8 @@ class _WarmProcess:
             stream.close()
 
     async def _end(self) -> ExitStatus:
-        """Returns the status of a process that has closed its socket. Kills it if it runs on."""
+        """Returns the status of a warm process that has closed its socket. Kills the process if it
+        does not end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_TIMEOUT.total_seconds()):
                 return await self.child.wait()

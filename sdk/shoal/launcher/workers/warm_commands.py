@@ -1,5 +1,5 @@
 """Decides which commands a warm process can run, from the command, the environment and the script's
-text. It imports and runs nothing."""
+text. Imports and runs nothing of the command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLLOWED: Final = (
     "PYTHONTRACEMALLOC",
     "PYTHONVERBOSE",
 )
-"""Variables by which tools follow a program from its first instruction on."""
+"""Variables by which tools instrument a program from its first instruction on."""
 _READ_BY_IMPORTS: Final = (
     *("AOT", "ATEN_", "CUBLAS_", "DNNL_", "GOMP_", "GRPC_", "INDUCTOR_", "KINETO_", "KMP_", "LD_"),
     *(
@@ -47,15 +47,15 @@ _READ_BY_IMPORTS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Decides whether workers of a command are forked from a warm process."""
+    """Decision on whether workers of a command are forked from a warm process."""
 
     warm: bool
     reason: str = ""
-    """Reason if they are not although users may expect it; otherwise empty."""
+    """Reason why workers are not forked although users may expect it; otherwise empty."""
 
 
 def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
-    """Decides for a worker's command line and environment."""
+    """Decides whether workers with this command line and environment can be forked."""
     if (
         tuple(command[:2]) != (sys.executable, "-u")
         or len(command) < 3
@@ -74,7 +74,8 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     try:
         tree = _parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return Verdict(warm=False)  # the interpreter reports it better, or can compile it
+        # the interpreter reports the error better, or can compile the script
+        return Verdict(warm=False)
     if all(name in _NO_TORCH for name in _imports(tree)):
         return Verdict(warm=False)  # importing torch is what would take the time
     if setting := next(
@@ -88,7 +89,8 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
 
 
 def folder_of(command: Sequence[str]) -> str:
-    """Returns the first entry that a fresh interpreter would add to sys.path; empty if none."""
+    """Returns the first entry that a fresh interpreter would add to sys.path for a command; empty
+    if it would add none."""
     if command[1] == "-P":
         return ""
     return str(Path.cwd()) if command[2] == "-m" else str(Path(command[2]).resolve().parent)
@@ -115,12 +117,14 @@ def _module_file(name: str) -> Path | None:
 
 def _parse(source: Path) -> ast.AST:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the worker will emit those about the script's syntax
+        # the worker itself will emit the warnings about the script's syntax
+        warnings.simplefilter("ignore")
         return ast.parse(source.read_bytes())
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
-    """Yields top-level names of imported modules; empty for a relative import."""
+    """Yields the top-level names of imported modules; an empty name stands for a relative or
+    dynamic import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -136,7 +140,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _settings(tree: ast.AST) -> Iterator[str]:
-    """Names of the environment variables that the script itself sets."""
+    """Yields the names of the environment variables that a script itself sets."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Subscript)

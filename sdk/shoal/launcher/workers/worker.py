@@ -44,39 +44,40 @@ _REMINDER_S: Final = 10.0
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """One worker process in one incarnation."""
+    """One worker process, from its start to its end."""
 
     index: int
     rank: int
     member_id: str
     member_key: str
-    """Proves to the coordinator that reports about the worker come from its launcher."""
+    """Secret that proves to the coordinator that reports about the worker come from its
+    launcher."""
     child: Child
     error_file: Path
     member_file: Path
     tally_file: Path
-    """File in which it counts its commits: `shoal_common.formats.tally`."""
+    """File in which the worker counts its commits (`shoal_common.formats.tally`)."""
     sources: tuple[Source, ...]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its exit has been handled."""
+    """Event that is set when the worker's exit has been processed."""
     has_succeeded: bool = False
     """True if the worker's process has ended with status 0."""
 
     @property
     def has_joined(self) -> bool:
-        """True if it has recorded that it is a member of the job: the script is elastic, even if
-        the coordinator cannot be asked."""
+        """True if the worker has recorded that it is a member of the job. The script is then
+        elastic, even if the coordinator cannot be asked."""
         return bool(self._said())
 
     @property
     def has_finished(self) -> bool:
-        """True if it has recorded that its script finished while nobody had asked it to leave or to
+        """True if the worker has recorded that its script finished without a request to leave or to
         stop."""
         return self._said() == "finished"
 
     def may_hang(self, quiet: timedelta) -> bool:
-        """Returns whether this worker is a member of its job, has not finished its script, and has
-        committed no step for the given time."""
+        """Returns whether the worker is a member of its job, has not finished its script, and has
+        committed no step for the time `quiet`."""
         if self._said() != "joined":
             return False
         tally = read_tally(self.tally_file)
@@ -86,8 +87,8 @@ class Worker:
         )
 
     def exit_record(self, status: ExitStatus, *, rank: int = -1) -> WorkerExit:
-        """Returns the description of its end. `rank`: its last one according to the coordinator; -1
-        if unknown."""
+        """Returns the description of the worker's end. `rank`: last rank according to the
+        coordinator; -1 if unknown."""
         raised = _account(self.error_file)
         return WorkerExit(
             index=self.index,
@@ -121,11 +122,12 @@ class WorkerStarter:
         note: Callable[[str], None],
         colour: bool,
     ) -> None:
-        """`coordinator`: host:port passed to the workers; `directory`: for error files; `note`:
-        informs people of events."""
+        """`coordinator`: address (host:port) passed to the workers. `directory`: directory for
+        error files. `note`: function that informs people of events."""
         self.launcher_id = uuid.uuid4().hex
         self.run: Run | None = None
-        """Run in which its workers are started; None: the newest, of a job that has no other."""
+        """Run in which the workers are started; None: the newest, of a job that can have only
+        one."""
         self._settings = settings
         self._coordinator = coordinator
         self._directory = directory
@@ -140,8 +142,8 @@ class WorkerStarter:
         )
 
     def start(self, index: int, node: NodePlacement, *, restarts: int) -> Worker:
-        """Starts worker `index` as a new member. `restarts` counts how often it was started before.
-        Raises OSError."""
+        """Starts worker `index` as a new member. `restarts`: number of earlier starts of this
+        worker. Raises OSError."""
         placement = WorkerPlacement(index=index, workers=self._settings.workers, node=node)
         member_id, member_key = str(uuid.uuid4()), secrets.token_hex(16)
         error_file = self._directory / f"error-{member_id}.json"
@@ -225,7 +227,7 @@ class WorkerStarter:
         }
 
     def _interface_variables(self) -> dict[str, str]:
-        """Returns the variables that make torch's own groups, in plain scripts and under NCCL, use
+        """Returns the variables that make torch's own groups (in plain scripts and under NCCL) use
         the interface of `--local-addr`, unless configured otherwise."""
         settings = self._settings
         if settings.endpoint is None or not settings.local_address:
@@ -241,7 +243,8 @@ class WorkerStarter:
 
     @property
     def _record_directory(self) -> Path | None:
-        """Separate for each run, since samples count once per run."""
+        """Directory for records of samples. It is separate for each run, since samples count once
+        per run."""
         base = self._settings.record_directory
         return base if base is None or self.run is None else base / f"run-{self.run.number}"
 
@@ -271,8 +274,8 @@ class WorkerStarter:
 async def all_ended(
     workers: Collection[Worker], timeout: timedelta, *, note: Callable[[str], None]
 ) -> bool:
-    """Waits until `workers`, which shrinks meanwhile, is empty; returns False if some are left
-    after `timeout`. Lists them every 10 s."""
+    """Waits until `workers`, from which ended workers are removed, is empty. Returns False if some
+    are left after `timeout`. Lists them every 10 s."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout.total_seconds()
     while waits := [asyncio.ensure_future(worker.ended.wait()) for worker in workers]:
@@ -288,7 +291,7 @@ async def all_ended(
 
 
 def named(workers: Iterable[Worker]) -> str:
-    """Lists the workers for people."""
+    """Returns a list of the workers, for people."""
     return ", ".join(
         f"rank {worker.rank} (pid {worker.child.pid})"
         for worker in sorted(workers, key=lambda worker: worker.index)
@@ -297,7 +300,7 @@ def named(workers: Iterable[Worker]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Account:
-    """A worker's record of the exception that ended it."""
+    """Record that a worker wrote of the exception that ended it."""
 
     message: str = ""
     traceback: str = ""
@@ -306,8 +309,8 @@ class _Account:
 
 
 def _account(error_file: Path) -> _Account:
-    """Reads a record in the format of torch's `@record`, with Shoal's rank and time. Empty if the
-    file is missing or has another format."""
+    """Reads a record in the format of torch's `@record`, with Shoal's rank and time. Returns an
+    empty record if the file is missing or has another format."""
     try:
         content = json.loads(error_file.read_text(errors="replace"))
         message = content["message"]

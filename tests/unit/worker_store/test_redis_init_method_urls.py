@@ -46,7 +46,11 @@ def test_credentials_tls_and_database_reach_the_server_url() -> None:
         ("redis://h:1/job?rank=0&wordl_size=2", {}, "unknown query parameters wordl_size"),
         ("redis://h:1/job?rank=0&world_size=1&db=two", {}, "db='two'"),
         ("redis://h:1/job?rank=0&world_size=1&ca=/ca.pem", {}, "needs the scheme rediss://"),
-        ("redis://[::1/job?rank=0&world_size=1", {}, "cannot parse the Redis URL: Invalid IPv6 URL"),
+        (
+            "redis://[::1/job?rank=0&world_size=1",
+            {},
+            "cannot parse the Redis URL: Invalid IPv6 URL",
+        ),
     ],
 )
 def test_a_url_that_cannot_work_is_refused_with_its_remedy(

@@ -7,6 +7,7 @@ choose.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from shoal.launcher.processes.credentials import channel_settings
 from shoal.launcher.report.history import History, Outcome, RecordedRun
 
 _MOST_NAMED = 5
+_RECORDING_S = 5.0
+"""Time for a launcher to record the outcome of its run after its cluster has ended."""
 _NOT_A_COORDINATORS = (
     UnavailableError.default_reason,
     DeadlineError.default_reason,
@@ -59,11 +62,17 @@ def past_run(run: str | None, coordinator: str | None, job: str | None) -> Recor
         return History().find(run)
     if coordinator or any(job in (None, each.job_id) for each in running_clusters()):
         return None
-    try:
-        newest = History().newest(job)
-    except ConfigurationError:
-        return None  # without a home directory nothing is kept
-    return None if newest is None or newest.outcome is Outcome.RUNNING else newest
+    deadline = time.monotonic() + _RECORDING_S
+    while True:
+        try:
+            newest = History().newest(job)
+        except ConfigurationError:
+            return None  # without a home directory nothing is kept
+        if newest is None or newest.outcome is not Outcome.RUNNING:
+            return newest
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.1)  # the cluster has ended, and its launcher is recording the outcome
 
 
 @contextmanager

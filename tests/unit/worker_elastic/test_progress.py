@@ -6,11 +6,13 @@ import math
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_common.formats.tally import TallyWriter, read_tally
 from shoal_common.system.processes import children_cpu_s
 from shoal_worker.elastic.coordinator.coordinator_messages import progress_message
 from shoal_worker.elastic.coordinator.progress import ProcessorTime, ProgressMeter
@@ -162,3 +164,16 @@ def test_numbers_of_too_many_names_are_refused() -> None:
         meter.report({"metric3": "x"})  # type: ignore[dict-item]  # a user may do this
     with pytest.raises(ConfigurationError, match="expected a name of at most 64 characters"):
         ProgressMeter(WorkerMetrics()).report({"n" * 65: 1.0})
+
+
+def test_numbers_that_are_reported_after_the_last_step_reach_the_launcher(tmp_path: Path) -> None:
+    meter = ProgressMeter(WorkerMetrics())
+    meter.tally_writer = TallyWriter(tmp_path / "tally")
+    meter.report({"accuracy": 0.5})
+    meter.committed(steps=1, samples=4, loss=None)
+    meter.tally(1, 4, 4, generation=1, asynchronous=False)
+    meter.report({"accuracy": 0.75})
+    meter.write_reported()
+    tally = read_tally(tmp_path / "tally")
+    assert tally is not None
+    assert tally.metrics == {"accuracy": 0.75}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated
 
 import typer
@@ -16,7 +17,8 @@ def stacks(
     coordinator: Coordinator = None,
     job: Job = None,
     every_thread: Annotated[
-        bool, typer.Option("--all", help="Show every thread, not only the main thread.")
+        bool,
+        typer.Option("--all", help="Show every thread, and every frame of libraries."),
     ] = False,
 ) -> None:
     """Show what the workers of a job execute: their Python stacks.
@@ -60,4 +62,24 @@ def stacks(
             what = of if pid == member.pid else f"child process of {of}"
             for number, stack in enumerate(threads if every_thread else threads[:1]):
                 thread = f", thread {number}" if number else ""
-                typer.echo(f"{what} (pid {pid} on {member.host}){thread}:\n{stack}\n")
+                shown = stack if every_thread else _brief(stack)
+                typer.echo(f"{what} (pid {pid} on {member.host}){thread}:\n{shown}\n")
+
+
+def _brief(stack: str) -> str:
+    """Returns the stack with one line for each series of frames of libraries."""
+    from shoal_worker.elastic.coordinator.script_lines import libraries
+
+    foreign, lines = libraries(), []
+    for is_foreign, frames in itertools.groupby(
+        stack.splitlines(), key=lambda line: _file_of(line).startswith(foreign)
+    ):
+        innermost, *others = frames
+        lines += [innermost, *([] if is_foreign else others)]
+        if is_foreign and others:
+            lines.append(f"  ... {len(others)} more of libraries")
+    return "\n".join(lines)
+
+
+def _file_of(line: str) -> str:
+    return line.strip().removeprefix('File "').partition('"')[0]

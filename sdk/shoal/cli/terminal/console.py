@@ -15,7 +15,12 @@ from shoal_common.errors import ConfigurationError, ShoalError
 
 from shoal.cli.terminal.plot import check_plot, draw
 from shoal.cli.terminal.progress import BarWriter, PlainLines
-from shoal.launcher.report.account import RunFigures, figures_lines, stopped_line
+from shoal.launcher.report.account import (
+    RunFigures,
+    figures_lines,
+    interrupted_line,
+    stopped_line,
+)
 from shoal.launcher.report.follower import Show
 from shoal.launcher.report.history import Outcome
 from shoal.launcher.report.summary import failure_summary, survived_summary
@@ -145,6 +150,8 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
                 )
         if result.stopped is not None:
             note(stopped_line(agent.figures, result.stopped))
+        elif result.outcome is Outcome.INTERRUPTED and agent.figures.steps:
+            note(interrupted_line(agent.figures))
         summary = _tell_result(settings, result, pump, note)
         for problem in () if recorder is None else recorder.problems:
             note(problem)

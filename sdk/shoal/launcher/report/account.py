@@ -150,6 +150,17 @@ def stopped_line(figures: RunFigures, reason: str) -> str:
     return f"stopped at step {where}" + (f": {reason}" if reason else "")
 
 
+def interrupted_line(figures: RunFigures) -> str:
+    """Returns a line for people about an elastic run that a signal ended early."""
+    where = f"{figures.last_step:,}"
+    if figures.steps_in_all and not figures.asynchronous:
+        where += f" of {figures.steps_in_all:,}"
+    return (
+        f"interrupted at step {where}; run the same command again, and a script that calls "
+        "shoal.resume continues from its newest checkpoint"
+    )
+
+
 class RunAccount:
     """Account of one run. Times are on the clock `time.monotonic_ns`."""
 

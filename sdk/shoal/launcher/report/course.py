@@ -8,6 +8,7 @@ half a second and several steps' time.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -238,6 +239,8 @@ class Course:
         found = self._find_standstills(now_ns if settle else now_ns - _SETTLE_NS)
         self.standstills += found
         self._add_point(now_ns)
+        if settle and self.points:  # numbers may have been reported after the last step
+            self.points[-1] = dataclasses.replace(self.points[-1], metrics=self.metrics)
         return found
 
     def _take_spans(self, name: str, tally: Tally) -> None:

@@ -280,9 +280,14 @@ class ProgressMeter:
             unpushed_steps=self._unpushed[0],
             unpushed_samples=self._unpushed[1],
         )
-        if self._reported:
-            writer.metrics((name, count.value) for name, count in self._reported.items())
+        self.write_reported()
         writer.committed(self._counts, generation=generation, steps=steps)
+
+    def write_reported(self) -> None:
+        """Writes the reported numbers, except the loss, to the launcher's file. Called with each
+        committed step, and at the end of the run for numbers reported after the last step."""
+        if self.tally_writer is not None and self._reported:
+            self.tally_writer.metrics((name, each.value) for name, each in self._reported.items())
 
     def report(self, numbers: Mapping[str, float | torch.Tensor]) -> None:
         """Records numbers that the loop reports, by name.

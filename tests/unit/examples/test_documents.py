@@ -42,15 +42,28 @@ def test_the_examples_of_a_page_run_one_after_the_other(
     )
 
 
+def averages() -> list[str]:
+    """Returns the code blocks of docs/guides/averages.md."""
+    page = (DOCS / "guides/averages.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def test_a_saved_average_loads_into_the_plain_model(tmp_path: Path) -> None:
+    def rank() -> None:
+        found: dict[str, Any] = {"__name__": "example"}
+        exec(compile("\n".join(averages()), "guides/averages.md", "exec"), found)
+        found["save_average"](found["average"], tmp_path / "average.pt")
+
+    shoal.launch(rank, world_size=2)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    plain.load_state_dict(torch.load(tmp_path / "average.pt"))
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp", "tensor"])
 def test_an_average_of_a_model_that_is_cut_is_that_of_one_process(strategy: str) -> None:
     """The averaging code of docs/guides/averages.md for sharded parameters gives the same averages
     as its code for a single rank."""
-    _, cut = re.findall(
-        r"^```python\n(.*?)^```$",
-        (DOCS / "guides/averages.md").read_text(),
-        re.DOTALL | re.MULTILINE,
-    )
+    _, cut, _ = averages()
     torch.manual_seed(0)
     x = torch.randn(512, 8)
     dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))

@@ -180,7 +180,8 @@ def test_a_limit_with_a_loader_of_shoals_own_is_refused() -> None:
     loader = shoal.ElasticDataLoader(DATA, global_batch_size=4)
     with pytest.raises(
         ConfigurationError,
-        match=r"limit_train_batches=2 is not supported with a shoal.ElasticDataLoader as train_dataloader",
+        match=r"limit_train_batches=2 is not supported with a shoal.ElasticDataLoader as "
+        r"train_dataloader",
     ):
         make_trainer(True, limit_train_batches=2).fit(make_net(), loader)
 

@@ -41,7 +41,8 @@ class Obstacle:
 def find_obstacle(
     settings: ChannelSettings, *, timeout: timedelta = timedelta(seconds=2)
 ) -> Obstacle | None:
-    """Tries to reach the server and returns the obstacle; None if the server answers with HTTP/2.
+    """Tries to reach the server. Returns what prevents it, or None if the server answers with
+    HTTP/2.
 
     Blocks for the system's name lookup and then for at most `timeout` per step.
     """

@@ -233,8 +233,8 @@ class SeveralEngines(TrainingEngine):
 
     @override
     def writes_apart(self) -> ShoalError:
-        """Returns the first model's error. The writes of each model's passes were already compared
-        in its own step."""
+        """Returns the error of the first model, whichever model's writes differ: each model has
+        already compared its own writes in its own step."""
         return self._first.writes_apart()
 
     @override

@@ -253,8 +253,8 @@ def _take_copies(answer: bytes, arrived: Mapping[MeshPlace, dict[str, PieceState
 
 
 def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[MeshPlace], MeshCut]:
-    """Returns the ranks with each part of the newest complete division, and that division as some
-    rank describes it. Raises ShardsLostError if no division is complete."""
+    """Finds the newest complete division. Returns the ranks that have each of its parts, and the
+    `MeshCut` of one of these ranks."""
     rows = [[int(one.copied), *one.cut.row()] for one in held]
     claims: list[Claim[MeshPlace]] = []
     cuts: dict[int, MeshCut] = {}

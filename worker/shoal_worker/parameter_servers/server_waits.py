@@ -41,8 +41,8 @@ class ServerWaits:
 
     @contextmanager
     def collects(self) -> Iterator[None]:
-        """Marks the training thread as waiting, within the context, for other threads that call
-        servers. Has no effect in other threads."""
+        """Within this context, the training thread counts as waiting while another thread waits for
+        a server. Has no effect in other threads."""
         if threading.get_ident() != self._training:
             yield
             return

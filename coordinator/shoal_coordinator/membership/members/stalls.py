@@ -51,8 +51,8 @@ class Place:
 
 
 def stalls_due(draft: Draft) -> None:
-    """Evicts hung members and members on lost machines, explains stalled steps, and names
-    stragglers. Does so once a second."""
+    """Evicts hung members and members on lost machines. Explains a stalled step or, if there is
+    none, names stragglers. Acts at most once per `look_ms`."""
     generation = draft.generation
     if draft.looked_ms is not None and draft.now.ms < draft.looked_ms + draft.policy.look_ms:
         return

@@ -317,8 +317,8 @@ class SharedSite:
     async def _create(
         self, job: JobSettings, *, number: int = 0, resume: bool = False, follow: bool = False
     ) -> pb.CreateJobResponse:
-        """Creates a job at the coordinator, which may start later than its launchers. Waits while
-        an ended run has remaining members."""
+        """Creates a job at the coordinator, which may start later than its launchers. Waits until
+        all members of an ended run have left."""
         began, answered = self._loop.time(), False
         said_at = began - _REMINDER_S
         explain_at = began + _EXPLAIN_AFTER_S

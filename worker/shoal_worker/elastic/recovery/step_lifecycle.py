@@ -691,8 +691,8 @@ class StepLifecycle:
 
     @property
     def _peers_have_ended(self) -> bool:
-        """True if a peer's script has finished with at most as many steps as this process has
-        committed."""
+        """True if a peer's script has finished, and this process has already committed at least as
+        many steps as that script."""
         return 0 < self._boundaries.finished_steps <= self._held.steps
 
     def _apart_from_the_end(self) -> PreconditionError:

@@ -279,8 +279,8 @@ class TrainingEngine(abc.ABC):
         step is never finished."""
 
     def reinstate_updates(self) -> None:
-        """Repeats the updates undone by `withdraw_updates`, because the step continues or counts.
-        Without such updates, does nothing."""
+        """Reapplies the updates that `withdraw_updates` undid, once the step continues or turns out
+        to be committed. Does nothing if no updates were withdrawn."""
 
     def writes_apart(self) -> ShoalError:
         """Returns the error for ranks whose passes have written different values to parameters. All
@@ -294,7 +294,8 @@ class TrainingEngine(abc.ABC):
 
     @abc.abstractmethod
     def commit_step(self) -> None:
-        """Makes the buffers after an applied step part of the committed state."""
+        """Commits a step that was applied: the buffers' new values become part of the committed
+        state."""
 
 
 class StrategySession(Protocol):

@@ -518,7 +518,7 @@ class BulkChannel:
             first = transport not in self._not_before
             self._not_before[transport] = time.monotonic() + _AGAIN_AFTER_S
         if error.expected and self._transport is Transport.AUTO:
-            _log.debug("opened no bulk channel over %s to %s: %s", transport, address, error)
+            _log.debug("did not open a bulk channel over %s to %s: %s", transport, address, error)
             return
         _log.log(
             logging.WARNING if first else logging.DEBUG,

@@ -198,7 +198,10 @@ class Receiver:
 
     def _check_stream(self, offer: _Offer, stream: object) -> None:
         if stream is not self._newest:
-            raise UnavailableError("the giver opened a newer stream", reason="SESSION_REPLACED")
+            raise UnavailableError(
+                "the server that is handing over the partitions has opened a newer stream",
+                reason="SESSION_REPLACED",
+            )
         self._check_open(offer)  # the coordinator may have decided meanwhile
         self._check_not_held(offer)
 

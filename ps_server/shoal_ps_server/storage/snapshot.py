@@ -339,7 +339,7 @@ def _partition(
             f"the runs of partition {spec.partition_id} do not cover its {len(spec.pieces)} pieces"
         )
     if tensors:
-        raise ValueError(f"tensor {min(tensors)!r} is not a state of the optimizer")
+        raise ValueError(f"tensor {min(tensors)!r} does not belong to the optimizer's state")
     return PartitionImage(
         spec=spec,
         version=int(entry["version"]),

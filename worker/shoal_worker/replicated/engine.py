@@ -512,8 +512,8 @@ class ReplicatedEngine(Engine):
         before = self._uncleared_in
         if before is not None and before[0] != now[0] and before[1] <= now[1]:
             _log.warning(
-                "ranks that joined after the last step lack its gradients, to which this step "
-                "added. %s",
+                "this step added to gradients left over from the previous step, which ranks that "
+                "have joined since then do not have. %s",
                 _CLEAR,
             )
         carries = (

@@ -477,7 +477,12 @@ class Formation:
             group.exchange(b"")
             held.restore(state)
             held.name = plan.newest
-            _log.info("received the peers' state %s", held.name)
+            if plan.newest is not None:
+                _log.info(
+                    "received from peers the state of step %d, committed in generation %d",
+                    plan.newest.step,
+                    plan.newest.generation,
+                )
         elif group.rank in plan.donors:
             self._require_exchange().give(group, held.capture(), until=lambda: group.exchange(b""))
         else:

@@ -240,8 +240,8 @@ class _Part(torch.Tensor):
             return _unscale(*args)
         if func not in _TELLS:
             raise PreconditionError(
-                f"{_name(func)} of a gradient that this rank updates with: it is only a part of "
-                "the step's gradient, whose sum the ranks have already agreed on. Use "
+                f"{_name(func)} is not allowed on this gradient: it is only this rank's part of "
+                "the step's gradient, which has already been summed over the ranks. Use "
                 "model.clip_grad_norm_(max_norm) to clip on all ranks, and model.get_gradients() "
                 "to read this rank's part"
             )

@@ -78,7 +78,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Imports the script, as the one that the process runs."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path), raising=False)
     remember_source()
     path.unlink()  # positions do not read it again
     spec = importlib.util.spec_from_loader("train", loader=None)

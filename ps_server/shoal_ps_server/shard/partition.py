@@ -51,8 +51,8 @@ class PartitionImage:
     """Keys of batches that were pushed to this partition and given up by their members, as in
     `Settled.left`."""
     pulled: Mapping[str, int] = field(default_factory=dict)
-    """For delay compensation: member -> version that it pulled last; `base_values`: values of
-    versions before this one."""
+    """Version that each member pulled last, used by delay compensation. `base_values` holds the
+    values of earlier versions."""
     base_values: Mapping[int, torch.Tensor] = field(default_factory=dict)
     rows: RowsImage | None = None
     """Rows of a bucket of a sparse table, which has neither `values` nor `runs`; None for other

@@ -460,7 +460,7 @@ class Layouts:
         self._known: dict[int, Axes] = {}
 
     def divide_alike(self, several: Sequence[Layouts]) -> None:
-        """From now on divides the ranks in such a way that all models of `several` can be split.
+        """Divide the ranks so that every model of `several` can be split.
         `several`: layouts of the models trained by these ranks, including this one."""
         self._templates = [each._template for each in several]
         self._known.clear()

@@ -99,8 +99,8 @@ class Connection:
 
 
 TURN_WAIT: Final = timedelta(seconds=5)
-"""With ssp and bsp, interval between checks whether this worker should leave while it waits for
-slower workers."""
+"""Interval between checks whether this worker should leave while it waits for slower workers (ssp
+and bsp)."""
 
 
 class Pulls:

@@ -72,7 +72,7 @@ class CutGradients:
 
     @property
     def touched(self) -> list[bool]:
-        """For each trained parameter, True if this rank used the parameter in this step."""
+        """Flags of the trained parameters: True if this rank used the parameter in this step."""
         return [flag for unit in self._trained for flag in unit.touched]
 
     def pass_on(self, collectives: Collectives, division: Division) -> bool:

@@ -74,7 +74,7 @@ class UnitLayout:
     whole_tensors: bool = False
     """True if no parameter is split: each parameter is in one rank's shard."""
     turn: int = 0
-    """With `whole_tensors`, the first rank in the assignment. It differs between units, so that no
+    """First rank in the assignment of whole tensors. It differs between units, so that no
     rank gets the largest tensor of every unit."""
 
     def over(self, world_size: int) -> UnitLayout:
@@ -93,7 +93,7 @@ class UnitLayout:
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """With `whole_tensors`, the rank that owns each parameter. The largest parameter is
+        """Rank that owns each parameter with `whole_tensors`. The largest parameter is
         assigned first, each to the rank with the fewest elements (Graham, "Bounds on
         Multiprocessing Timing Anomalies", 1969). Depends only on sizes, `world_size` and `turn`."""
         owners, loads = [0] * len(self.shapes), [0] * self.world_size

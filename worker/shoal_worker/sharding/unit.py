@@ -174,7 +174,7 @@ class Unit:
         self.layout = layout_of(self.parameters, 1)
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
-        """For each parameter, True if it has a gradient in this step."""
+        """Flags of the parameters: True if the parameter has a gradient in this step."""
         whereabouts = self._whereabouts = whereabouts or Whereabouts()
         shapes = (
             None if isinstance(leaf, DTensor) else shape

@@ -231,7 +231,7 @@ class RegionMode(TorchFunctionMode):
         super().__init__()
         self.context = context
         self.entered: list[dict[tuple[int, int], tuple[torch.Tensor, DTensor]]] = [{}]
-        """For each open region, the tensors converted in it, by identity and version. The original
+        """Tensors converted in each open region, by identity and version. The original
         tensor is kept, so that no other tensor gets its identity."""
 
     def __torch_function__(

@@ -69,8 +69,8 @@ class ShardSupply(StreamSupply):
         self._readers: dict[int, Reader] = {}
         """Readers of this rank's shards, by position in the order."""
         self._items: dict[int, tuple[int, int]] = {}
-        """For each of this rank's items in the step, by position: the shard (by position in the
-        order) and the index within the shard."""
+        """Sources of this rank's items in the step: position of the item -> (position of its
+        shard in the order, index within the shard)."""
         self._started_epoch = -1
         """Epoch last passed to the stream."""
         self._first: tuple[int, int | None] = -1, None

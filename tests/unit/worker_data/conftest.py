@@ -23,6 +23,8 @@ class FakeSession:
         self.stopped = False
         self.coordinator = None
         self.sums = None
+        self.waited_s = 0.0
+        self.speed = None
 
     @property
     def lifecycle(self):

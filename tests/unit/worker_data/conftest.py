@@ -25,6 +25,7 @@ class FakeSession:
         self.sums = None
         self.waited_s = 0.0
         self.speed = None
+        self.steps_alone = False
 
     @property
     def lifecycle(self):

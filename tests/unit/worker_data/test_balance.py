@@ -116,8 +116,7 @@ class World:
         ]
         self.sent = []
         for rank in self.ranks:
-            rank.session.sums = self.sent.append
-            rank.session.sum_numbers = lambda values, or_own: self.sent.append(values)
+            rank.session.sum_numbers = self.sent.append
         self.loops = [None for _ in self.ranks]
 
     def step(self):
@@ -204,7 +203,7 @@ def test_a_new_generation_begins_with_equal_parts(make_rank, clock):
 def test_a_failed_exchange_changes_nothing(make_rank, clock):
     world = World(make_rank, clock, (1.0, 1.0, 4.0))
     for rank in world.ranks:
-        rank.session.sum_numbers = lambda values, or_own: None
+        rank.session.sum_numbers = lambda values: None
     assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
 
 
@@ -220,6 +219,15 @@ def test_batch_normalization_keeps_equal_parts_unless_forced(make_rank, clock, c
 def test_false_keeps_equal_parts_and_exchanges_nothing(make_rank, clock):
     world = World(make_rank, clock, (1.0, 1.0, 4.0), balance=False)
     for rank in world.ranks:
+        rank.session.sum_numbers = None
+    assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
+
+
+def test_ranks_that_step_alone_keep_equal_parts(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0))
+    for rank in world.ranks:
+        rank.session.steps_alone = True
+        rank.session.speed = 2.0
         rank.session.sum_numbers = None
     assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
 

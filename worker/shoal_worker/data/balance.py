@@ -158,7 +158,9 @@ class Balance:
         """Begins the time of a micro-batch, before it is fetched. Only the micro-batches of the last
         two steps before an exchange are timed, since that synchronizes the device."""
         steps = step.steps_before + 1
-        timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(step)
+        timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(
+            step, session
+        )
         self._began = (time.monotonic(), session.waited_s) if timed else None
 
     def end(self, samples: int, session: LoaderSession) -> None:
@@ -174,21 +176,22 @@ class Balance:
         """Exchanges times if it is this step's turn. Called on all ranks after the commit
         all-reduce of a step, so that no collective of the step is pending. If a rank fails
         meanwhile, nothing changes, and a new generation follows."""
-        if not exchanges_after(step.steps_before + 1) or not self._deals(step):
+        if not exchanges_after(step.steps_before + 1) or not self._deals(step, session):
             return
         ranks, rank = step.placement.world_size, step.placement.rank
         own = Times(statistics.median(self._timed) if self._timed else None, session.speed)
         self._timed.clear()
-        summed = session.sum_numbers(contribution(own, rank, ranks), or_own=True)
+        summed = session.sum_numbers(contribution(own, rank, ranks))
         costs = agreed_costs(summed, ranks) if summed is not None else None
         if costs is not None:
             self._adopt(costs, step, loader)
 
-    def _deals(self, step: DealtToRank) -> bool:
-        """Returns whether a step has enough micro-batches to divide them by speed."""
+    def _deals(self, step: DealtToRank, session: LoaderSession) -> bool:
+        """Returns whether a step of all ranks has enough micro-batches to divide them by speed."""
         return (
             self._micro_batch_size is not None
             and self._wanted is not False
+            and not session.steps_alone
             and 1 < step.placement.world_size
             and step.placement.world_size * self._micro_batch_size < len(step.positions)
         )

@@ -124,6 +124,11 @@ class LoaderSession(Protocol):
         ...
 
     @property
+    def steps_alone(self) -> bool:
+        """True if each rank takes steps of its own (local_sgd, async_sgd)."""
+        ...
+
+    @property
     def speed(self) -> float | None:
         """Relative speed of this worker if the user has set one; None: measured."""
         ...

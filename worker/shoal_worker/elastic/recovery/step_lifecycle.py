@@ -198,6 +198,11 @@ class StepLifecycle:
         return self._progress.waits.total_s
 
     @property
+    def steps_alone(self) -> bool:
+        """True if each rank takes steps of its own (`LoaderSession.steps_alone`)."""
+        return self._held.engine.steps_alone
+
+    @property
     def speed(self) -> float | None:
         """Relative speed set by the user (`LoaderSession.speed`)."""
         return self._speed

@@ -284,7 +284,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return True
 
     def _prepare_pass(self, step: Step) -> None:
-        if self._mesh is not None and step.lost is None:
+        if self._mesh is not None:
             with LosingStep(self._session):
                 self._mesh.begin_pass(step)
 

@@ -188,7 +188,8 @@ class RankMesh:
             self.execution.begin_step(number)
 
     def begin_pass(self, step: Step) -> None:
-        """Prepares a pass of this replica in a step, or its part in a pass of other replicas.
+        """Prepares a pass of this replica in a step, or its part in a pass of other replicas. In a
+        lost step, whose gradients nobody uses, nothing is sent.
 
         Raises:
             MembershipChanged: the group is over.
@@ -200,7 +201,7 @@ class RankMesh:
         )
         self.execution.reduces_in_backward = True
         self.execution.factor = self.gradients.factor(weight or 0.0)
-        if step.in_micro_batches and self.replicas.world_size > 1:
+        if step.lost is None and step.in_micro_batches and self.replicas.world_size > 1:
             # otherwise only some groups of replicas might know the passes
             self.execution.learn_passes(self.all)
 

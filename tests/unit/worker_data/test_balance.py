@@ -78,7 +78,7 @@ def test_exchanges_become_rare():
     assert [n for n in range(50) if exchanges_after(n)] == [4, 8, 16, 32, 48]
 
 
-# ------------------------------------------------------------------------------ loaders of one world
+# ---------------------------------------------------------------------------- loaders of one world
 
 
 class Clock:

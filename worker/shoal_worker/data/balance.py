@@ -75,7 +75,7 @@ def exchanges_after(steps: int) -> bool:
 
 
 class Times(NamedTuple):
-    """What one rank contributes to an exchange."""
+    """One rank's contribution to an exchange."""
 
     seconds: float | None
     """Median time of a micro-batch; None if none was timed."""
@@ -111,7 +111,7 @@ def contribution(times: Times, rank: int, ranks: int) -> list[float]:
 
 
 class DealtToRank(Protocol):
-    """What the division needs to know of a step."""
+    """Properties of a step on which its division depends."""
 
     placement: Placement
     positions: range
@@ -155,8 +155,8 @@ class Balance:
         return blocks * step.placement.world_size / items
 
     def begin(self, step: DealtToRank, session: LoaderSession) -> None:
-        """Begins the time of a micro-batch, before it is fetched. Only the micro-batches of the last
-        two steps before an exchange are timed, since that synchronizes the device."""
+        """Begins the time of a micro-batch, before it is fetched. Only the two steps before an
+        exchange are timed, since that synchronizes the device."""
         steps = step.steps_before + 1
         timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(
             step, session
@@ -192,7 +192,7 @@ class Balance:
             self._micro_batch_size is not None
             and self._wanted is not False
             and not session.steps_alone
-            and 1 < step.placement.world_size
+            and step.placement.world_size > 1
             and step.placement.world_size * self._micro_batch_size < len(step.positions)
         )
 
@@ -205,9 +205,9 @@ class Balance:
         takes_s, would_take_s = (
             max(n * cost for n, cost in zip(parts, costs, strict=True)) for parts in (now, then)
         )
-        if (
-            max(costs) < _LEAST_DIFFERENCE * min(costs) and self._costs is None
-        ) or would_take_s > (1 - _LEAST_GAIN) * takes_s:
+        if (max(costs) < _LEAST_DIFFERENCE * min(costs) and self._costs is None) or would_take_s > (
+            1 - _LEAST_GAIN
+        ) * takes_s:
             return
         slowest = costs.index(max(costs))
         described = (

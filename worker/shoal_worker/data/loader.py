@@ -259,9 +259,7 @@ class ElasticDataLoader:
                     dataset, self._progress, shuffle=shuffle, **sizes
                 )
             else:
-                supply = PositionSupply(
-                    dataset, self._progress, balance=balance_by_speed, **sizes
-                )
+                supply = PositionSupply(dataset, self._progress, balance=balance_by_speed, **sizes)
             supply.plan(0)  # raises if the sizes do not fit each other
             self._supply = supply
             # Data workers read the items; the batches are assembled here.

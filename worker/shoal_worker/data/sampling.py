@@ -122,8 +122,8 @@ class EpochPlan:
         if costs is None:
             runs = range(len(starts))[part_of(len(starts), rank, world_size)]
         else:
-            parts = divided(len(starts), costs)
-            runs = range(sum(parts[:rank]), sum(parts[: rank + 1]))
+            counts = divided(len(starts), costs)
+            runs = range(sum(counts[:rank]), sum(counts[: rank + 1]))
         return tuple(
             Block(index=i, positions=step[starts[i] : starts[i] + self.micro_batch_size])
             for i in runs

@@ -134,7 +134,7 @@ class ProgressMeter:
         self.takes_own_steps = False
         """True if each rank takes steps of its own. Set by the session's owner."""
         self.share = 0.0
-        """See `Progress.share`. Set by the session's owner."""
+        """Value of `Progress.share`. Set by the session's owner."""
         self.tally_writer: TallyWriter | None = None
         """Writer of the file from which the launcher reads this worker's commits; None if the
         launcher requested none. Set by the session's owner."""

@@ -22,6 +22,10 @@ from benchmarks.workers.train_straggler import STAYS_STEPS, TRAINED_ON
 RANKS: Final = 4
 SLOW: Final = 4
 OF_DDP: Final = 0.5
+OF_IDEAL: Final = 1.3
+IDEAL: Final = RANKS / (RANKS - 1 + 1 / SLOW)
+"""Time of a step whose work is divided by speed, relative to a step without a slow worker."""
+MICRO_BATCH: Final = 4
 COMPUTE_MS: Final = 50
 BATCH: Final = 16
 LOSS: Final = 0.3
@@ -46,6 +50,8 @@ class System:
     look_every: int = 1
     """Steps between two looks at the loss: between averages local_sgd's ranks have values of their
     own."""
+    micro_batch: int = 0
+    """Samples in a micro-batch; 0: plain batches."""
     tried: dict[float, float] = field(default_factory=dict)
     """Learning rate -> seconds until the loss was reached; only rates that reached it."""
     learning_rate: float | None = None
@@ -57,6 +63,8 @@ class System:
     @property
     def name(self) -> str:
         options = ", ".join(f"{key} {value}" for key, value in self.options.items())
+        if self.micro_batch:
+            options = f"micro-batches of {self.micro_batch}, dealt by speed"
         given = f" ({options})" if options else ""
         return f"{self.strategy}{given}{', one slow' if self.slow > 1 else ''}"
 
@@ -84,6 +92,7 @@ class System:
                 f"--batch={BATCH}",
                 f"--compute-ms={COMPUTE_MS}",
                 f"--slow={self.slow}",
+                *([f"--micro-batch={self.micro_batch}"] if self.micro_batch else []),
             ),
             *(f"--target={LOSS}", f"--look-every={self.look_every}", f"--within-s={within_s:g}"),
         ]
@@ -104,6 +113,7 @@ def systems() -> list[System]:
         for slow in (SLOW, 1)
         for system in (
             System(strategy="ddp", slow=slow),
+            System(strategy="ddp", micro_batch=MICRO_BATCH, slow=slow),
             System(
                 strategy="local_sgd",
                 options={"sync_every": _SYNC_EVERY},
@@ -159,7 +169,10 @@ def measure(options: Options) -> Table:
     return Table(
         key="t10",
         title=f"One of {RANKS} workers {SLOW} x slower: time to the same loss",
-        target=f"async_sgd (asp) <= {OF_DDP} x ddp",
+        target=(
+            f"async_sgd (asp) <= {OF_DDP} x ddp; ddp with micro-batches dealt by speed <= "
+            f"{OF_IDEAL} x the ideal"
+        ),
         method=(
             f"{RANKS} workers train a perceptron (64, 128 and 10 wide) on {TRAINED_ON} of "
             f"scikit-learn's handwritten digits, {BATCH} samples per worker and step, with plain "
@@ -175,7 +188,8 @@ def measure(options: Options) -> Table:
             f"{rounds}, in turns whose order alternates. Ratios are of the medians, with their 95 "
             f"% confidence intervals (bootstrap over rounds). Under ssp a worker may be {_BOUND} "
             "steps ahead of the slowest: that evens out a worker that is slow now and then, not "
-            "one that always is."
+            f"one that always is. The ideal division of work takes {IDEAL:.3f} times as long as "
+            "without a slow worker."
         ),
         columns=(
             "learning rate",
@@ -239,7 +253,9 @@ def _without_straggler(system: System, all_of_them: Sequence[System]) -> System:
     return next(
         other
         for other in all_of_them
-        if other.slow == 1 and (other.strategy, other.options) == (system.strategy, system.options)
+        if other.slow == 1
+        and (other.strategy, other.options, other.micro_batch)
+        == (system.strategy, system.options, system.micro_batch)
     )
 
 
@@ -298,4 +314,15 @@ def verdict(all_of_them: Sequence[System]) -> str:
             f"{system.name.removesuffix(', one slow')} "
             f"{'not measured' if ratio is None else f'{ratio.value:.2f} x{judged}'}"
         )
-    return f"Measured, of ddp: {'; '.join(parts)}."
+    return f"Measured, of ddp: {'; '.join(parts)}.{_of_ideal(all_of_them)}"
+
+
+def _of_ideal(all_of_them: Sequence[System]) -> str:
+    """Compares ddp with micro-batches dealt by speed with the ideal division of work."""
+    by_speed = next(one for one in all_of_them if one.slow > 1 and one.micro_batch)
+    ratio = compared(by_speed, _without_straggler(by_speed, all_of_them))
+    if ratio is None:
+        return " ddp with micro-batches dealt by speed: not measured."
+    of_ideal = ratio.value / IDEAL
+    judged = "reached" if of_ideal <= OF_IDEAL else "not reached"
+    return f" ddp with micro-batches dealt by speed: {of_ideal:.2f} x the ideal ({judged})."

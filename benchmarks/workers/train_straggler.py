@@ -36,6 +36,12 @@ def flags() -> argparse.ArgumentParser:
     own.add_argument("--learning-rate", type=float, required=True)
     own.add_argument("--ranks", type=int, required=True)
     own.add_argument("--batch", type=int, required=True, help="samples per rank and step")
+    own.add_argument(
+        "--micro-batch",
+        type=int,
+        default=0,
+        help="samples in a micro-batch, which are dealt by speed; 0: plain batches",
+    )
     own.add_argument("--compute-ms", type=float, required=True, help="time of forward and backward")
     own.add_argument(
         "--slow", type=float, required=True, help="how many times as long the last rank takes"
@@ -105,20 +111,27 @@ def main() -> None:
         if options.strategy == "async_sgd"
         else {"global_batch_size": options.batch * options.ranks}
     )
+    if options.micro_batch:
+        batches["micro_batch_size"] = options.micro_batch
     loader = shoal.ElasticDataLoader(train, **batches)
     compute_s = (
         options.compute_ms / 1e3 * (options.slow if shoal.rank() == options.ranks - 1 else 1)
     )
+    if options.micro_batch:
+        compute_s *= options.micro_batch / options.batch
     looks, step = Looks(options.target, every=options.look_every), 0
     for _ in loader.epochs(_MANY_EPOCHS):
-        for inputs, targets in loader:
-            begun_s = time.monotonic()
-            if shoal.rank() == 0 and step % options.look_every == 0 and not options.output.exists():
-                looks.look(_loss(model, images, labels), begun_s)
-                if looks.reached_s is not None or looks.times_s[-1] > options.within_s:
-                    _write(options.output, looks, step)
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-            time.sleep(max(0.0, begun_s + compute_s - time.monotonic()))
+        for batches_of_step in loader.steps():
+            look = shoal.rank() == 0 and step % options.look_every == 0
+            for inputs, targets in batches_of_step:
+                begun_s = time.monotonic()
+                if look and not options.output.exists():
+                    looks.look(_loss(model, images, labels), begun_s)
+                    if looks.reached_s is not None or looks.times_s[-1] > options.within_s:
+                        _write(options.output, looks, step)
+                look = False
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+                time.sleep(max(0.0, begun_s + compute_s - time.monotonic()))
             stepper.step()
             stepper.zero_grad()
             step += 1

@@ -60,6 +60,12 @@ class WorkerMetrics:
             "least holds the others back.",
             registry=self.registry,
         )
+        self.share = Gauge(
+            "shoal_worker_step_share",
+            "Micro-batches of this worker in each step relative to an equal part, if they are "
+            "dealt by speed; 0 if they are not.",
+            registry=self.registry,
+        )
         self.reform_seconds = Histogram(
             "shoal_worker_reform_seconds",
             "Time to form a generation and reconcile state in it, once announced or awaited.",

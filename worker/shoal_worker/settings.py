@@ -88,6 +88,9 @@ class WorkerSettings(CallerSettings):
     JSON lines; None: not recorded."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
     """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
+    speed: float | None = Field(default=None, gt=0)
+    """Speed of this worker relative to workers without this setting, for dealing micro-batches;
+    None: measured, unless it is set for another worker."""
     drain_grace_s: float = Field(default=1.0, ge=0)
     """Time for which a worker that was asked to leave continues with its peers. If all peers are
     asked meanwhile, all stop at one step boundary."""

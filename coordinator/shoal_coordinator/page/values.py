@@ -143,6 +143,7 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "metrics": {name: _finite(value) for name, value in progress.metrics.items()},
         "step_time_s": progress.step_time_s,
         "staleness": progress.staleness,
+        "share": progress.share or None,
         "busy_time_s": progress.busy_time_s,
         "waiting_s": progress.waiting_s,
         "waiting_in": progress.waiting_in,

@@ -202,6 +202,7 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         server_wait_s=_seconds(received.server_wait_s),
         awaited_server=received.awaited_server[:_LONGEST_NAME] or "a parameter server",
         script_line=received.script_line[:_LONGEST_SCRIPT_LINE],
+        share=_seconds(received.share),
         busy_link=(received.busy_link.rank, received.busy_link.bytes_per_s)
         if received.HasField("busy_link")
         else None,

@@ -404,6 +404,7 @@ def _progress_message(progress: Progress) -> pb.Progress:
         server_wait_s=progress.server_wait_s,
         awaited_server=progress.awaited_server,
         script_line=progress.script_line,
+        share=progress.share,
         metrics=progress.metrics,
         busy_link=None
         if progress.busy_link is None

@@ -302,7 +302,7 @@ class Welcome(_message.Message):
     def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., heartbeat_interval_ms: _Optional[int] = ..., joining: _Optional[bool] = ..., store_url: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "epoch", "sequence", "samples_per_s", "loss", "step_time_s", "samples", "staleness", "waiting_s", "waiting_in", "busy_time_s", "cpu_s", "busy_link", "server_wait_s", "awaited_server", "metrics", "steps_in_all", "script_line")
+    __slots__ = ("step", "epoch", "sequence", "samples_per_s", "loss", "step_time_s", "samples", "staleness", "waiting_s", "waiting_in", "busy_time_s", "cpu_s", "busy_link", "server_wait_s", "awaited_server", "metrics", "steps_in_all", "script_line", "share")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +328,7 @@ class Progress(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     STEPS_IN_ALL_FIELD_NUMBER: _ClassVar[int]
     SCRIPT_LINE_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     step: int
     epoch: int
     sequence: int
@@ -346,7 +347,8 @@ class Progress(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     steps_in_all: int
     script_line: str
-    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., samples: _Optional[int] = ..., staleness: _Optional[float] = ..., waiting_s: _Optional[float] = ..., waiting_in: _Optional[str] = ..., busy_time_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., busy_link: _Optional[_Union[BusyLink, _Mapping]] = ..., server_wait_s: _Optional[float] = ..., awaited_server: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_in_all: _Optional[int] = ..., script_line: _Optional[str] = ...) -> None: ...
+    share: float
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., samples: _Optional[int] = ..., staleness: _Optional[float] = ..., waiting_s: _Optional[float] = ..., waiting_in: _Optional[str] = ..., busy_time_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., busy_link: _Optional[_Union[BusyLink, _Mapping]] = ..., server_wait_s: _Optional[float] = ..., awaited_server: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_in_all: _Optional[int] = ..., script_line: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
 
 class BusyLink(_message.Message):
     __slots__ = ("rank", "bytes_per_s")

@@ -100,6 +100,9 @@ class Member:
     """Last values of the other numbers that the member reports (`shoal.report`), by name."""
     steps_in_all: int | None = None
     """Number of steps that the run will have committed at its end; None if unknown."""
+    share: float | None = None
+    """Number of micro-batches of the member in each step, relative to an equal part, if they are
+    dealt by speed; otherwise None."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,7 @@ def member_of(message: pb.MemberStatus) -> Member:
         waiting=timedelta(seconds=progress.waiting_s),
         waiting_in=progress.waiting_in or None,
         staleness=progress.staleness,
+        share=progress.share or None,
         note=message.note or None,
     )
 

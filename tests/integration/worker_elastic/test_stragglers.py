@@ -25,6 +25,47 @@ for _ in loader.epochs(100_000):
 """
 
 
+BY_SPEED = """
+import os
+import time
+import shoal, torch
+from torch import nn
+
+shoal.init()
+net = nn.Linear(4, 2)
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+data = torch.utils.data.TensorDataset(torch.randn(240, 4), torch.zeros(240, dtype=torch.long))
+loader = shoal.ElasticDataLoader(data, global_batch_size=24, micro_batch_size=2)
+slow = 5 if os.environ["SHOAL_LOCAL_INDEX"] == "2" else 1
+for _ in loader.epochs(100_000):
+    for step in loader.steps():
+        for x, y in step:
+            time.sleep(0.02 * slow)
+            nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_slow_rank_gets_fewer_micro_batches_before_and_after_a_death(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    script = tmp_path / "by_speed.py"
+    script.write_text(BY_SPEED)
+    with cluster(zygote, tmp_path, max_workers=3, script=script) as running:
+        for index in range(3):
+            running.start(index)
+
+        def share_with(ranks: int) -> float | None:
+            members = [member for member in running.job().members if member.rank is not None]
+            slow = [member for member in members if member.member_id == running.members[2]]
+            return slow[0].progress.share if slow and len(members) == ranks else None
+
+        assert eventually(lambda: share_with(3), "micro-batches dealt by speed") <= 0.5
+        running.workers[0].kill()
+        assert eventually(lambda: share_with(2), "micro-batches dealt by speed again") <= 0.7
+
+
 def test_a_rank_that_works_longer_than_the_others_is_named_in_the_status_in_logs_and_as_an_event(
     zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -23,6 +23,9 @@ class FakeSession:
         self.stopped = False
         self.coordinator = None
         self.sums = None
+        self.waited_s = 0.0
+        self.speed = None
+        self.steps_alone = False
 
     @property
     def lifecycle(self):

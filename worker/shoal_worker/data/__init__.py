@@ -2,8 +2,9 @@
 step.
 
 Users create a `loader`, possibly from a loader of torch (`torch_loaders`). `sampling` determines
-the samples of a step and their distribution over the ranks. `cursor` records a loader's position,
-and `step_batches` provides its next step (dealt or leased). `fetch` creates batches, in data
-workers or in this process, and `iteration` runs the loops over epochs, steps and batches.
-`streaming` implements loaders of streams. `record` logs which samples were trained on.
+the samples of a step and their distribution over the ranks, and `balance` measures the ranks'
+speeds for it. `cursor` records a loader's position, and `step_batches` provides its next step
+(dealt or leased). `fetch` creates batches, in data workers or in this process, and `iteration` runs
+the loops over epochs, steps and batches. `streaming` implements loaders of streams. `record` logs
+which samples were trained on.
 """

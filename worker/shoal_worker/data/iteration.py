@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
 
+from shoal_worker.data.balance import Balance
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.record import SampleRecord
@@ -124,6 +125,7 @@ class Delivery:
         in_micro_batches: bool,
         weight_fn: Callable[[Any], float] | None,
         record: SampleRecord | None,
+        balance: Balance,
     ) -> None:
         self.failed = False
         """True if creating a batch raised an error. Reset at the start of an iteration."""
@@ -137,6 +139,7 @@ class Delivery:
         self._in_micro_batches = in_micro_batches
         self._weight_fn = weight_fn
         self._record = record
+        self._balance = balance
 
     def step(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Step:
         """Returns the step for the user's loop. With micro-batches, this method reports this rank's
@@ -151,6 +154,7 @@ class Delivery:
                     weight=weight,
                     total_weight=total,
                     micro_batches=len(dealt.blocks),
+                    by_speed=self._balance.share(dealt, len(dealt.blocks)),
                     most_micro_batches=dealt.most_blocks,
                 )
             )
@@ -174,6 +178,7 @@ class Delivery:
                     f"step {dealt.number} of epoch {dealt.epoch} has ended; its batches are no "
                     "longer available"
                 )
+            self._balance.begin(dealt, session)
             request = self._supply.request(dealt, block)
             try:
                 batch = self._fetcher.fetch(
@@ -206,8 +211,10 @@ class Delivery:
             dealt.handed_out += len(block)
             yield batch
             session.end_micro_batch()
+            self._balance.end(len(block), session)
         if self._in_micro_batches:
             session.finish_batches()
+            self._balance.exchange(dealt, session, loader)
 
     def _warn_once(self, consequence: str, dealt: DealtStep, loader: str) -> None:
         """Logs a warning about the consequence of a step with few samples for this rank, once per

@@ -26,6 +26,7 @@ from typing import Any, SupportsIndex
 from shoal_common.errors import ConfigurationError, InternalError
 from torch.utils.data import default_collate
 
+from shoal_worker.data.balance import Balance
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.iteration import Delivery, Introduction, Iterations
@@ -143,6 +144,7 @@ class ElasticDataLoader:
         name: str | None = None,
         train: bool = True,
         look_ahead: bool = False,
+        balance: bool | None = None,
     ) -> None:
         """
         Args:
@@ -177,6 +179,10 @@ class ElasticDataLoader:
                 the batch's number of samples (for example the number of unmasked tokens).
             name: name that distinguishes several loaders in checkpoints; the same on every rank and
                 after a restart. None: loaders are named in order of construction.
+            balance: whether micro-batches are dealt in proportion to the ranks' measured speeds
+                (docs/guides/unequal-machines.md). None: yes, unless the model normalizes over
+                batches. True: also then. False: each rank gets equally many. Without
+                `micro_batch_size`, no effect except that True raises an error.
             look_ahead: with `batch_size`, True to lease one additional batch, so that `peek` knows
                 the next batch.
             train: False for an evaluation loader, which takes no part in steps. Its batches have
@@ -188,6 +194,14 @@ class ElasticDataLoader:
         streams = is_stream(dataset)
         check_sizes(global_batch_size, micro_batch_size, batch_size, train=train)
         check_rest(seed=seed, num_workers=num_workers, name=name, drop_last=drop_last, train=train)
+        if balance and (micro_batch_size is None or isinstance(dataset, ShardedStream)):
+            raise ConfigurationError(
+                "balance=True without micro_batch_size=: only whole micro-batches are dealt by "
+                "speed; pass micro_batch_size= and loop over loader.steps()"
+                if micro_batch_size is None
+                else "balance=True with a ShardedStream: each rank reads whole shards, so its part "
+                "of a step is fixed; leave balance out, or use a dataset with indices"
+            )
         if streams:
             check_stream(
                 dataset,
@@ -213,11 +227,16 @@ class ElasticDataLoader:
             "shuffle": shuffle,
             "drop_last": drop_last,
             "weight_fn": weight_fn is not None,
+            "balance": balance,
             SAMPLES: identity,
         }
         self._dealing: tuple[dict[str, Any], str] | None = None
         self._evaluation: EvaluationBatches | StreamedEvaluation | None = None
         self._record = _sample_record() if train else None
+        balance_by_speed = Balance(
+            micro_batch_size=None if isinstance(dataset, ShardedStream) else micro_batch_size,
+            wanted=balance,
+        )
         collate = collate_fn or default_collate
         # Training seeds the random numbers for each batch, so the fetcher need not restore them.
         workers: dict[str, Any] = {
@@ -240,7 +259,7 @@ class ElasticDataLoader:
                     dataset, self._progress, shuffle=shuffle, **sizes
                 )
             else:
-                supply = PositionSupply(dataset, self._progress, **sizes)
+                supply = PositionSupply(dataset, self._progress, balance=balance_by_speed, **sizes)
             supply.plan(0)  # raises if the sizes do not fit each other
             self._supply = supply
             # Data workers read the items; the batches are assembled here.
@@ -265,7 +284,7 @@ class ElasticDataLoader:
                 shuffle=shuffle,
                 sampler=sampler,
             )
-            dealer = Dealer(orders, **sizes)
+            dealer = Dealer(orders, balance=balance_by_speed, **sizes)
             self._progress = LoaderProgress(orders)
             _check_not_empty(dealer.announced_plan(0))
             fetcher = Fetcher(dataset, collate_fn=collate, **workers)
@@ -286,6 +305,7 @@ class ElasticDataLoader:
             in_micro_batches=in_micro_batches,
             weight_fn=weight_fn,
             record=self._record,
+            balance=balance_by_speed,
         )
         self._introduction = Introduction(name or ("" if train else "evaluation"))
         self._iterations = Iterations(

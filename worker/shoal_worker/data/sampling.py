@@ -22,6 +22,7 @@ import xxhash
 from shoal_common.errors import ConfigurationError
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
+from shoal_worker.data.balance import divided
 from shoal_worker.data.fetch import seeded
 
 # ----------------------------------------------------------------- positions: which rank gets which
@@ -90,14 +91,22 @@ class EpochPlan:
             return range(cursor, cursor)
         return range(cursor, max(cursor, stop))
 
-    def deal(self, step: range, rank: int, world_size: int, least: int = 1) -> tuple[Block, ...]:
+    def deal(
+        self,
+        step: range,
+        rank: int,
+        world_size: int,
+        least: int = 1,
+        costs: tuple[float, ...] | None = None,
+    ) -> tuple[Block, ...]:
         """Returns the blocks of `rank` among `world_size` in a step.
 
         In a plain step each rank gets one contiguous part, possibly empty, and parts differ by at
         most one sample. If the step is incomplete, each part has at least `least` samples or none,
         provided that whole steps have that many for every rank; the highest ranks then get none.
         With micro-batches each rank gets a contiguous run of whole micro-batches, possibly none,
-        and runs differ by at most one. Lower ranks get the larger parts.
+        and runs differ by at most one. Lower ranks get the larger parts. `costs`: seconds that each
+        rank needs for a micro-batch; runs are then `divided` by speed.
         """
         if not 0 <= rank < world_size:
             raise ConfigurationError(
@@ -110,11 +119,24 @@ class EpochPlan:
             mine = part_of(len(step), rank, parts) if rank < parts else slice(len(step), len(step))
             return (Block(index=rank, positions=step[mine]),)
         starts = range(0, len(step), self.micro_batch_size)
-        runs = range(len(starts))[part_of(len(starts), rank, world_size)]
+        if costs is None:
+            runs = range(len(starts))[part_of(len(starts), rank, world_size)]
+        else:
+            counts = divided(len(starts), costs)
+            runs = range(sum(counts[:rank]), sum(counts[: rank + 1]))
         return tuple(
             Block(index=i, positions=step[starts[i] : starts[i] + self.micro_batch_size])
             for i in runs
         )
+
+    def most_blocks(
+        self, step: range, world_size: int, costs: tuple[float, ...] | None = None
+    ) -> int:
+        """Returns the largest number of blocks that `deal` gives a rank in a step."""
+        if self.micro_batch_size is None:
+            return 1
+        blocks = -(-len(step) // self.micro_batch_size)
+        return -(-blocks // world_size) if costs is None else max(divided(blocks, costs))
 
 
 def part_of(items: int, rank: int, world_size: int) -> slice:

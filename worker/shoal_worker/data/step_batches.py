@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from shoal_common.errors import PreconditionError
 from typing_extensions import override
 
+from shoal_worker.data.balance import Balance
 from shoal_worker.data.cursor import Cursor, LoaderProgress
 from shoal_worker.data.fetch import Request
 from shoal_worker.data.sampling import Block, EpochOrders, EpochPlan
@@ -49,20 +50,26 @@ class DealtStep:
     """This rank's blocks of samples."""
     most_blocks: int = 1
     """Largest number of blocks that any rank has in the step."""
+    steps_before: int = 0
+    """Number of steps that the loader had committed before this one."""
     handed_out: int = 0
     """Number of this rank's samples that the user's loop has received."""
 
 
-def dealt_by(plan: EpochPlan, positions: range, cursor: Cursor, placement: Placement) -> DealtStep:
+def dealt_by(
+    plan: EpochPlan, positions: range, cursor: Cursor, placement: Placement, balance: Balance
+) -> DealtStep:
     """Returns the part of the rank of `placement` in the step of `positions`, which begins at
     `cursor`."""
+    rank, world_size, costs = placement.rank, placement.world_size, balance.costs(placement)
     return DealtStep(
         placement=placement,
         epoch=cursor.epoch,
         number=cursor.step,
         positions=positions,
-        blocks=plan.deal(positions, placement.rank, placement.world_size, placement.least_samples),
-        most_blocks=len(plan.deal(positions, 0, placement.world_size)),
+        blocks=plan.deal(positions, rank, world_size, placement.least_samples, costs),
+        most_blocks=plan.most_blocks(positions, world_size, costs),
+        steps_before=cursor.global_step,
     )
 
 
@@ -107,6 +114,7 @@ class Dealer:
         micro_batch_size: int | None,
         drop_last: bool,
         seed: int,
+        balance: Balance,
     ) -> None:
         """Creates a dealer. `batch_size`: number of samples in a step over all ranks or, for leased
         batches, in one batch."""
@@ -115,6 +123,7 @@ class Dealer:
         self._micro_batch_size = micro_batch_size
         self._drop_last = drop_last
         self._seed = seed
+        self._balance = balance
         self._made: EpochPlan | None = None
 
     def drawn(self, epoch: int) -> str | None:
@@ -139,7 +148,7 @@ class Dealer:
         positions = plan.step(cursor.samples)
         if not positions:
             return None
-        return dealt_by(plan, positions, cursor, placement)
+        return dealt_by(plan, positions, cursor, placement, self._balance)
 
     def leased(self, epoch: int, number: int, placement: Placement) -> DealtStep:
         """Returns batch `number` of `epoch` as a step that belongs to this rank alone."""

@@ -37,6 +37,7 @@ class Progress:
     server_wait_s: float = 0.0
     awaited_server: str = ""
     script_line: str = ""
+    share: float = 0.0
     busy_link: tuple[int, float] | None = None
     """Rank at the other end of the busy connection, and bytes per second."""
     metrics: Mapping[str, float] = field(default_factory=dict)

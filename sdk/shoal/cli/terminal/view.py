@@ -215,6 +215,17 @@ def _member_table(job: Job) -> FittingTable:
             )
             for place, name in enumerate(_metric_names(members))
         ),
+        *(
+            (
+                Column(
+                    "share",
+                    [f"{member.share:.2f}" if member.share else _NOTHING for member in members],
+                    dispensable=4,
+                ),
+            )
+            if any(member.share for member in members)
+            else ()
+        ),
         Column("step time", [_milliseconds(member.step_time) for member in members]),
         Column("waiting", [_waiting(member) for member in members]),
         *(
@@ -369,6 +380,7 @@ def _member_json(member: Member) -> dict[str, Any]:
         "metrics": dict(member.metrics),
         "step_time_s": member.step_time.total_seconds(),
         "staleness": member.staleness,
+        "share": member.share,
         "busy_time_s": member.busy_time.total_seconds(),
         "waiting_s": member.waiting.total_seconds(),
         "waiting_in": member.waiting_in,

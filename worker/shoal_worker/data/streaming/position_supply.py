@@ -14,6 +14,7 @@ from typing import Any
 from shoal_common.errors import CorruptDataError
 from typing_extensions import override
 
+from shoal_worker.data.balance import Balance
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.step_batches import DealtStep, dealt_by
@@ -35,8 +36,11 @@ class PositionSupply(StreamSupply):
     """Deals a stream by position: every rank reads the whole stream and skips the items of other
     ranks."""
 
-    def __init__(self, stream: Any, progress: LoaderProgress, **sizes: Any) -> None:
+    def __init__(
+        self, stream: Any, progress: LoaderProgress, *, balance: Balance, **sizes: Any
+    ) -> None:
         super().__init__(stream, progress, **sizes)
+        self._balance = balance
         self._epoch = -1
         """Epoch of the mark and the reader."""
         self._mark = Mark()
@@ -78,7 +82,7 @@ class PositionSupply(StreamSupply):
             self._check_not_empty(plan.length, loader)
             self._end_epoch()
             return None
-        self.current = dealt_by(plan, positions, cursor, placement)
+        self.current = dealt_by(plan, positions, cursor, placement, self._balance)
         if cursor.samples == 0 and placement.world_size > 1:
             compare_first(reader.items([positions[0]])[0], session, loader)
         return self.current

@@ -69,6 +69,9 @@ class Share:
     micro_batches: int | None
     """Number of micro-batches of this rank in this step (may be 0); None: one plain batch per
     rank."""
+    by_speed: float = 0.0
+    """Number of micro-batches of this rank relative to an equal part, if they are dealt by speed; 0
+    if they are not."""
     most_micro_batches: int = 0
     """Maximum number of micro-batches over all ranks. Strategies that communicate in every pass
     take part in that many passes."""
@@ -115,14 +118,31 @@ class LoaderSession(Protocol):
         boundary."""
         ...
 
+    @property
+    def waited_s(self) -> float:
+        """Total time in seconds that the training thread has waited for its peers."""
+        ...
+
+    @property
+    def steps_alone(self) -> bool:
+        """True if each rank takes steps of its own (local_sgd, async_sgd)."""
+        ...
+
+    @property
+    def speed(self) -> float | None:
+        """Relative speed of this worker if the user has set one; None: measured."""
+        ...
+
     def assign(self, share: Share) -> None:
         """Passes this rank's share of the step that has begun."""
         ...
 
     def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
         """Sums numbers elementwise over all ranks, in float64. Called on all ranks in a step that
-        has begun, before `assign`. Returns None if a rank failed and the step is aborted. The
-        step's batches are handed out nevertheless, so that all scripts receive the outcome LOST.
+        has begun, before `assign` or after `finish_batches`. Returns None if a rank failed. Before
+        `assign`, the step is then aborted, and its batches are handed out nevertheless, so that all
+        scripts receive the outcome LOST. After `finish_batches`, also returns None if this rank
+        learned the step's outcome in a later generation.
 
         Args:
             values: equally many on all ranks.

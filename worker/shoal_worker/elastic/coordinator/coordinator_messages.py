@@ -181,6 +181,7 @@ def progress_message(progress: Progress) -> pb.Progress:
         server_wait_s=progress.server_wait_s,
         awaited_server=progress.awaited_server,
         script_line=progress.script_line,
+        share=progress.share,
         metrics=progress.metrics,
         busy_link=pb.BusyLink(rank=busy.rank, bytes_per_s=busy.bytes_per_s)
         if busy is not None

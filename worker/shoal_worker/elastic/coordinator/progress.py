@@ -80,6 +80,9 @@ class Progress:
     awaited_server: str = ""
     """Name of the awaited parameter server, for people."""
     busy_link: BusyLink | None = None
+    share: float = 0.0
+    """Number of micro-batches of this rank relative to an equal part, if they are dealt by speed; 0
+    if they are not."""
     script_line: str = ""
     """Line of the script that the training thread executes, if there was no progress for a while;
     otherwise empty."""
@@ -109,6 +112,7 @@ class ProgressMeter:
         """Other numbers that the loop reports, by name. The dict is replaced when a name is
         added."""
         metrics.loss.set_function(lambda: self.loss.value)
+        metrics.share.set_function(lambda: self.share)
         self._staleness = 0.0
         self._recent: deque[tuple[float, int]] = deque()
         self._step_times: deque[float] = deque(maxlen=_MEDIAN_OF)
@@ -129,6 +133,8 @@ class ProgressMeter:
         owner."""
         self.takes_own_steps = False
         """True if each rank takes steps of its own. Set by the session's owner."""
+        self.share = 0.0
+        """Value of `Progress.share`. Set by the session's owner."""
         self.tally_writer: TallyWriter | None = None
         """Writer of the file from which the launcher reads this worker's commits; None if the
         launcher requested none. Set by the session's owner."""
@@ -355,6 +361,7 @@ class ProgressMeter:
                 cpu_s=self._cpu.seconds(),
                 server_wait_s=server_wait_s,
                 awaited_server=awaited_server,
+                share=self.share,
                 script_line=script_line(self._thread)
                 if self._thread and now - self._moved_at >= _LOCATE_AFTER_S
                 else "",

@@ -74,10 +74,13 @@ class StepLifecycle:
         progress: ProgressMeter,
         metrics: WorkerMetrics,
         drain_grace: timedelta = timedelta(0),
+        speed: float | None = None,
     ) -> None:
         """`formation`: None in a world of one. `operation`: runs an operation of the given kind,
-        which returns when all ranks have called it. `drain_grace`: see `StepBoundaries`."""
+        which returns when all ranks have called it. `drain_grace`: see `StepBoundaries`. `speed`:
+        see `LoaderSession.speed`."""
         self._held = held
+        self._speed = speed
         self._elastic = formation is not None
         self._state_checked = False
         self._boundaries = StepBoundaries(held, formation, drain_grace=drain_grace)
@@ -188,6 +191,22 @@ class StepLifecycle:
         (`LoaderSession.is_elsewhere`)."""
         return self._held.phase.replaying and self._boundaries.peers_elsewhere(source, epoch)
 
+    @property
+    def waited_s(self) -> float:
+        """Total time in seconds that the training thread has waited for its peers
+        (`LoaderSession.waited_s`)."""
+        return self._progress.waits.total_s
+
+    @property
+    def steps_alone(self) -> bool:
+        """True if each rank takes steps of its own (`LoaderSession.steps_alone`)."""
+        return self._held.engine.steps_alone
+
+    @property
+    def speed(self) -> float | None:
+        """Relative speed set by the user (`LoaderSession.speed`)."""
+        return self._speed
+
     def assign(self, share: Share) -> None:
         """Stores this rank's share of the step that has begun (`LoaderSession.assign`)."""
         step = self.require()
@@ -200,6 +219,7 @@ class StepLifecycle:
             share = dataclasses.replace(
                 share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0)
             )
+        self._progress.share = share.by_speed
         step.share = share
         step.handed_out = True
         may_be_lost = self._elastic and not self._held.engine.asynchronous
@@ -219,9 +239,12 @@ class StepLifecycle:
                 "strategy each rank takes its own steps; use another strategy, or a stream that "
                 "every rank reads (an IterableDataset)"
             )
-        if self.require().lost is not None:
+        step = self.require()
+        if step.lost is not None:
             return None
         group = self._boundaries.group
+        if group is not None and group.generation.number != step.placement.generation:
+            return None  # the peers may be elsewhere
         if group is None or group.world_size == 1 or self._held.engine.steps_alone:
             return [*values]
         try:

@@ -137,6 +137,7 @@ class Session:
             progress=self.progress,
             metrics=metrics,
             drain_grace=timedelta(seconds=settings.drain_grace_s),
+            speed=settings.speed,
         )
 
     # ------------------------------------------------------------------------------------- identity

@@ -1,0 +1,237 @@
+"""Micro-batches dealt in proportion to the ranks' speeds."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.data import balance
+from shoal_worker.data.balance import Times, agreed_costs, contribution, divided, exchanges_after
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.contract.loader_interface import Placement
+
+RANKS = 3
+
+
+@pytest.mark.parametrize("costs", [(1.0, 1.0), (1.0, 4.0), (3.0, 1.0, 1.5), (0.01, 7.0, 0.3)])
+@pytest.mark.parametrize("items", range(14))
+def test_no_division_ends_sooner(items, costs):
+    parts = divided(items, costs)
+    assert sum(parts) == items
+    least = 1 if items >= len(costs) else 0
+    assert min(parts) >= least
+    others = (
+        each
+        for each in itertools.product(range(least, items + 1), repeat=len(costs))
+        if sum(each) == items
+    )
+    assert _slowest(parts, costs) == pytest.approx(min(_slowest(each, costs) for each in others))
+
+
+def _slowest(parts, costs):
+    return max(n * cost for n, cost in zip(parts, costs, strict=True))
+
+
+def test_equal_costs_give_equal_parts_with_the_larger_ones_first():
+    assert divided(10, (0.3, 0.3, 0.3, 0.3)) == (3, 3, 2, 2)
+
+
+def test_many_micro_batches_are_divided_at_once():
+    costs = tuple(1.0 + rank % 5 for rank in range(2000))
+    parts = divided(1_000_000, costs)
+    assert sum(parts) == 1_000_000
+    assert parts[0] == pytest.approx(5 * parts[4], rel=0.02)
+
+
+def _summed(*all_times):
+    words = [contribution(times, rank, len(all_times)) for rank, times in enumerate(all_times)]
+    return [sum(column) for column in zip(*words, strict=True)]
+
+
+def test_costs_are_the_measured_times():
+    measured = [Times(0.5, None), Times(0.25, None)]
+    assert agreed_costs(_summed(*measured), 2) == (0.5, 0.25)
+
+
+def test_nothing_is_agreed_while_a_rank_has_timed_nothing():
+    assert agreed_costs(_summed(Times(0.5, None), Times(None, None)), 2) is None
+
+
+def test_a_set_speed_replaces_all_measured_times():
+    assert agreed_costs(_summed(Times(0.5, None), Times(0.1, 0.25)), 2) == (1.0, 4.0)
+
+
+def test_ranks_that_share_a_part_are_averaged():
+    one, other = contribution(Times(0.2, None), 0, 1), contribution(Times(0.4, None), 0, 1)
+    summed = [a + b for a, b in zip(one, other, strict=True)]
+    assert agreed_costs(summed, 1) == (pytest.approx(0.3),)
+
+
+def test_a_sum_has_the_same_bits_in_every_order():
+    words = [contribution(Times(0.1 * (rank + 1) / 3, None), 0, 1) for rank in range(7)]
+    sums = {sum(word[0] for word in order) for order in itertools.permutations(words, 7)}
+    assert len(sums) == 1
+
+
+def test_exchanges_become_rare():
+    assert [n for n in range(50) if exchanges_after(n)] == [4, 8, 16, 32, 48]
+
+
+# ---------------------------------------------------------------------------- loaders of one world
+
+
+class Clock:
+    """Time that passes only when a rank works."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(balance.time, "monotonic", clock.monotonic)
+    return clock
+
+
+class World:
+    """Ranks that run a loop over micro-batches in turn: rank r works for `seconds[r]` on each."""
+
+    def __init__(self, make_rank, clock, seconds, *, least_samples=1, balance=None):
+        self.seconds, self.clock, self.generation = seconds, clock, 1
+        self.ranks = [
+            make_rank(
+                lambda: ElasticDataLoader(
+                    torch.arange(24 * 40), global_batch_size=24, micro_batch_size=2, balance=balance
+                ),
+                Placement(
+                    generation=1, rank=rank, world_size=len(seconds), least_samples=least_samples
+                ),
+            )
+            for rank in range(len(seconds))
+        ]
+        self.sent = []
+        for rank in self.ranks:
+            rank.session.sum_numbers = self.sent.append
+        self.loops = [None for _ in self.ranks]
+
+    def step(self):
+        """Runs a step on all ranks. Returns the number of each rank's micro-batches. Samples are
+        checked to be complete."""
+        counts, samples = [], []
+        for place, rank in enumerate(self.ranks):
+            with rank.session.current():
+                if self.loops[place] is None:
+                    self.loops[place] = rank.loader.steps()
+                step = next(self.loops[place])
+                counts.append(len(step))
+                for batch in step:
+                    self.clock.now += self.seconds[place]
+                    samples += batch.tolist()
+        if self.sent:
+            summed = [sum(column) for column in zip(*self.sent, strict=True)]
+            self.sent.clear()
+            for rank in self.ranks:
+                # each rank would have received the sum within its step
+                own = rank.loader._iterations._delivery._balance
+                costs = agreed_costs(summed, len(self.ranks))
+                if costs is not None:
+                    own._adopt(costs, rank.loader._supply.current, rank.loader.name)
+        for rank in self.ranks:
+            rank.commit()
+        assert len(samples) == len(set(samples)) == 24
+        return counts
+
+    def change_generation(self):
+        """Forms the next generation of the same ranks."""
+        self.generation += 1
+        for rank in self.ranks:
+            old = rank.session.placement
+            rank.session.placement = Placement(
+                generation=self.generation, rank=old.rank, world_size=old.world_size
+            )
+
+
+def test_a_slow_rank_gets_fewer_micro_batches_after_the_first_exchange(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0))
+    counts = [world.step() for _ in range(20)]
+    assert counts[:4] == [[4, 4, 4]] * 4
+    assert counts[4:] == [[5, 5, 2]] * 16 or counts[4:] == [[6, 5, 1]] * 16
+    assert _slowest(counts[4], world.seconds) < 0.6 * _slowest(counts[0], world.seconds)
+
+
+def test_waits_for_peers_are_not_work(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0))
+    for rank, work in zip(world.ranks, world.seconds, strict=True):
+
+        def begin_micro_batch(*_, session=rank.session, wait=4.0 - work, **__):
+            clock.now += wait
+            session.waited_s += wait
+
+        rank.session.begin_micro_batch = begin_micro_batch
+    counts = [world.step() for _ in range(6)]
+    assert counts[-1][2] < counts[0][2]
+
+
+def test_small_differences_change_nothing(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.1, 1.0))
+    assert [world.step() for _ in range(20)] == [[4, 4, 4]] * 20
+
+
+def test_parts_are_equal_again_when_the_slow_rank_recovers(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0))
+    for _ in range(6):
+        world.step()
+    world.seconds = (1.0, 1.0, 1.0)
+    counts = [world.step() for _ in range(12)]
+    assert counts[0] != [4, 4, 4]
+    assert counts[-1] == [4, 4, 4]
+
+
+def test_a_new_generation_begins_with_equal_parts(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0))
+    for _ in range(6):
+        world.step()
+    world.change_generation()
+    assert world.step() == [4, 4, 4]
+
+
+def test_a_failed_exchange_changes_nothing(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0))
+    for rank in world.ranks:
+        rank.session.sum_numbers = lambda values: None
+    assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
+
+
+def test_batch_normalization_keeps_equal_parts_unless_forced(make_rank, clock, caplog):
+    caplog.set_level(logging.INFO)
+    world = World(make_rank, clock, (1.0, 1.0, 4.0), least_samples=2)
+    assert [world.step() for _ in range(20)] == [[4, 4, 4]] * 20
+    assert caplog.text.count("Pass balance=True") == RANKS
+    forced = World(make_rank, clock, (1.0, 1.0, 4.0), least_samples=2, balance=True)
+    assert [forced.step() for _ in range(6)][-1] != [4, 4, 4]
+
+
+def test_false_keeps_equal_parts_and_exchanges_nothing(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0), balance=False)
+    for rank in world.ranks:
+        rank.session.sum_numbers = None
+    assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
+
+
+def test_ranks_that_step_alone_keep_equal_parts(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0))
+    for rank in world.ranks:
+        rank.session.steps_alone = True
+        rank.session.speed = 2.0
+        rank.session.sum_numbers = None
+    assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
+
+
+def test_plain_batches_cannot_be_balanced():
+    with pytest.raises(ConfigurationError, match="micro_batch_size"):
+        ElasticDataLoader(torch.arange(8), global_batch_size=4, balance=True)

@@ -1,0 +1,244 @@
+"""Deals whole micro-batches in proportion to the ranks' speeds.
+
+Each rank measures how long it works on a micro-batch, without its waits for peers. At the end of
+some steps (`exchanges_after`) the ranks exchange these times, and all compute the same numbers of
+micro-batches from them: the division whose slowest rank is done first. The division lasts until the
+generation ends; a new generation begins with equal parts. The samples of a step, and with
+`deterministic=True` its result, do not depend on the division.
+
+Plain batches are always dealt evenly. In a larger part a rank might run out of memory, and a loss
+that is not a mean over samples would depend on the part's size. A micro-batch is the same on every
+rank. Used by the training thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+import torch
+
+from shoal_worker.elastic.contract.loader_interface import LoaderSession, Placement
+
+_log = logging.getLogger(__name__)
+
+_EXCHANGE_EVERY: Final = 16
+"""Number of steps between two exchanges."""
+_EARLY_EXCHANGES: Final = (4, 8)
+"""Numbers of steps after which there is an additional exchange, because a run begins with equal
+parts."""
+_LEAST_DIFFERENCE: Final = 1.15
+"""Ratio of the slowest rank's time to the fastest rank's from which micro-batches are dealt by
+speed."""
+_PARTS: Final = 1_000_000_000
+"""Times are exchanged in nanoseconds, and set speeds in parts of the same size."""
+_LEAST_GAIN: Final = 0.05
+"""Part of a step's time that another division must save to be used, so that noise changes
+nothing."""
+
+
+@functools.lru_cache(maxsize=8)
+def divided(items: int, costs: tuple[float, ...]) -> tuple[int, ...]:
+    """Divides micro-batches among ranks so that the rank with the most work has as little as
+    possible.
+
+    Every rank gets at least one micro-batch if there are enough. Equal costs give parts that differ
+    by at most one, the larger ones first.
+
+    Args:
+        items: number of micro-batches.
+        costs: seconds per micro-batch of each rank; positive.
+
+    Returns:
+        The number of micro-batches of each rank.
+    """
+    least = 1 if items >= len(costs) else 0
+    total = sum(1 / cost for cost in costs)
+    parts = [max(least, int(items / cost / total)) for cost in costs]
+    ranks = range(len(costs))
+    while sum(parts) > items:  # because the least that a rank gets may exceed its proportion
+        more = [rank for rank in ranks if parts[rank] > least]
+        parts[max(more, key=lambda rank: (parts[rank] * costs[rank], rank))] -= 1
+    while sum(parts) < items:
+        parts[min(ranks, key=lambda rank: ((parts[rank] + 1) * costs[rank], rank))] += 1
+    return tuple(parts)
+
+
+def exchanges_after(steps: int) -> bool:
+    """Returns whether ranks exchange times at the end of a loader's step number `steps`, counted
+    from 1."""
+    return steps in _EARLY_EXCHANGES or (steps > 0 and steps % _EXCHANGE_EVERY == 0)
+
+
+class Times(NamedTuple):
+    """One rank's contribution to an exchange."""
+
+    seconds: float | None
+    """Median time of a micro-batch; None if none was timed."""
+    speed: float | None
+    """Relative speed that the user has set; None if it is measured."""
+
+
+def agreed_costs(summed: Sequence[float], ranks: int) -> tuple[float, ...] | None:
+    """Returns each rank's seconds per micro-batch from the sum of all `contribution`s. Returns None
+    if a rank has timed nothing. If the user has set a rank's speed, all costs are relative to
+    speed 1, which ranks without a set speed have."""
+    times, timed, speeds, given = (summed[i * ranks : (i + 1) * ranks] for i in range(4))
+    if any(given):
+        return tuple(
+            n * _PARTS / speed if n else 1.0 for speed, n in zip(speeds, given, strict=True)
+        )
+    if not all(timed):
+        return None
+    return tuple(total / n / _PARTS for total, n in zip(times, timed, strict=True))
+
+
+def contribution(times: Times, rank: int, ranks: int) -> list[float]:
+    """Returns one rank's summand of an exchange: four rows with one place for each rank. The rows
+    are: time, whether there is one, set speed, whether there is one. Ranks that share a part,
+    because a model is split over them, are averaged. All numbers are whole, so every order of
+    summation has the same result."""
+    rows = [[0.0] * ranks for _ in range(4)]
+    for row, value in ((0, times.seconds), (2, times.speed)):
+        if value is not None:
+            rows[row][rank] = float(max(1, round(value * _PARTS)))
+            rows[row + 1][rank] = 1.0
+    return [number for row in rows for number in row]
+
+
+class DealtToRank(Protocol):
+    """Properties of a step on which its division depends."""
+
+    placement: Placement
+    positions: range
+    steps_before: int
+
+
+class Balance:
+    """Division of a loader's steps by speed."""
+
+    def __init__(self, *, micro_batch_size: int | None, wanted: bool | None) -> None:
+        """Begins with equal parts.
+
+        Args:
+            micro_batch_size: number of samples in a micro-batch; None: the loader deals plain
+                batches, always evenly.
+            wanted: False to deal evenly; True to deal by speed although the model normalizes over
+                batches; None: by speed if that does not change what the model computes.
+        """
+        self._micro_batch_size = micro_batch_size
+        self._wanted = wanted
+        self._generation = -1
+        self._costs: tuple[float, ...] | None = None
+        self._timed: list[float] = []
+        self._began: tuple[float, float] | None = None
+        self._hinted = False
+
+    def costs(self, placement: Placement) -> tuple[float, ...] | None:
+        """Returns the agreed seconds per micro-batch of each rank in the generation of `placement`;
+        None: equal parts."""
+        if self._generation != placement.generation:
+            self._generation, self._costs = placement.generation, None
+            self._timed.clear()
+        return self._costs
+
+    def share(self, step: DealtToRank, blocks: int) -> float:
+        """Returns how many times an equal part `blocks` micro-batches are; 0 if the step is dealt
+        evenly."""
+        if self._costs is None or self._micro_batch_size is None:
+            return 0.0
+        items = -(-len(step.positions) // self._micro_batch_size)
+        return blocks * step.placement.world_size / items
+
+    def begin(self, step: DealtToRank, session: LoaderSession) -> None:
+        """Begins the time of a micro-batch, before it is fetched. Only the two steps before an
+        exchange are timed, since that synchronizes the device."""
+        steps = step.steps_before + 1
+        timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(
+            step, session
+        )
+        self._began = (time.monotonic(), session.waited_s) if timed else None
+
+    def end(self, samples: int, session: LoaderSession) -> None:
+        """Ends the time of a micro-batch of `samples` samples, after its backward pass."""
+        if self._began is None or samples != self._micro_batch_size:
+            return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the device may lag behind the script
+        began_s, waited_s = self._began
+        self._timed.append(time.monotonic() - began_s - (session.waited_s - waited_s))
+
+    def exchange(self, step: DealtToRank, session: LoaderSession, loader: str) -> None:
+        """Exchanges times if it is this step's turn. Called on all ranks after the commit
+        all-reduce of a step, so that no collective of the step is pending. If a rank fails
+        meanwhile, nothing changes, and a new generation follows."""
+        if not exchanges_after(step.steps_before + 1) or not self._deals(step, session):
+            return
+        ranks, rank = step.placement.world_size, step.placement.rank
+        own = Times(statistics.median(self._timed) if self._timed else None, session.speed)
+        self._timed.clear()
+        summed = session.sum_numbers(contribution(own, rank, ranks))
+        costs = agreed_costs(summed, ranks) if summed is not None else None
+        if costs is not None:
+            self._adopt(costs, step, loader)
+
+    def _deals(self, step: DealtToRank, session: LoaderSession) -> bool:
+        """Returns whether a step of all ranks has enough micro-batches to divide them by speed."""
+        return (
+            self._micro_batch_size is not None
+            and self._wanted is not False
+            and not session.steps_alone
+            and step.placement.world_size > 1
+            and step.placement.world_size * self._micro_batch_size < len(step.positions)
+        )
+
+    def _adopt(self, costs: tuple[float, ...], step: DealtToRank, loader: str) -> None:
+        """Uses the agreed costs if they improve a step noticeably."""
+        assert self._micro_batch_size is not None
+        items = -(-len(step.positions) // self._micro_batch_size)
+        now = divided(items, self._costs or (1.0,) * len(costs))
+        then = divided(items, costs)
+        takes_s, would_take_s = (
+            max(n * cost for n, cost in zip(parts, costs, strict=True)) for parts in (now, then)
+        )
+        if (max(costs) < _LEAST_DIFFERENCE * min(costs) and self._costs is None) or would_take_s > (
+            1 - _LEAST_GAIN
+        ) * takes_s:
+            return
+        slowest = costs.index(max(costs))
+        described = (
+            f"rank {slowest} takes {costs[slowest] / statistics.median(costs):.1f} times as long "
+            "for a micro-batch as the median rank"
+        )
+        if step.placement.least_samples > 1 and self._wanted is None:
+            if not self._hinted:
+                self._hinted = True
+                _log.info(
+                    "loader %r: %s; the micro-batches are dealt evenly nevertheless, because batch "
+                    "normalization averages its statistics over the micro-batches of each rank. "
+                    "Pass balance=True to deal them by speed",
+                    loader,
+                    described,
+                )
+            return
+        self._costs = costs
+        if step.placement.rank == 0 and step.placement.leads_replica:
+            _log.info(
+                "loader %r: %s. The %d micro-batches of a step are now dealt by speed: %s; a step "
+                "takes about %.0f %% less time",
+                loader,
+                described,
+                items,
+                _shown(then),
+                100 * (1 - would_take_s / takes_s),
+            )
+
+
+def _shown(parts: Sequence[int]) -> str:
+    """Returns the numbers of micro-batches of the ranks, for people: "5, 5, 1"."""
+    shown = ", ".join(map(str, parts[:16]))
+    return shown if len(parts) <= 16 else f"{shown}, ..."

@@ -18,7 +18,7 @@ from shoal_common.security.secrets import take_secrets
 
 from shoal.cli.commands.certs import certs
 from shoal.cli.commands.check import check
-from shoal.cli.commands.control import drain, kill, stop
+from shoal.cli.commands.control import drain, kill, readmit, stop
 from shoal.cli.commands.coordinate import coordinate
 from shoal.cli.commands.demo import demo
 from shoal.cli.commands.events import events
@@ -68,6 +68,7 @@ app.command()(with_credentials(events))
 app.command()(with_credentials(logs))
 app.command()(with_credentials(stacks))
 app.command()(with_credentials(drain))
+app.command()(with_credentials(readmit))
 app.command()(with_credentials(stop))
 app.command()(with_credentials(kill))
 app.command(

@@ -130,3 +130,12 @@ def test_a_failed_run_is_told_until_the_next_one_begins() -> None:
         )
         is None
     )
+
+
+def test_machines_that_are_not_healthy_are_counted_by_condition_until_they_are_readmitted() -> None:
+    assert gauge(THREE_RANKS, "machines", condition="unhealthy") == 0
+    two = THREE_RANKS + "machine h2 unhealthy reason=disk\nmachine h3 leaving reason=spot\n"
+    assert gauge(two, "machines", condition="unhealthy") == 1
+    assert gauge(two, "machines", condition="leaving") == 1
+    assert gauge(two, "machines", condition="excluded") == 0
+    assert gauge(two + "machine h2 healthy\n", "machines", condition="unhealthy") == 0

@@ -119,12 +119,24 @@ class Policy:
     """Minimum duration of the first quarantine; each further accusation doubles it, up to
     longest_kept_out_ms."""
     longest_kept_out_ms: int = 3_600_000
+    machine_deaths: int = 4
+    """Number of deaths of members on one machine, within deaths_window_ms, after which the machine is
+    excluded: the first worker of a launcher and its three replacements (policy.ELASTIC_RESTARTS)."""
+    deaths_window_ms: int = 1_800_000
+    deaths_apart_ms: int = 1_000
+    """Time since the last counted death below which a death on the same machine counts as its
+    consequence."""
+    deaths_ratio: int = 3
+    """A machine is excluded only if its members died at least this many times as often as those of a
+    typical other machine (the median). Otherwise the script or the cluster is the cause."""
     straggler_after_ms: int = 5_000
     """Time for which a member must slow the others down before it is named as a straggler."""
     straggler_until_ms: int = 30_000
     """Time for which a straggler must keep up before it is no longer named."""
     most_members: int = 2 * LARGEST_WORLD
     """Maximum number of processes in one job, including those that stand by."""
+    most_machines: int = LARGEST_WORLD
+    """Maximum number of machines remembered as not healthy."""
     most_departed: int = 2 * LARGEST_WORLD
     """Maximum number of former member ids remembered; the oldest are forgotten first."""
     most_loaders: int = 64

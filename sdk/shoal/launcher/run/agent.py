@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from shoal_common.errors import ShoalError
+from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.system.scratch import ScratchDirectory
 
@@ -33,7 +33,7 @@ from shoal.launcher.report.course import Course
 from shoal.launcher.report.follower import RunFollower, Show
 from shoal.launcher.report.history import Outcome
 from shoal.launcher.report.summary import failure_line
-from shoal.launcher.run.site import Ending, RunCompletedError, Site
+from shoal.launcher.run.site import MACHINE_REFUSED, Ending, RunCompletedError, Site
 from shoal.launcher.workers.environment import NodePlacement
 from shoal.launcher.workers.output import OutputPump
 from shoal.launcher.workers.policy import Action, JobEnd, RestartPolicy, WorkerExit
@@ -185,6 +185,8 @@ class Agent:
         return Outcome.INTERRUPTED if interrupted else Outcome.FAILED
 
     def _reason(self) -> str:
+        if self._policy.refused and self._signal is None:
+            return self._policy.refused
         if self._policy.failures and self._signal is None:
             return failure_line(self._policy.failures[0])
         return self._why or ("" if self._signal is None else self._signal.name)
@@ -286,6 +288,12 @@ class Agent:
             return
         if self._site.run is not None:
             self._follower.of_run(self._site.run.number)
+        if self._settings.endpoint is not None:
+            news = await self._in_thread(self._reporter.news)
+            if news is not None and news.refused:
+                self._hear(news)
+                self._spawn(self._wind_down(timedelta(0)))
+                return
         self._spawn(self._follow_moves())
         self._spawn(self._kill_those_put_out(self._reporter))
         self._spawn(self._follower.follow(self._ask_for_events))
@@ -410,7 +418,14 @@ class Agent:
                     return
                 self._note("the set of launchers changed; restarting all workers")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
-            self._node = await self._site.place(again=again)
+            try:
+                self._node = await self._site.place(again=again)
+            except PreconditionError as error:
+                if error.reason != MACHINE_REFUSED:
+                    raise
+                self._refuse(str(error))
+                self._finish_as_known()
+                return
             self._starter.run = self._site.run
             await self._starter.warm.settled()
             if not self._ending:
@@ -526,7 +541,12 @@ class Agent:
         """Ends the run when no worker is left and none will be started. `known`: True if the
         coordinator has just reported the state of the job."""
         policy, job = self._policy, self._settings.job_id
-        if policy.elastic and policy.end in (JobEnd.NONE, JobEnd.UNKNOWN) and not policy.failures:
+        if (
+            policy.elastic
+            and policy.end in (JobEnd.NONE, JobEnd.UNKNOWN)
+            and not policy.failures
+            and not policy.refused
+        ):
             if known:
                 self._note(
                     f"job {job} is not finished: its last workers here left, as they were asked to "
@@ -585,6 +605,13 @@ class Agent:
     def _hear(self, news: JobNews) -> None:
         self._policy.heard(news.end)
         self._why, self._holders = news.why, news.holders
+        if news.refused:
+            self._refuse(f"job {self._settings.job_id} refuses this machine: {news.refused}")
+
+    def _refuse(self, why: str) -> None:
+        if not self._policy.refused:
+            self._policy.refused = why
+            self._note(f"{why} (exit status {PUT_OUT})")
 
     def _finish_as_known(self) -> None:
         code = self._policy.exit_code(signal_number=self._signal or 0)

@@ -20,6 +20,7 @@ from shoal.cli.options import (
     MinWorkers,
     Module,
     Plot,
+    PreemptionNotice,
     Progress,
     RecordDirectory,
     Script,
@@ -28,6 +29,7 @@ from shoal.cli.options import (
     Warm,
 )
 from shoal.launcher.clusters.jobs import new_job_id
+from shoal.launcher.machines.notices import NoticeSource
 from shoal.launcher.workers.settings import (
     LogSettings,
     NodeRange,
@@ -252,6 +254,7 @@ def run(
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
     warm: Warm = True,
+    preemption_notice: PreemptionNotice = NoticeSource.AUTO,
     progress: Progress = True,
     plot: Plot = None,
 ) -> None:
@@ -306,6 +309,7 @@ def run(
         record_directory=record_dir,
         metrics=metrics,
         warm=warm,
+        preemption_notice=preemption_notice,
         progress=progress,
         plot=plot,
         **_rendezvous(rdzv_conf),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -26,6 +27,8 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.system.scratch import ScratchDirectory
 
+from shoal.launcher.machines.metadata import Notice
+from shoal.launcher.machines.notices import NoticeWatch
 from shoal.launcher.processes.process import ExitStatus, stop_all
 from shoal.launcher.report.account import RunFigures
 from shoal.launcher.report.changes import JobEvent
@@ -130,6 +133,8 @@ class Agent:
         self._reporter: ExitReporter | None = None
         self._node: NodePlacement | None = None
         self._signal: signal.Signals | None = None
+        self._notice: Notice | None = None
+        """Notice of the provider that this machine will stop; None if there was none."""
         self._signalled_at = 0.0
         """Time of the first signal, on the loop's clock."""
         self._replacing: set[asyncio.Task[None]] = set()
@@ -163,7 +168,7 @@ class Agent:
             code = asyncio.run(self._run())
             if code == 0 or self._policy.was_stopped:
                 ending = Ending.FINISHED
-            elif self._signal is not None or (self._policy.elastic and not self._policy.fails_job):
+            elif self._is_interrupted or (self._policy.elastic and not self._policy.fails_job):
                 ending = Ending.STOPPED
         finally:
             self._end(ending)
@@ -181,21 +186,28 @@ class Agent:
             return Outcome.STOPPED
         if code == 0:
             return Outcome.COMPLETED
-        interrupted = self._signal is not None or code == PUT_OUT
+        interrupted = self._is_interrupted or code == PUT_OUT
         return Outcome.INTERRUPTED if interrupted else Outcome.FAILED
 
     def _reason(self) -> str:
+        if self._notice is not None:
+            return self._notice.text
         if self._policy.refused and self._signal is None:
             return self._policy.refused
         if self._policy.failures and self._signal is None:
             return failure_line(self._policy.failures[0])
         return self._why or ("" if self._signal is None else self._signal.name)
 
+    @property
+    def _is_interrupted(self) -> bool:
+        """True if a signal or a preemption notice has ended the run on this machine."""
+        return self._signal is not None or self._notice is not None
+
     async def _run(self) -> int:
         self._finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
-        with self._signals():
+        with self._signals(), self._preemption_notices():
             self._starter.warm.begin()
             self._site.begin(self._starter.warm.start_service)
             self._spawn(self._start_over(again=False))
@@ -377,6 +389,42 @@ class Agent:
             for number in handled:
                 loop.remove_signal_handler(number)
 
+    @contextlib.contextmanager
+    def _preemption_notices(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def hear(notice: Notice) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._on_notice, notice)
+
+        watch = NoticeWatch(
+            self._settings.preemption_notice,
+            url=os.environ.get("SHOAL_METADATA_URL") or None,
+            on_notice=hear,
+            note=self._note,
+        )
+        try:
+            yield
+        finally:
+            watch.close()
+
+    def _on_notice(self, notice: Notice) -> None:
+        """Makes the workers leave, as SIGTERM does, before the machine stops. A notice that is only a
+        warning is shown."""
+        if not notice.leaves or self._ending:
+            self._note(notice.text)
+            return
+        self._notice = notice
+        self._note(f"{notice.text}; the workers here leave at their next step boundary")
+        if (reporter := self._reporter) is not None:
+            self._spawn(self._in_thread(lambda: reporter.report_leaving(notice.text)))
+        self._spawn(self._wind_down(self._leave_grace()))
+
+    def _leave_grace(self) -> timedelta:
+        return self._settings.shutdown_grace(
+            elastic=self._policy.elastic or any(worker.has_joined for worker in self._workers)
+        )
+
     def _on_signal(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()
         if self._signal is not None:
@@ -389,9 +437,11 @@ class Agent:
                 worker.child.kill()
             return
         self._signal, self._signalled_at = number, now
-        grace = self._settings.shutdown_grace(
-            elastic=self._policy.elastic or any(worker.has_joined for worker in self._workers)
-        )
+        if self._notice is not None:
+            # The machine that stops sends this signal; its workers are already leaving.
+            self._note(f"received {number.name}; the workers are leaving")
+            return
+        grace = self._leave_grace()
         if self._workers:
             self._note(
                 f"received {number.name}; the workers have {grace.total_seconds():g} s to exit, "
@@ -614,7 +664,8 @@ class Agent:
             self._note(f"{why} (exit status {PUT_OUT})")
 
     def _finish_as_known(self) -> None:
-        code = self._policy.exit_code(signal_number=self._signal or 0)
+        stopped_by = signal.SIGTERM if self._notice is not None else self._signal
+        code = self._policy.exit_code(signal_number=stopped_by or 0)
         if self._policy.end is JobEnd.FAILED and self._policy.fatal is None:
             self._note(
                 f"job {self._settings.job_id} failed: {self._why}; starting it again begins a new "

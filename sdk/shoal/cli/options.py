@@ -85,6 +85,15 @@ PreemptionNotice = Annotated[
         envvar="SHOAL_PREEMPTION_NOTICE",
     ),
 ]
+HealthChecks = Annotated[
+    bool,
+    typer.Option(
+        "--health-checks",
+        help="Check this machine before its workers start and before one is replaced, as `shoal "
+        "health` does. The job refuses a machine that fails.",
+        envvar="SHOAL_HEALTH_CHECKS",
+    ),
+]
 Progress = Annotated[
     bool,
     typer.Option(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from statistics import median_low
+from statistics import median_high
 from typing import TypeVar
 
 from shoal_common.errors import LimitError, PreconditionError
@@ -110,10 +110,10 @@ def member_died(draft: Draft, member: Member, event: MemberLost) -> None:
     if elsewhere.total() < max(1, draft.spec.min_survivors):
         draft.reasons.append(f"machine {host} is not excluded: the job cannot continue without it")
         return
-    typical = median_low(
+    typical = median_high(
         sum(ms > since_ms for ms in draft.deaths_ms.get(other, ())) for other in elsewhere
     )
-    if len(deaths) < policy.deaths_ratio * typical:
+    if len(deaths) < policy.machine_deaths + policy.deaths_ratio * typical:
         draft.reasons.append(
             f"machine {host} is not excluded: workers die on other machines as well"
         )

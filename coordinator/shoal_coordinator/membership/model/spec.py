@@ -127,8 +127,8 @@ class Policy:
     """Time since the last counted death below which a death on the same machine counts as its
     consequence."""
     deaths_ratio: int = 3
-    """A machine is excluded only if its members died at least this many times as often as those of a
-    typical other machine (the median). Otherwise the script or the cluster is the cause."""
+    """Additional deaths that it takes to exclude a machine for each death on a typical other machine
+    (the median), since the script or the cluster may be the cause."""
     straggler_after_ms: int = 5_000
     """Time for which a member must slow the others down before it is named as a straggler."""
     straggler_until_ms: int = 30_000

@@ -14,6 +14,7 @@ from shoal.cli.options import (
     FailFast,
     FailOnStop,
     FromScratch,
+    HealthChecks,
     MaxRestarts,
     MaxServers,
     Metrics,
@@ -255,6 +256,7 @@ def run(
     metrics: Metrics = True,
     warm: Warm = True,
     preemption_notice: PreemptionNotice = NoticeSource.AUTO,
+    health_checks: HealthChecks = False,
     progress: Progress = True,
     plot: Plot = None,
 ) -> None:
@@ -310,6 +312,7 @@ def run(
         metrics=metrics,
         warm=warm,
         preemption_notice=preemption_notice,
+        health_checks=health_checks,
         progress=progress,
         plot=plot,
         **_rendezvous(rdzv_conf),

@@ -27,6 +27,7 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.system.scratch import ScratchDirectory
 
+from shoal.launcher.machines.health import check_clock, check_machine, failures_text
 from shoal.launcher.machines.metadata import Notice
 from shoal.launcher.machines.notices import NoticeWatch
 from shoal.launcher.processes.process import ExitStatus, stop_all
@@ -207,6 +208,10 @@ class Agent:
         self._finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
+        self._opened = asyncio.Event()
+        self._health = (
+            asyncio.create_task(self._check_health()) if self._settings.health_checks else None
+        )
         with self._signals(), self._preemption_notices():
             self._starter.warm.begin()
             self._site.begin(self._starter.warm.start_service)
@@ -215,9 +220,10 @@ class Agent:
             try:
                 return await self._finished
             finally:
-                for task in self._tasks:
+                health = () if self._health is None else (self._health,)
+                for task in (*self._tasks, *health):
                     task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await asyncio.gather(*self._tasks, *health, return_exceptions=True)
                 await self._starter.warm.close()
                 await self._follower.finish(
                     self._ask_for_events if self._reporter is not None else None
@@ -300,7 +306,8 @@ class Agent:
             return
         if self._site.run is not None:
             self._follower.of_run(self._site.run.number)
-        if self._settings.endpoint is not None:
+        self._opened.set()
+        if self._settings.endpoint is not None and (self._health is None or not await self._health):
             news = await self._in_thread(self._reporter.news)
             if news is not None and news.refused:
                 self._hear(news)
@@ -468,6 +475,9 @@ class Agent:
                     return
                 self._note("the set of launchers changed; restarting all workers")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
+            if self._health is not None and (failure := await self._health):
+                await self._leave_unhealthy(failure)
+                return
             try:
                 self._node = await self._site.place(again=again)
             except PreconditionError as error:
@@ -568,12 +578,43 @@ class Agent:
             elif not ended.left:
                 self._note(f"{what}; continuing without it")
 
+    async def _check_health(self) -> str:
+        """Runs the health checks of this machine, and compares its clock with the coordinator's.
+        Returns the failed checks with their reasons; empty if all have passed. A machine that was
+        refused because of its health is then readmitted."""
+        results = await self._in_thread(check_machine)
+        await self._opened.wait()
+        reporter = self._reporter
+        assert reporter is not None, "set before the site counts as open"
+        if (clock := await self._in_thread(reporter.clock_offset)) is not None:
+            results.append(check_clock(*clock))
+        if failure := failures_text(results):
+            return failure
+        self._note(f"all {len(results)} health checks of this machine passed")
+        news = await self._in_thread(reporter.news)
+        if news is not None and news.unhealthy:
+            await self._in_thread(functools.partial(reporter.report_health, ""))
+        return ""
+
+    async def _leave_unhealthy(self, failure: str) -> None:
+        """Reports that this machine is unhealthy, and ends the run here. The job may continue on
+        other machines."""
+        reporter = self._reporter
+        assert reporter is not None, "set before the health checks end"
+        await self._in_thread(functools.partial(reporter.report_health, failure))
+        self._refuse(f"this machine failed its health checks: {failure}")
+        self._spawn(self._wind_down(self._leave_grace()))
+
     def _replace(self, index: int, what: str) -> None:
         task = self._spawn(self._start_replacement(index, what))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
     async def _start_replacement(self, index: int, what: str) -> None:
+        if self._settings.health_checks and (failure := await self._check_health()):
+            self._note(f"{what}; not replaced")
+            await self._leave_unhealthy(failure)
+            return
         if self._workers and not self._starter.warm.is_ready:
             await asyncio.sleep(_REPLACEMENT_DELAY.total_seconds())
         pid = self._start(index, restarts=self._policy.replaced(index)).child.pid

@@ -56,6 +56,8 @@ class JobNews:
     state or parts of it. While the job waits for more workers, no member has a rank."""
     refused: str
     """Reason why the job refuses this machine; empty if it does not."""
+    unhealthy: bool
+    """True if the job refuses this machine because a health check failed."""
     ours: int
     """Number of members started by this launcher."""
 
@@ -113,17 +115,19 @@ class ExitReporter:
             job = self._client.get_job(self._job_id, deadline=_CALL_DEADLINE)
         except ShoalError:
             return None
-        refused = (
-            machine.reason
+        refusals = [
+            machine
             for machine in job.machines
             if machine.host == self._host and machine.condition in _REFUSING
-        )
+        ]
         ours = sum(member.launcher_id == self._launcher_id for member in job.members)
         return JobNews(
             end=_ENDS[job.ending],
             why=job.ending_reason,
             holders=sum(member.rank >= 0 or member.progress.step > 0 for member in job.members),
-            refused=next(refused, ""),
+            refused=refusals[0].reason if refusals else "",
+            unhealthy=bool(refusals)
+            and refusals[0].condition == pb.MACHINE_CONDITION_UNHEALTHY,
             ours=ours,
         )
 
@@ -131,6 +135,26 @@ class ExitReporter:
         """Reports that this machine will be taken away. Blocks for at most 2 s. Raises no error: the
         report only informs people, and the workers leave in any case."""
         self._report_machine(pb.MACHINE_CONDITION_LEAVING, reason)
+
+    def report_health(self, failure: str) -> None:
+        """Reports the result of this machine's health checks: `failure`, or that all have passed if
+        it is empty. Blocks for at most 2 s. Raises no error, as `report_leaving`."""
+        if failure:
+            self._report_machine(pb.MACHINE_CONDITION_UNHEALTHY, failure)
+        else:
+            self._report_machine(pb.MACHINE_CONDITION_HEALTHY, "all health checks passed")
+
+    def clock_offset(self) -> tuple[timedelta, timedelta] | None:
+        """Returns the time of the coordinator's clock minus that of this machine's, and the
+        uncertainty. Returns None if the coordinator could not be asked. Blocks for at most 2 s."""
+        before_s = time.time()
+        try:
+            job = self._client.get_job(self._job_id, member_id=NOBODY, deadline=_CALL_DEADLINE)
+        except ShoalError:
+            return None
+        after_s = time.time()
+        offset_s = job.now_unix_ms / 1000 - (before_s + after_s) / 2
+        return timedelta(seconds=offset_s), timedelta(seconds=abs(after_s - before_s) / 2)
 
     def _report_machine(self, condition: pb.MachineCondition, reason: str) -> None:
         with contextlib.suppress(ShoalError):

@@ -242,6 +242,8 @@ class RunSettings:
     """True to show the run's progress."""
     preemption_notice: NoticeSource = NoticeSource.NONE
     """Source of the notices that this machine will be taken away."""
+    health_checks: bool = False
+    """True to check this machine's health before its workers start, and after a failure."""
     plot: Path | None = None
     """File for the final plot, a .png or .svg; None: no plot."""
 

@@ -37,11 +37,11 @@ class Metadata:
         service = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # noqa: N802
+            def do_GET(self) -> None:
                 status, text = service.answer(self.path, self.headers)
                 self.reply(status, text)
 
-            def do_PUT(self) -> None:  # noqa: N802
+            def do_PUT(self) -> None:
                 known = service.provider == "aws" and self.path == "/latest/api/token"
                 if not known or not self.headers.get("X-aws-ec2-metadata-token-ttl-seconds"):
                     self.reply(400 if known else 404, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 from shoal.launcher.machines.health import check_machine, failures_text
@@ -13,7 +15,7 @@ pytestmark = [
 
 
 def test_each_gpu_multiplies_and_copies_right_and_nccl_sums_over_all() -> None:
-    results = check_machine()
+    results = asyncio.run(check_machine())
     assert failures_text(results) == ""
     names = {result.name for result in results}
     for index in range(torch.cuda.device_count()):

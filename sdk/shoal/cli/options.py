@@ -80,8 +80,8 @@ Warm = Annotated[
 PreemptionNotice = Annotated[
     NoticeSource,
     typer.Option(
-        help="Cloud whose notices make this machine's workers leave before the machine stops. auto: "
-        "the cloud that the firmware names, if any.",
+        help="Cloud whose notices make this machine's workers leave before the machine stops. "
+        "auto: the cloud that the firmware names, if any.",
         envvar="SHOAL_PREEMPTION_NOTICE",
     ),
 ]

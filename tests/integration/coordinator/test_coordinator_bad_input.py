@@ -322,9 +322,7 @@ def test_a_session_must_begin_with_its_introduction(channel: grpc.Channel) -> No
         ),
         (
             "ReportMachine",
-            pb.ReportMachineRequest(
-                job_id=JOB, host="h", condition=pb.MACHINE_CONDITION_EXCLUDED
-            ),
+            pb.ReportMachineRequest(job_id=JOB, host="h", condition=pb.MACHINE_CONDITION_EXCLUDED),
             "INVALID_ARGUMENT",
             "REQUEST_INVALID",
         ),

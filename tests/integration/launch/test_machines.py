@@ -1,5 +1,7 @@
-"""Machines that are taken away, and machines on which workers die again and again. Launchers share a
-coordinator; SHOAL_HOST makes each of them a machine of its own. The workers do not use torch."""
+"""Machines that are taken away, fail a health check, or have workers that die again and again.
+
+Launchers share a coordinator; SHOAL_HOST makes each of them a machine of its own. The workers do
+not use torch."""
 
 from __future__ import annotations
 
@@ -132,9 +134,7 @@ def test_a_machine_on_which_workers_die_again_and_again_is_excluded_with_the_rea
     assert "job default refuses this machine: its workers died 4 times" in again.stderr
     assert pids(client, "good")
 
-    code, shown, error = shell.run(
-        "readmit", "bad", "--coordinator", endpoint, "--job", "default"
-    )
+    code, shown, error = shell.run("readmit", "bad", "--coordinator", endpoint, "--job", "default")
     assert code == 0, error
     repaired = start(shell, endpoint, elastic_worker, host="bad")
     repaired.wait_for(lambda: pids(client, "bad"), "a rank on the readmitted machine")

@@ -1,7 +1,8 @@
-"""Health checks of a machine: each is run on this one, and then with the fault that it looks for."""
+"""Health checks of a machine, run on this one and with the faults that they look for."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def test_a_disk_that_returns_other_data_is_found(
 
 
 def test_the_checks_of_this_machine_pass_and_name_what_they_measured() -> None:
-    results = check_machine()
+    results = asyncio.run(check_machine())
     assert [result.name for result in results][:3] == ["disk", "memory", "matrix product"]
     assert failures_text(results) == ""
     assert all(result.detail for result in results)
@@ -62,8 +63,9 @@ def test_the_checks_of_this_machine_pass_and_name_what_they_measured() -> None:
 def test_a_file_that_cannot_be_written_is_a_failure_with_the_systems_reason() -> None:
     limited = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "import asyncio\n"
         "from shoal.launcher.machines.health import check_machine, failures_text\n"
-        "print(failures_text(check_machine()))\n"
+        "print(failures_text(asyncio.run(check_machine())))\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", limited], capture_output=True, text=True, check=True, timeout=200
@@ -72,7 +74,7 @@ def test_a_file_that_cannot_be_written_is_a_failure_with_the_systems_reason() ->
 
 
 def test_checks_that_do_not_end_have_failed() -> None:
-    results = check_machine(timedelta(milliseconds=1))
+    results = asyncio.run(check_machine(timedelta(milliseconds=1)))
     assert failures_text(results) == "all checks: did not end within 0.001 s, after 0 checks"
 
 

@@ -75,8 +75,13 @@ def test_gcp_announces_preemption_and_maintenance(path: str, text: str, leaves: 
 
 @pytest.mark.parametrize(
     ("kind", "leaves"),
-    [("Preempt", True), ("Terminate", True), ("Reboot", True), ("Redeploy", True)]
-    + [("Freeze", False)],
+    [
+        ("Preempt", True),
+        ("Terminate", True),
+        ("Reboot", True),
+        ("Redeploy", True),
+        ("Freeze", False),
+    ],
 )
 def test_azure_announces_events_of_this_machine_among_those_of_its_scale_set(
     kind: str, leaves: bool

@@ -120,15 +120,15 @@ class Policy:
     longest_kept_out_ms."""
     longest_kept_out_ms: int = 3_600_000
     machine_deaths: int = 4
-    """Number of deaths of members on one machine, within deaths_window_ms, after which the machine is
-    excluded: the first worker of a launcher and its three replacements (policy.ELASTIC_RESTARTS)."""
+    """Number of deaths of members on one machine within deaths_window_ms after which the machine is
+    excluded. A launcher with one worker reaches it with its default of three replacements."""
     deaths_window_ms: int = 1_800_000
     deaths_apart_ms: int = 1_000
     """Time since the last counted death below which a death on the same machine counts as its
     consequence."""
     deaths_ratio: int = 3
-    """Additional deaths that it takes to exclude a machine for each death on a typical other machine
-    (the median), since the script or the cluster may be the cause."""
+    """Number of deaths by which each death on a typical other machine (the median) raises
+    machine_deaths, since the script or the cluster may be the cause."""
     straggler_after_ms: int = 5_000
     """Time for which a member must slow the others down before it is named as a straggler."""
     straggler_until_ms: int = 30_000

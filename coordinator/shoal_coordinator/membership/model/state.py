@@ -512,7 +512,7 @@ class JobState:
     """In memory only. State digests of members after their last step; None if no leaving member has
     reported one."""
     deaths_ms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """In memory only. Host name -> times (Now.ms) of the latest deaths of its members, ascending."""
+    """In memory only. Host name -> times (Now.ms) of its members' latest deaths, ascending."""
     fresh_failures: int = 0
     """In memory only. Number of consecutive generations whose collectives failed before
     Policy.fresh_generation_ms."""

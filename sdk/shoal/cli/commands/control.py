@@ -1,5 +1,5 @@
-"""`shoal kill`, `shoal drain`, `shoal readmit` and `shoal stop`: end a rank or a parameter server by
-force or on request, readmit a machine, or stop a whole job."""
+"""`shoal kill`, `shoal drain`, `shoal readmit` and `shoal stop`: end a rank or a parameter server
+by force or on request, readmit a machine, or stop a whole job."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Jo
 
 
 def readmit(
-    host: Annotated[str, typer.Argument(help="Host name of the machine.", show_default=False)],
+    host: Annotated[
+        str, typer.Argument(metavar="HOST", help="Host name of the machine.", show_default=False)
+    ],
     coordinator: Coordinator = None,
     job: Job = None,
 ) -> None:

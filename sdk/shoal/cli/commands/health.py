@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict
 from typing import Annotated
@@ -19,7 +20,7 @@ def health(
     """
     from shoal.launcher.machines.health import check_machine
 
-    results = check_machine()
+    results = asyncio.run(check_machine())
     if as_json:
         typer.echo(json.dumps([asdict(result) for result in results], indent=2))
     else:

@@ -6,8 +6,8 @@ program. Imports nothing of Shoal, so that it starts quickly.
 
 The matrix products have small whole numbers as entries, so that every sum is exact in float32 (and
 in TF32): the result does not depend on the order of additions, and any difference is an error of
-the hardware. Freivalds' algorithm compares a product with int64 arithmetic (Freivalds, Probabilistic
-machines can use less running time, IFIP 1977).
+the hardware. Freivalds' algorithm compares a product with int64 arithmetic (Freivalds,
+"Probabilistic machines can use less running time", IFIP 1977).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -116,15 +117,15 @@ def nccl(devices: list[str]) -> str:
 def checks(directory: str) -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields the name and the function of each check. A function returns a measurement for people,
     and raises an exception if the machine fails."""
-    yield "disk", lambda: disk(directory)
+    yield "disk", partial(disk, directory)
     yield "memory", memory
     yield "matrix product", matrix
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     for device in devices:
-        yield f"matrix product on {device}", lambda device=device: matrix(device)
-        yield f"memory of {device}", lambda device=device: gpu_memory(device)
+        yield f"matrix product on {device}", partial(matrix, device)
+        yield f"memory of {device}", partial(gpu_memory, device)
     if devices and torch.cuda.nccl.is_available([torch.empty(0, device=each) for each in devices]):
-        yield "NCCL", lambda: nccl(devices)
+        yield "NCCL", partial(nccl, devices)
 
 
 def main() -> None:

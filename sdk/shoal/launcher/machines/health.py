@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -28,29 +28,37 @@ class CheckResult:
     """Measured value, or the reason of the failure, for people."""
 
 
-def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult]:
-    """Runs all checks and returns their results. Blocks for at most `timeout`. A check that does
-    not end, or that ends its process, has failed."""
-    command = (sys.executable, "-P", "-m", "shoal.launcher.machines.checks", tempfile.gettempdir())
-    try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout.total_seconds(),
-            check=False,
+async def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult]:
+    """Runs all checks, for at most `timeout`, and returns their results. A check that does not end,
+    or that ends its process, has failed. Kills the checks if cancelled."""
+    with tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "shoal.launcher.machines.checks", tempfile.gettempdir()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C is for the launcher, and not a failed check
         )
-    except subprocess.TimeoutExpired as error:
-        results = _parse(error.stdout.decode() if isinstance(error.stdout, bytes) else "")
-        what = f"did not end within {timeout.total_seconds():g} s, after {len(results)} checks"
-        return [*results, CheckResult(name="all checks", ok=False, detail=what)]
-    results = _parse(ended.stdout)
-    if ended.returncode != 0:
-        last = (ended.stderr.strip().splitlines() or ["no output"])[-1]
-        what = f"ended with status {ended.returncode} after {len(results)} checks: {last[-200:]}"
-        results.append(CheckResult(name="all checks", ok=False, detail=what))
-    return results
+        assert process.stdout is not None, "a pipe was requested"
+        results: list[CheckResult] = []
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                async for line in process.stdout:
+                    results.append(CheckResult(**json.loads(line)))
+                status = await process.wait()
+        except TimeoutError:
+            what = f"did not end within {timeout.total_seconds():g} s, after {len(results)} checks"
+            return [*results, CheckResult(name="all checks", ok=False, detail=what)]
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if status != 0:
+            errors.seek(0)
+            last = (errors.read().decode(errors="replace").splitlines() or ["no output"])[-1]
+            what = f"ended with status {status} after {len(results)} checks: {last[-200:]}"
+            results.append(CheckResult(name="all checks", ok=False, detail=what))
+        return results
 
 
 def check_clock(offset: timedelta, uncertainty: timedelta) -> CheckResult:
@@ -67,10 +75,3 @@ def check_clock(offset: timedelta, uncertainty: timedelta) -> CheckResult:
 def failures_text(results: list[CheckResult]) -> str:
     """Returns the failed checks with their reasons in one line; empty if all have passed."""
     return "; ".join(f"{result.name}: {result.detail}" for result in results if not result.ok)
-
-
-def _parse(output: str) -> list[CheckResult]:
-    """Returns the results in the output of the checks, whose last line may be cut off."""
-    return [
-        CheckResult(**json.loads(line)) for line in output.splitlines() if line.endswith("}")
-    ]

@@ -139,11 +139,15 @@ class AwsNotices:
         if (text := self._get("/latest/meta-data/spot/instance-action")) is not None:
             action, time = _fields(text, "action", "time")
             if action in _AWS_STOPS:
-                notices.append(Notice(text=f"AWS will {action} this machine at {time}", leaves=True))
+                notices.append(
+                    Notice(text=f"AWS will {action} this machine at {time}", leaves=True)
+                )
         path = "/latest/meta-data/events/recommendations/rebalance"
         if not notices and (text := self._get(path)) is not None:
             (time,) = _fields(text, "noticeTime")
-            what = f"AWS has recommended since {time} to replace this machine, which it may take away"
+            what = (
+                f"AWS has recommended since {time} to replace this machine, which it may take away"
+            )
             notices.append(Notice(text=what, leaves=False))
         return notices
 

@@ -80,7 +80,7 @@ class NoticeWatch:
         self._closed.set()
 
     def _run(self) -> None:
-        readers = {
+        readers: dict[Provider, Notices] = {
             provider: READERS[provider](service) for provider, service in self._services.items()
         }
         provider = self._find(readers) if self._asks_all else next(iter(readers))

@@ -209,9 +209,9 @@ class Agent:
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._opened = asyncio.Event()
-        self._health = (
-            asyncio.create_task(self._check_health()) if self._settings.health_checks else None
-        )
+        self._health: asyncio.Task[str] | None = None
+        if self._settings.health_checks:
+            self._health = asyncio.create_task(self._check_health())
         with self._signals(), self._preemption_notices():
             self._starter.warm.begin()
             self._site.begin(self._starter.warm.start_service)
@@ -416,8 +416,8 @@ class Agent:
             watch.close()
 
     def _on_notice(self, notice: Notice) -> None:
-        """Makes the workers leave, as SIGTERM does, before the machine stops. A notice that is only a
-        warning is shown."""
+        """Makes the workers leave, as SIGTERM does, before the machine stops. Only shows a notice
+        that is a warning."""
         if not notice.leaves or self._ending:
             self._note(notice.text)
             return
@@ -582,7 +582,7 @@ class Agent:
         """Runs the health checks of this machine, and compares its clock with the coordinator's.
         Returns the failed checks with their reasons; empty if all have passed. A machine that was
         refused because of its health is then readmitted."""
-        results = await self._in_thread(check_machine)
+        results = await check_machine()
         await self._opened.wait()
         reporter = self._reporter
         assert reporter is not None, "set before the site counts as open"
@@ -596,11 +596,18 @@ class Agent:
             await self._in_thread(functools.partial(reporter.report_health, ""))
         return ""
 
+    async def _check_health_again(self) -> str:
+        """Runs the health checks, or waits for those in progress: workers may die together."""
+        if self._health is None or self._health.done():
+            self._health = asyncio.create_task(self._check_health())
+        return await asyncio.shield(self._health)
+
     async def _leave_unhealthy(self, failure: str) -> None:
         """Reports that this machine is unhealthy, and ends the run here. The job may continue on
         other machines."""
         reporter = self._reporter
-        assert reporter is not None, "set before the health checks end"
+        if self._ending or reporter is None:
+            return
         await self._in_thread(functools.partial(reporter.report_health, failure))
         self._refuse(f"this machine failed its health checks: {failure}")
         self._spawn(self._wind_down(self._leave_grace()))
@@ -611,7 +618,7 @@ class Agent:
         task.add_done_callback(self._replacing.discard)
 
     async def _start_replacement(self, index: int, what: str) -> None:
-        if self._settings.health_checks and (failure := await self._check_health()):
+        if self._health is not None and (failure := await self._check_health_again()):
             self._note(f"{what}; not replaced")
             await self._leave_unhealthy(failure)
             return

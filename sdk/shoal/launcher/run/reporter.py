@@ -126,14 +126,13 @@ class ExitReporter:
             why=job.ending_reason,
             holders=sum(member.rank >= 0 or member.progress.step > 0 for member in job.members),
             refused=refusals[0].reason if refusals else "",
-            unhealthy=bool(refusals)
-            and refusals[0].condition == pb.MACHINE_CONDITION_UNHEALTHY,
+            unhealthy=bool(refusals) and refusals[0].condition == pb.MACHINE_CONDITION_UNHEALTHY,
             ours=ours,
         )
 
     def report_leaving(self, reason: str) -> None:
-        """Reports that this machine will be taken away. Blocks for at most 2 s. Raises no error: the
-        report only informs people, and the workers leave in any case."""
+        """Reports that this machine will be taken away. Blocks for at most 2 s. Raises no error,
+        since the report only informs people."""
         self._report_machine(pb.MACHINE_CONDITION_LEAVING, reason)
 
     def report_health(self, failure: str) -> None:

@@ -106,8 +106,8 @@ _HAPPENED: Final = (
     "MEMBER_STALLED",
     UnavailableError.default_reason,
 )
-"""Reasons for which the coordinator refuses a live process or ends its membership, and the reason of
-an unavailable service. The script is not the cause."""
+"""Reasons for which the coordinator refuses a live process or ends its membership, and the reason
+of an unavailable service. The script is not the cause."""
 
 
 _VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED", "SAME_BATCHES")

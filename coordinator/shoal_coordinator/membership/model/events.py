@@ -124,7 +124,7 @@ class MachineReported:
 
     host: str
     condition: MachineCondition
-    """Any condition except EXCLUDED."""
+    """New condition; never EXCLUDED."""
     reason: str = ""
 
 

@@ -62,6 +62,13 @@ _OTHERS: Final = {
     "SHOAL_WARM": "0: `shoal run` and `shoal up` start a fresh interpreter for each worker, as "
     "with `--no-warm` "
     "([warm starts](../guides/warm-starts.md))",
+    "SHOAL_PREEMPTION_NOTICE": "cloud whose preemption notices `shoal run` follows, as "
+    "`--preemption-notice`: auto, aws, gcp, azure or none "
+    "([machines that go](../guides/machines.md))",
+    "SHOAL_HEALTH_CHECKS": "1: `shoal run` checks the machine, as with `--health-checks` "
+    "([health checks](../guides/machines.md#health-checks))",
+    "SHOAL_METADATA_URL": "address of the cloud's metadata service, for a proxy or a test: "
+    "http://HOST:PORT; by default http://169.254.169.254",
     "SHOAL_HISTORY_RUNS": "ended runs that are kept for `shoal history`, 100 by default; 0 records "
     "nothing ([past runs](../observability.md#past-runs))",
     "SHOAL_HISTORY_MIB": "MiB that they take in all, 1024 by default",

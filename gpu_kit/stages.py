@@ -81,9 +81,9 @@ def _all_stages(python: Path, output: Path, *, rehearsal: bool) -> list[Stage]:
     shared = {**own_plugins, "GPU_SHARED": "1"}
     one_device = [
         f"tests/gpu/test_{each}.py"
-        for each in ("one_device", "state", "graphs_and_memory", "failed_device")
+        for each in ("health", "one_device", "state", "graphs_and_memory", "failed_device")
     ]
-    ranks_share = ["tests/gpu/test_several_devices.py", *one_device[2:]]
+    ranks_share = ["tests/gpu/test_several_devices.py", *one_device[3:]]
     over_gloo = [
         f"tests/gpu/test_{each}_on_one_device.py" for each in ("faults", "strategies", "gloo")
     ]

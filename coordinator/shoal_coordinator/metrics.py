@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Count
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
@@ -11,8 +12,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from shoal_coordinator.membership.model.observation import ObservedJob
-from shoal_coordinator.membership.model.state import JobPhase, MemberPhase
+from shoal_coordinator.membership.model.state import JobPhase, MachineCondition, MemberPhase
 
+_NOT_HEALTHY = tuple(each for each in MachineCondition if each is not MachineCondition.HEALTHY)
 _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -127,6 +129,12 @@ class JobsCollector(Collector):
             "1 for the phase that the job is in.",
             labels=["job_id", "phase"],
         )
+        machines = GaugeMetricFamily(
+            "shoal_coordinator_machines",
+            "Machines that are not healthy, by condition: leaving (its provider takes it away), "
+            "unhealthy (a health check failed) or excluded (its workers died again and again).",
+            labels=["job_id", "condition"],
+        )
         failed = GaugeMetricFamily(
             "shoal_coordinator_run_failed_timestamp_seconds",
             "When the job's newest run failed; absent of jobs whose newest run did not.",
@@ -142,9 +150,12 @@ class JobsCollector(Collector):
                 gauges[name].add_metric([job_id], value(job))
             for phase in MemberPhase:
                 members.add_metric([job_id, phase], state.in_phase(phase))
+            found = Count(machine.condition for machine in state.machines.values())
+            for condition in _NOT_HEALTHY:
+                machines.add_metric([job_id, condition], found[condition])
             for job_phase in JobPhase:
                 phases.add_metric([job_id, job_phase], state.phase is job_phase)
-        yield from (*gauges.values(), members, phases, failed)
+        yield from (*gauges.values(), members, machines, phases, failed)
 
 
 _JOB_GAUGES: Final[Mapping[str, tuple[str, Callable[[ObservedJob], float]]]] = {

@@ -165,6 +165,7 @@ class Shell:
             "XDG_RUNTIME_DIR": str(directory / "runtime"),
             "XDG_STATE_HOME": str(directory / "state"),
             "OMP_NUM_THREADS": "1",
+            "SHOAL_PREEMPTION_NOTICE": "none",
         }
         self._commands: list[Command] = []
 

@@ -108,6 +108,21 @@ class CoordinatorClient:
             "ReportExit", request, pb.ReportExitResponse, deadline, metadata=metadata
         )
 
+    def report_machine(
+        self,
+        job_id: str,
+        host: str,
+        condition: pb.MachineCondition,
+        *,
+        reason: str = "",
+        deadline: timedelta | None = None,
+    ) -> pb.ReportMachineResponse:
+        """Reports the condition of a machine. `host`: name with which its members join."""
+        request = pb.ReportMachineRequest(
+            job_id=job_id, host=host, condition=condition, reason=reason, run=self.run
+        )
+        return self._caller.unary("ReportMachine", request, pb.ReportMachineResponse, deadline)
+
     def drain_member(
         self,
         job_id: str,

@@ -18,6 +18,7 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
             "GetJob",
             "ListJobs",
             "ReportExit",
+            "ReportMachine",
             "DrainMember",
             "DrainServer",
             "StopJob",

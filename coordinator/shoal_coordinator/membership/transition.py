@@ -16,6 +16,7 @@ from shoal_coordinator.membership.members.joining import Joined, member_joined, 
 from shoal_coordinator.membership.members.leaving import (
     DrainNoted,
     ExitNoted,
+    drain_refused,
     drain_requested,
     exit_reported,
     last_one_left,
@@ -24,6 +25,7 @@ from shoal_coordinator.membership.members.leaving import (
     reached_again,
     stop_requested,
 )
+from shoal_coordinator.membership.members.machines import machine_reported
 from shoal_coordinator.membership.members.recovery import continue_recovery, recovery_due
 from shoal_coordinator.membership.members.stalls import stalls_due
 from shoal_coordinator.membership.members.streams import stream_broken, streams_due
@@ -37,6 +39,7 @@ from shoal_coordinator.membership.model.events import (
     Event,
     ExitReported,
     LeaseEnded,
+    MachineReported,
     MemberJoined,
     MemberLeft,
     MemberLost,
@@ -127,6 +130,7 @@ def transition(
     streams_due(draft)
     incident_due(draft)
     reached_again(draft)
+    drain_refused(draft)
     stalls_due(draft)
     recovery_due(draft)
     generation_due(draft)
@@ -209,6 +213,8 @@ def _handle(draft: Draft, event: Event) -> Granted:
             return exit_reported(draft, event)
         case CollectiveFailed():
             collective_failed(draft, event)
+        case MachineReported():
+            machine_reported(draft, event)
         case DrainRequested():
             return drain_requested(draft, event)
         case StopRequested():

@@ -83,6 +83,15 @@ def job_values(job: ObservedJob) -> dict[str, Any]:
         "without_progress_s": job.without_progress_s,
         "members": shown,
         "members_total": len(members),
+        "machines": [
+            {
+                "host": host,
+                "condition": machine.condition,
+                "reason": machine.reason,
+                "since_unix_ms": machine.since_unix_ms,
+            }
+            for host, machine in sorted(state.machines.items())
+        ],
         "unserved_places": job.unserved_places,
         "unprotected_places": job.unprotected_places,
         "servers": [

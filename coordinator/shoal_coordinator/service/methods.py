@@ -24,6 +24,7 @@ _ROLES: Final[Mapping[str, frozenset[Role]]] = {
     "JoinSession": frozenset({Role.WORKER}),
     "GetRanks": frozenset({Role.WORKER}),
     "ReportExit": frozenset({Role.WORKER}),
+    "ReportMachine": frozenset({Role.WORKER}),
     "DrainMember": frozenset(),
     "DrainServer": frozenset(),
     "StopJob": frozenset({Role.WORKER}),

@@ -21,6 +21,7 @@ from shoal_coordinator.membership.model.events import (
     DrainRequested,
     ExitReported,
     LeaveReason,
+    MachineReported,
     MemberJoined,
     MemberLeft,
     MoveReported,
@@ -46,6 +47,7 @@ from shoal_coordinator.membership.model.state import (
     Identity,
     JobEnding,
     JobState,
+    MachineCondition,
     RunId,
 )
 from shoal_coordinator.service import checks
@@ -69,6 +71,11 @@ _STOPS: Final = {
     pb.JOB_ENDING_STOPPED: JobEnding.STOPPED,
     pb.JOB_ENDING_COMPLETED: JobEnding.COMPLETED,
     pb.JOB_ENDING_FAILED: JobEnding.FAILED,
+}
+_REPORTED_CONDITIONS: Final = {
+    pb.MACHINE_CONDITION_HEALTHY: MachineCondition.HEALTHY,
+    pb.MACHINE_CONDITION_LEAVING: MachineCondition.LEAVING,
+    pb.MACHINE_CONDITION_UNHEALTHY: MachineCondition.UNHEALTHY,
 }
 _LONGEST_NAME: Final = 64
 _LONGEST_SCRIPT_LINE: Final = 256
@@ -281,6 +288,19 @@ def parse_exit(message: pb.ReportExitRequest) -> ExitReported:
         signal=number("signal", message.signal, high=127),
         failure=checks.text("failure", message.failure, longest=LONGEST_DETAIL),
         finished=message.finished,
+    )
+
+
+def parse_machine(message: pb.ReportMachineRequest) -> MachineReported:
+    """Parses a report of a machine's condition."""
+    condition = _REPORTED_CONDITIONS.get(message.condition)
+    if condition is None:
+        raise wrong("condition", message.condition, "HEALTHY, LEAVING or UNHEALTHY")
+    return MachineReported(
+        host=checks.host("host", message.host),
+        condition=condition,
+        reason=checks.text("reason", message.reason, longest=LONGEST_DETAIL)
+        or f"reported as {condition}",
     )
 
 

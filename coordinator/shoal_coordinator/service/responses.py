@@ -22,6 +22,7 @@ from shoal_coordinator.membership.model.state import (
     JobEnding,
     JobPhase,
     JobState,
+    MachineCondition,
     Member,
     MemberPhase,
     Now,
@@ -52,6 +53,12 @@ MEMBER_PHASES: Final = {
     MemberPhase.RANKED: pb.MEMBER_PHASE_RANKED,
     MemberPhase.DRAINING: pb.MEMBER_PHASE_DRAINING,
     MemberPhase.QUARANTINED: pb.MEMBER_PHASE_QUARANTINED,
+}
+MACHINE_CONDITIONS: Final = {
+    MachineCondition.HEALTHY: pb.MACHINE_CONDITION_HEALTHY,
+    MachineCondition.LEAVING: pb.MACHINE_CONDITION_LEAVING,
+    MachineCondition.UNHEALTHY: pb.MACHINE_CONDITION_UNHEALTHY,
+    MachineCondition.EXCLUDED: pb.MACHINE_CONDITION_EXCLUDED,
 }
 _ROLES: Final = {
     ServerRole.PRIMARY: pb.SERVER_ROLE_PRIMARY,
@@ -239,7 +246,20 @@ def job_message(
         and gone.ending in _PUT_OUT,
         newest_step=0 if seen is None else seen.newest_step,
         steps_in_all=0 if seen is None else seen.steps_in_all,
+        machines=[] if seen is None else _machine_messages(state),
     )
+
+
+def _machine_messages(state: JobState) -> list[pb.MachineStatus]:
+    return [
+        pb.MachineStatus(
+            host=host,
+            condition=MACHINE_CONDITIONS[machine.condition],
+            reason=machine.reason,
+            since_unix_ms=machine.since_unix_ms,
+        )
+        for host, machine in sorted(state.machines.items())
+    ]
 
 
 def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:

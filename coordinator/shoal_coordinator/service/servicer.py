@@ -113,6 +113,17 @@ class CoordinatorServicer:
         assert isinstance(noted, ExitNoted)
         return pb.ReportExitResponse(was_member=noted.was_member, rank=noted.rank)
 
+    async def ReportMachine(  # noqa: N802
+        self, request: pb.ReportMachineRequest, context: Any
+    ) -> pb.ReportMachineResponse:
+        """Records the condition of a machine."""
+        await self._job(request).ask(
+            of_run(request.run, requests.parse_machine(request)),
+            timeout_s=self._timeout_s,
+            keep=True,
+        )
+        return pb.ReportMachineResponse()
+
     async def DrainMember(  # noqa: N802
         self, request: pb.DrainMemberRequest, context: Any
     ) -> pb.DrainMemberResponse:

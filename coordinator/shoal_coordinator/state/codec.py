@@ -44,6 +44,8 @@ from shoal_coordinator.membership.model.state import (
     JobEnding,
     JobPhase,
     JobState,
+    Machine,
+    MachineCondition,
     Member,
     MemberPhase,
     Move,
@@ -193,6 +195,7 @@ def _header(state: JobState) -> dict[str, Any]:
         "phase": state.phase,
         "ending": state.ending,
         "accusations": [[*pair, count] for pair, count in state.accusations.items()],
+        "machines": {host: _shallow(machine) for host, machine in state.machines.items()},
         **{name: getattr(state, name) for name in (*_HEADER, *_LATER)},
     }
 
@@ -317,6 +320,11 @@ def _parse_header(value: Any) -> dict[str, Any]:
         "phase": JobPhase(value["phase"]),
         "ending": JobEnding(value.get("ending", "")),
         "accusations": {(first, second): count for first, second, count in value["accusations"]},
+        "machines": {
+            # older releases wrote none
+            host: Machine(**{**machine, "condition": MachineCondition(machine["condition"])})
+            for host, machine in value.get("machines", {}).items()
+        },
         "run": _parse_run(value.get("run", {})),
         "run_aliases": tuple(_parse_run(run) for run in value.get("run_aliases", ())),
         "past_runs": tuple(_parse_past_run(past) for past in value.get("past_runs", ())),

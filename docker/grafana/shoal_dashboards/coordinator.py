@@ -14,6 +14,13 @@ MEMBERSHIP = (
         queries=[("sum by (phase) (shoal_coordinator_members{job}) > 0", "{{phase}}")],
     ),
     Graph(
+        title="Machines that are not healthy",
+        text="Leaving machines are about to be taken away. Workers on unhealthy and excluded ones "
+        "are refused; `shoal status` gives the reason.",
+        unit="none",
+        queries=[("shoal_coordinator_machines{job} > 0", "{{job_id}} {{condition}}")],
+    ),
+    Graph(
         title="New generations",
         text="By cause. Failures interrupt the step in flight; borders do not.",
         unit="none",

@@ -31,6 +31,14 @@ class MemberPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MEMBER_PHASE_DRAINING: _ClassVar[MemberPhase]
     MEMBER_PHASE_QUARANTINED: _ClassVar[MemberPhase]
 
+class MachineCondition(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MACHINE_CONDITION_UNSPECIFIED: _ClassVar[MachineCondition]
+    MACHINE_CONDITION_HEALTHY: _ClassVar[MachineCondition]
+    MACHINE_CONDITION_LEAVING: _ClassVar[MachineCondition]
+    MACHINE_CONDITION_UNHEALTHY: _ClassVar[MachineCondition]
+    MACHINE_CONDITION_EXCLUDED: _ClassVar[MachineCondition]
+
 class ServerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SERVER_ROLE_PRIMARY: _ClassVar[ServerRole]
@@ -50,6 +58,11 @@ MEMBER_PHASE_READY: MemberPhase
 MEMBER_PHASE_RANKED: MemberPhase
 MEMBER_PHASE_DRAINING: MemberPhase
 MEMBER_PHASE_QUARANTINED: MemberPhase
+MACHINE_CONDITION_UNSPECIFIED: MachineCondition
+MACHINE_CONDITION_HEALTHY: MachineCondition
+MACHINE_CONDITION_LEAVING: MachineCondition
+MACHINE_CONDITION_UNHEALTHY: MachineCondition
+MACHINE_CONDITION_EXCLUDED: MachineCondition
 SERVER_ROLE_PRIMARY: ServerRole
 SERVER_ROLE_BACKUP: ServerRole
 
@@ -138,7 +151,7 @@ class GetJobRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., member_id: _Optional[str] = ..., below_step: _Optional[int] = ...) -> None: ...
 
 class GetJobResponse(_message.Message):
-    __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms", "ending", "ending_reason", "waits_for", "run", "past_runs", "servers_awaited", "member_put_out", "newest_step", "steps_in_all")
+    __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms", "ending", "ending_reason", "waits_for", "run", "past_runs", "servers_awaited", "member_put_out", "newest_step", "steps_in_all", "machines")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +167,7 @@ class GetJobResponse(_message.Message):
     MEMBER_PUT_OUT_FIELD_NUMBER: _ClassVar[int]
     NEWEST_STEP_FIELD_NUMBER: _ClassVar[int]
     STEPS_IN_ALL_FIELD_NUMBER: _ClassVar[int]
+    MACHINES_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     phase: JobPhase
     generation: Generation
@@ -169,7 +183,8 @@ class GetJobResponse(_message.Message):
     member_put_out: bool
     newest_step: int
     steps_in_all: int
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., now_unix_ms: _Optional[int] = ..., ending: _Optional[_Union[JobEnding, str]] = ..., ending_reason: _Optional[str] = ..., waits_for: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., past_runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ..., servers_awaited: _Optional[int] = ..., member_put_out: _Optional[bool] = ..., newest_step: _Optional[int] = ..., steps_in_all: _Optional[int] = ...) -> None: ...
+    machines: _containers.RepeatedCompositeFieldContainer[MachineStatus]
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., now_unix_ms: _Optional[int] = ..., ending: _Optional[_Union[JobEnding, str]] = ..., ending_reason: _Optional[str] = ..., waits_for: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., past_runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ..., servers_awaited: _Optional[int] = ..., member_put_out: _Optional[bool] = ..., newest_step: _Optional[int] = ..., steps_in_all: _Optional[int] = ..., machines: _Optional[_Iterable[_Union[MachineStatus, _Mapping]]] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ()
@@ -218,6 +233,18 @@ class MemberStatus(_message.Message):
     launcher_id: str
     note: str
     def __init__(self, member_id: _Optional[str] = ..., phase: _Optional[_Union[MemberPhase, str]] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., joined_unix_ms: _Optional[int] = ..., launcher_id: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
+
+class MachineStatus(_message.Message):
+    __slots__ = ("host", "condition", "reason", "since_unix_ms")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SINCE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    condition: MachineCondition
+    reason: str
+    since_unix_ms: int
+    def __init__(self, host: _Optional[str] = ..., condition: _Optional[_Union[MachineCondition, str]] = ..., reason: _Optional[str] = ..., since_unix_ms: _Optional[int] = ...) -> None: ...
 
 class ServerStatus(_message.Message):
     __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive", "role", "in_sync", "draining", "partitions", "value_bytes")
@@ -590,6 +617,24 @@ class ReportExitResponse(_message.Message):
     was_member: bool
     rank: int
     def __init__(self, was_member: _Optional[bool] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class ReportMachineRequest(_message.Message):
+    __slots__ = ("job_id", "host", "condition", "reason", "run")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    host: str
+    condition: MachineCondition
+    reason: str
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., host: _Optional[str] = ..., condition: _Optional[_Union[MachineCondition, str]] = ..., reason: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
+
+class ReportMachineResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DrainMemberRequest(_message.Message):
     __slots__ = ("job_id", "member_id", "rank", "reason", "run")

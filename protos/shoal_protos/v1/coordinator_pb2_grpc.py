@@ -79,6 +79,11 @@ class CoordinatorStub:
                 request_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.ReportExitRequest.SerializeToString,
                 response_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.ReportExitResponse.FromString,
                 _registered_method=True)
+        self.ReportMachine = channel.unary_unary(
+                '/shoal.v1.Coordinator/ReportMachine',
+                request_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.ReportMachineRequest.SerializeToString,
+                response_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.ReportMachineResponse.FromString,
+                _registered_method=True)
         self.DrainMember = channel.unary_unary(
                 '/shoal.v1.Coordinator/DrainMember',
                 request_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.DrainMemberRequest.SerializeToString,
@@ -199,6 +204,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportMachine(self, request, context):
+        """Reports the condition of a machine: it will be taken away, or its health check failed or passed.
+        Idempotent. Called by launchers, and by people to readmit a machine. Role: worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainMember(self, request, context):
         """Asks a member to leave at the next step boundary. Idempotent. Role: admin. NOT_FOUND /
         MEMBER_UNKNOWN.
@@ -303,6 +316,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ReportExit,
                     request_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.ReportExitRequest.FromString,
                     response_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.ReportExitResponse.SerializeToString,
+            ),
+            'ReportMachine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportMachine,
+                    request_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.ReportMachineRequest.FromString,
+                    response_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.ReportMachineResponse.SerializeToString,
             ),
             'DrainMember': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainMember,
@@ -522,6 +540,33 @@ class Coordinator:
             '/shoal.v1.Coordinator/ReportExit',
             shoal__protos_dot_v1_dot_coordinator__pb2.ReportExitRequest.SerializeToString,
             shoal__protos_dot_v1_dot_coordinator__pb2.ReportExitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportMachine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Coordinator/ReportMachine',
+            shoal__protos_dot_v1_dot_coordinator__pb2.ReportMachineRequest.SerializeToString,
+            shoal__protos_dot_v1_dot_coordinator__pb2.ReportMachineResponse.FromString,
             options,
             channel_credentials,
             insecure,

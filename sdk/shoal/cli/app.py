@@ -18,10 +18,11 @@ from shoal_common.security.secrets import take_secrets
 
 from shoal.cli.commands.certs import certs
 from shoal.cli.commands.check import check
-from shoal.cli.commands.control import drain, kill, stop
+from shoal.cli.commands.control import drain, kill, readmit, stop
 from shoal.cli.commands.coordinate import coordinate
 from shoal.cli.commands.demo import demo
 from shoal.cli.commands.events import events
+from shoal.cli.commands.health import health
 from shoal.cli.commands.history import history
 from shoal.cli.commands.init import init
 from shoal.cli.commands.jobs import jobs
@@ -61,6 +62,7 @@ app.command()(check)
 app.command()(with_credentials(jobs))
 app.command(context_settings={"allow_interspersed_args": False})(with_credentials(coordinate))
 app.command()(certs)
+app.command()(health)
 app.command()(history)
 app.command()(with_credentials(status))
 app.command()(with_credentials(top))
@@ -68,6 +70,7 @@ app.command()(with_credentials(events))
 app.command()(with_credentials(logs))
 app.command()(with_credentials(stacks))
 app.command()(with_credentials(drain))
+app.command()(with_credentials(readmit))
 app.command()(with_credentials(stop))
 app.command()(with_credentials(kill))
 app.command(

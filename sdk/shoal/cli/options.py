@@ -11,6 +11,8 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
+from shoal.launcher.machines.notices import NoticeSource
+
 Script = Annotated[
     str, typer.Argument(help="Training script; with -m a module.", show_default=False)
 ]
@@ -73,6 +75,23 @@ Warm = Annotated[
         help="Fork workers from a process that has imported torch; --no-warm starts a fresh "
         "interpreter for each.",
         envvar="SHOAL_WARM",
+    ),
+]
+PreemptionNotice = Annotated[
+    NoticeSource,
+    typer.Option(
+        help="Cloud whose notices make this machine's workers leave before the machine stops. "
+        "auto: the cloud that the firmware names, if any.",
+        envvar="SHOAL_PREEMPTION_NOTICE",
+    ),
+]
+HealthChecks = Annotated[
+    bool,
+    typer.Option(
+        "--health-checks",
+        help="Check this machine before its workers start and before one is replaced, as `shoal "
+        "health` does. The job refuses a machine that fails.",
+        envvar="SHOAL_HEALTH_CHECKS",
     ),
 ]
 Progress = Annotated[

@@ -161,6 +161,10 @@ class AsyncClient:
             lambda: self._client.drain(job_id, rank=rank, server=server, reason=reason)
         )
 
+    async def readmit(self, job_id: str, host: str) -> None:
+        """Admits workers on a machine again, like `Client.readmit`."""
+        await self._call(lambda: self._client.readmit(job_id, host))
+
     async def kill(
         self, job_id: str, *, rank: int | None = None, server: str | None = None
     ) -> Member | None:

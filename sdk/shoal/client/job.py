@@ -53,6 +53,19 @@ class MemberPhase(StrEnum):
     """The member is excluded until it can reach its peers again."""
 
 
+class MachineCondition(StrEnum):
+    """Condition of a machine that is not healthy."""
+
+    UNKNOWN = "unknown"
+    """A condition that this release does not know."""
+    LEAVING = "leaving"
+    """Its provider has announced that it will be taken away, so its workers leave."""
+    UNHEALTHY = "unhealthy"
+    """A health check failed, so workers on it are refused."""
+    EXCLUDED = "excluded"
+    """Its workers died again and again, so workers on it are refused."""
+
+
 class ServerRole(StrEnum):
     """Role of a parameter server in its place."""
 
@@ -127,6 +140,17 @@ class Server:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine that is not healthy."""
+
+    host: str
+    condition: MachineCondition
+    reason: str
+    """Reason of the condition, for people."""
+    since: datetime
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobSummary:
     """A job in a list of jobs."""
 
@@ -185,3 +209,5 @@ class Job:
     """Committed steps of the newest run, also after the run has ended."""
     steps_in_all: int | None = None
     """Number of steps that the newest run will have committed at its end; None if unknown."""
+    machines: tuple[Machine, ...] = ()
+    """Machines that are not healthy, by host name."""

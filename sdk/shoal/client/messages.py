@@ -15,6 +15,8 @@ from shoal.client.job import (
     JobEnding,
     JobPhase,
     JobSummary,
+    Machine,
+    MachineCondition,
     Member,
     MemberPhase,
     PastRun,
@@ -44,6 +46,7 @@ def job_of(message: pb.GetJobResponse) -> Job:
         now=_moment(message.now_unix_ms),
         steps=message.newest_step,
         steps_in_all=message.steps_in_all or None,
+        machines=tuple(map(machine_of, message.machines)),
     )
 
 
@@ -96,6 +99,16 @@ def member_of(message: pb.MemberStatus) -> Member:
         staleness=progress.staleness,
         share=progress.share or None,
         note=message.note or None,
+    )
+
+
+def machine_of(message: pb.MachineStatus) -> Machine:
+    """Converts the message of a machine that is not healthy."""
+    return Machine(
+        host=message.host,
+        condition=_named(pb.MachineCondition, message.condition, MachineCondition),
+        reason=message.reason,
+        since=_moment(message.since_unix_ms),
     )
 
 

@@ -3,6 +3,7 @@ asyncio."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from shoal_common.errors import (
 )
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.security.secrets import secrets_to_hand_on
+from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal.client.connections import Connections
 from shoal.client.job import Job, JobEnding, JobPhase, JobSummary, Member, Server
@@ -322,6 +324,20 @@ class Client:
             ).member_id
         self._ask(job_id, lambda client: client.drain_server(job_id, server, reason=reason))
         return server
+
+    def readmit(self, job_id: str, host: str) -> None:
+        """Admits workers on a machine again that is unhealthy or excluded (`Job.machines`)."""
+        healthy = pb.MACHINE_CONDITION_HEALTHY
+        reason = "shoal.Client.readmit"
+        self._ask(
+            job_id, lambda client: client.report_machine(job_id, host, healthy, reason=reason)
+        )
+        launchers = launchers_job_id(job_id)
+        with contextlib.suppress(UnknownResourceError):  # a run on one machine has no such job
+            self._ask(
+                job_id,
+                lambda client: client.report_machine(launchers, host, healthy, reason=reason),
+            )
 
     def kill(
         self, job_id: str, *, rank: int | None = None, server: str | None = None

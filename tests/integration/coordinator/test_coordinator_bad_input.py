@@ -320,6 +320,12 @@ def test_a_session_must_begin_with_its_introduction(channel: grpc.Channel) -> No
             "INVALID_ARGUMENT",
             "REQUEST_INVALID",
         ),
+        (
+            "ReportMachine",
+            pb.ReportMachineRequest(job_id=JOB, host="h", condition=pb.MACHINE_CONDITION_EXCLUDED),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
         ("StopJob", pb.StopJobRequest(job_id="nope"), "NOT_FOUND", "JOB_UNKNOWN"),
         ("LeaseBatches", pb.LeaseBatchesRequest(**GOOD_LEASE), "NOT_FOUND", "MEMBER_UNKNOWN"),
         (

@@ -32,6 +32,7 @@ PROTO_SAYS = {
     "ListJobs": {"worker", "server", "viewer", "reader"},
     "JoinSession": {"worker"},
     "ReportExit": {"worker"},
+    "ReportMachine": {"worker"},
     "DrainMember": set(),
     "DrainServer": set(),
     "StopJob": {"worker"},

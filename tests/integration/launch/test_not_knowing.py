@@ -98,7 +98,7 @@ class MovingSite:
 
 
 def news(*, ours: int, end: JobEnd = JobEnd.NONE) -> JobNews:
-    return JobNews(end=end, why="", holders=ours, ours=ours)
+    return JobNews(end=end, why="", holders=ours, refused="", unhealthy=False, ours=ours)
 
 
 def run(

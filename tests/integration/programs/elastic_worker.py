@@ -58,7 +58,7 @@ class Member:
             join=pb.Join(
                 job_id=os.environ["SHOAL_JOB_ID"],
                 member_id=self.member_id,
-                host=socket.gethostname(),
+                host=os.environ.get("SHOAL_HOST") or socket.gethostname(),
                 pid=os.getpid(),
                 launcher_id=os.environ["SHOAL_LAUNCHER_ID"],
                 local_index=int(os.environ["SHOAL_LOCAL_INDEX"]),

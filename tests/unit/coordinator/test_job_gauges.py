@@ -6,6 +6,7 @@ from shoal_coordinator.membership.model.observation import ObservedJob
 from shoal_coordinator.membership.model.pulse import Pulses
 from shoal_coordinator.membership.model.state import Now
 from shoal_coordinator.metrics import JobsCollector
+from shoal_coordinator.page.values import job_values
 
 from tests.unit.coordinator.test_membership_scenarios import Story
 
@@ -130,3 +131,27 @@ def test_a_failed_run_is_told_until_the_next_one_begins() -> None:
         )
         is None
     )
+
+
+def test_machines_that_are_not_healthy_are_counted_by_condition_until_they_are_readmitted() -> None:
+    assert gauge(THREE_RANKS, "machines", condition="unhealthy") == 0
+    two = THREE_RANKS + "machine h2 unhealthy reason=disk\nmachine h3 leaving reason=spot\n"
+    assert gauge(two, "machines", condition="unhealthy") == 1
+    assert gauge(two, "machines", condition="leaving") == 1
+    assert gauge(two, "machines", condition="excluded") == 0
+    assert gauge(two + "machine h2 healthy\n", "machines", condition="unhealthy") == 0
+
+
+def test_the_page_lists_machines_that_are_not_healthy_with_the_reason() -> None:
+    story = Story()
+    story.unfold(THREE_RANKS + 'at 7000\nmachine h2 unhealthy reason="disk: too slow"\n')
+    now = Now(ms=story.ms, unix_ms=story.ms)
+    job = ObservedJob(state=story.state, pulses=Pulses(members=story.pulses), now=now)
+    assert job_values(job)["machines"] == [
+        {
+            "host": "h2",
+            "condition": "unhealthy",
+            "reason": "disk: too slow",
+            "since_unix_ms": 7000,
+        }
+    ]

@@ -22,6 +22,7 @@ from shoal_coordinator.membership.model.events import (
     ExitReported,
     LeaseEnded,
     LeaveReason,
+    MachineReported,
     MemberJoined,
     MemberLeft,
     MemberLost,
@@ -48,6 +49,7 @@ from shoal_coordinator.membership.model.state import (
     Identity,
     JobPhase,
     JobState,
+    MachineCondition,
     MemberPhase,
     Now,
     populate,
@@ -300,6 +302,15 @@ class Membership(RuleBasedStateMachine):
             progress = replace(progress, out_of_reach=out_of_reach, busy_link=(1, 1e6))
             self.pulses[name] = beaten(pulse, self.ms, self.state.number, progress)
             self.transit()
+
+    @rule(
+        host=st.sampled_from(["h1", "h2"]),
+        condition=st.sampled_from(
+            [MachineCondition.HEALTHY, MachineCondition.LEAVING, MachineCondition.UNHEALTHY]
+        ),
+    )
+    def report_machine(self, host: str, condition: MachineCondition) -> None:
+        self.happen(MachineReported(host=host, condition=condition, reason="r"))
 
     @rule()
     def look_at_leases(self) -> None:

@@ -31,6 +31,7 @@ from shoal_coordinator.membership.model.events import (
     ExitReported,
     LeaseEnded,
     LeaveReason,
+    MachineReported,
     MemberJoined,
     MemberLeft,
     MemberLost,
@@ -61,6 +62,7 @@ from shoal_coordinator.membership.model.state import (
     Identity,
     JobEnding,
     JobState,
+    MachineCondition,
     Now,
     RunId,
     ServerRole,
@@ -409,6 +411,11 @@ class Story:
             )
         )
 
+    def machine(self, host: str, condition: str, reason: str = "") -> None:
+        self.happen(
+            MachineReported(host=host, condition=MachineCondition(condition), reason=reason)
+        )
+
     def stop(self, ending: str = "stopped") -> None:
         self.happen(StopRequested(reason="asked to", ending=JobEnding(ending)))
 
@@ -602,11 +609,13 @@ def format_piece(layout: ShardLayout, piece: Piece) -> str:
 
 
 def format_record(record: fx.Record) -> str | None:
-    """Formats the records of the event log about moves and quarantined members."""
+    """Formats the records of the event log about moves, machines and quarantined members."""
     attributes = record.attributes
     match record.kind:
         case "member_quarantined":
             return f"member_quarantined: {attributes['who']}, rank {attributes['rank']}"
+        case kind if kind.startswith("machine_"):
+            return f"{kind}: {attributes['host']}, {attributes['reason']}"
         case "server_draining" | "server_drained":
             return f"{record.kind}: {attributes['server_id']}"
         case "partitions_moved":

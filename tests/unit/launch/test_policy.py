@@ -320,3 +320,18 @@ class TestStoppedJob:
         story.heard(JobEnd.STOPPED)
         assert not story.was_stopped
         assert story.exit_code() == 1
+
+
+@pytest.mark.parametrize("status", [KILLED, OUT, RAISED])
+def test_no_worker_is_replaced_on_a_machine_that_the_job_refuses_and_the_job_goes_on(
+    status: ExitStatus,
+) -> None:
+    decided = policy(max_restarts=9)
+    decided.heard(JobEnd.NONE)
+    assert decided.exited(ended(0, status), elastic=True) is Action.REPLACE
+    decided.refused = "its workers died 4 times"
+    assert decided.exited(ended(0, status), elastic=True) is Action.NONE
+    assert not decided.fails_job
+    assert decided.exit_code() == PUT_OUT
+    decided.heard(JobEnd.COMPLETED)
+    assert decided.exit_code() == 0

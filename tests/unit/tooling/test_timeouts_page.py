@@ -72,6 +72,9 @@ SECONDS: Final[dict[str, list[float]]] = {
     "straggler (`straggler_after_ms`, `straggler_until_ms`)": policy(
         "straggler_after_ms", "straggler_until_ms"
     ),
+    "deaths of a machine (`deaths_window_ms`, `deaths_apart_ms`)": policy(
+        "deaths_window_ms", "deaths_apart_ms"
+    ),
     "settling (`settle_ms`, `longest_settle_ms`)": policy("settle_ms", "longest_settle_ms"),
     "settling after a time-out (`timeout_settle_ms`)": policy("timeout_settle_ms"),
     "reconnecting (`reconnect_ms`)": policy("reconnect_ms"),

@@ -85,6 +85,7 @@ def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_
         UnavailableError("a server has gone"),
         StaleGenerationError("late"),
         PreconditionError("silent for 10 s", reason="LEASE_EXPIRED"),
+        PreconditionError("machine h2 is refused", reason="MACHINE_REFUSED"),
     ],
 )
 def test_what_happened_to_others_or_to_this_process_is_no_bug(error: ShoalError) -> None:

@@ -15,6 +15,7 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 
+from shoal_coordinator.membership.members.machines import check_machine
 from shoal_coordinator.membership.members.recovery import knows_of_lost, readmit
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import Record, SendDrain, SendGeneration, SendStop
@@ -39,7 +40,7 @@ class Joined:
 
 def member_joined(draft: Draft, event: MemberJoined) -> Joined:
     """Admits the member of a newly opened session. Raises an error if the member id has ended or
-    belongs to another process, or if the job accepts no more members."""
+    belongs to another process, if its machine is refused, or if the job accepts no more members."""
     member_id = event.identity.member_id
     if event.last_generation > draft.number + draft.policy.most_lost_generations:
         raise InvalidRequestError(
@@ -78,6 +79,7 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
             "some that have no rank",
             reason=Refusal.MEMBERS_LIMIT,
         )
+    check_machine(draft, event.identity.host)
     replays = not draft.is_fresh
     draft.put_member(
         Member(

@@ -10,6 +10,7 @@ from shoal_common.errors import PreconditionError, UnknownResourceError
 
 from shoal_coordinator.membership.members.forming import holds_state, named
 from shoal_coordinator.membership.members.joining import has_place, live_member, stop_for
+from shoal_coordinator.membership.members.machines import member_died, member_gone
 from shoal_coordinator.membership.members.recovery import is_recovering
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import (
@@ -48,6 +49,7 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
         return
     if _is_missed(draft, member):
         draft.broken.append(f"lost member {member.member_id}: {event.detail}")
+    member_died(draft, member, event)
     _take_out(draft, member, kind="member_lost", ending=event.ending, detail=event.detail)
     refusal = _REFUSAL_OF.get(event.ending)
     error = (
@@ -204,6 +206,19 @@ def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
     return DrainNoted(member_id=member.member_id)
 
 
+def drain_refused(draft: Draft) -> None:
+    """Drains the members of machines that are refused since this transition."""
+    if not draft.machines_changed or draft.phase not in (JobPhase.WAITING, JobPhase.RUNNING):
+        return
+    for member in list(draft.members.values()):
+        machine = draft.machines.get(member.identity.host)
+        if machine is not None and machine.refuses:
+            reason = f"machine {member.identity.host} is {machine.condition}: {machine.reason}"
+            drain_requested(
+                draft, DrainRequested(member_id=member.member_id, rank=None, reason=reason)
+            )
+
+
 def stop_requested(draft: Draft, event: StopRequested) -> None:
     """Asks all members to leave at their next step boundary. Ignores a repeated request and a
     request for a finished job. Also ignores an outcome reported by a plain script's launcher if the
@@ -309,6 +324,7 @@ def _take_out(
 ) -> None:
     rank = draft.place_of(member.member_id)
     draft.remove_member(member.member_id, ending, steps)
+    member_gone(draft, member.identity.host)
     who = named(member.identity, rank)
     attributes = {
         "ending": ending,

@@ -46,6 +46,7 @@ IN_MEMORY = frozenset(
         "failed_receivers",
         "failed_givers",
         "replicas",
+        "deaths_ms",
         "fresh_failures",
     ]
 )
@@ -100,6 +101,7 @@ class Draft:
         self.moves = state.moves
         self.last_order = state.last_order
         self.accusations = state.accusations
+        self.machines = state.machines
         self.ending = state.ending
         self.stop_reason = state.stop_reason
         self.ended_unix_ms = state.ended_unix_ms
@@ -120,6 +122,7 @@ class Draft:
         self.failed_givers = state.failed_givers
         self.servers_awaited = state.servers_awaited
         self.replicas = state.replicas
+        self.deaths_ms = state.deaths_ms
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
@@ -161,6 +164,11 @@ class Draft:
     def is_untouched(self) -> bool:
         """True if the run never had a member."""
         return self.is_fresh and not self.members and not self.departed
+
+    @property
+    def machines_changed(self) -> bool:
+        """True if the condition of a machine has changed in this transition."""
+        return self.machines is not self._before.machines
 
     def begin_run(self, spec: JobSpec, run: RunId) -> None:
         """Begins the next run. Discards the state of the newest run except for a summary;
@@ -376,6 +384,7 @@ class Draft:
             loaders=loaders if changed_loaders else self._loaders,
             last_order=self.last_order,
             accusations=self.accusations,
+            machines=self.machines,
             ending=self.ending,
             stop_reason=self.stop_reason,
             ended_unix_ms=self.ended_unix_ms,
@@ -397,6 +406,7 @@ class Draft:
             failed_givers=self.failed_givers,
             servers_awaited=self.servers_awaited,
             replicas=self.replicas,
+            deaths_ms=self.deaths_ms,
             fresh_failures=self.fresh_failures,
         )
         changes = Changes(

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from shoal_coordinator.membership.model.replicas import Replicas
 from shoal_coordinator.membership.model.shards import TensorSpec
 from shoal_coordinator.membership.model.spec import JobSpec
-from shoal_coordinator.membership.model.state import Identity, JobEnding, RunId
+from shoal_coordinator.membership.model.state import (
+    Identity,
+    JobEnding,
+    MachineCondition,
+    RunId,
+)
 
 
 class LeaveReason(enum.StrEnum):
@@ -111,6 +116,16 @@ class CollectiveFailed:
     """Ranks suspected of having failed."""
     timed_out: bool
     detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineReported:
+    """A launcher or a user reports the condition of a machine."""
+
+    host: str
+    condition: MachineCondition
+    """New condition; never EXCLUDED."""
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +249,7 @@ class OfRun:
     event: (
         MemberJoined
         | ExitReported
+        | MachineReported
         | DrainRequested
         | StopRequested
         | ServerRegistered
@@ -254,6 +270,7 @@ Event = (
     | MemberLeft
     | ExitReported
     | CollectiveFailed
+    | MachineReported
     | DrainRequested
     | StopRequested
     | ServerRegistered

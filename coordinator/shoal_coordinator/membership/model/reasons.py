@@ -46,6 +46,10 @@ class Refusal(StrEnum):
     MEMBERS_LIMIT = "MEMBERS_LIMIT"
     """RESOURCE_EXHAUSTED: more processes have joined than a job can hold, including waiting
     ones."""
+    MACHINE_REFUSED = "MACHINE_REFUSED"
+    """The member's machine failed a health check, or its workers died again and again."""
+    MACHINES_LIMIT = "MACHINES_LIMIT"
+    """RESOURCE_EXHAUSTED: too many machines are recorded as not healthy."""
     MEMBER_STALLED = "MEMBER_STALLED"
     """Ends the session of a member that made no progress while its peers waited for it."""
     LEASE_EXPIRED = "LEASE_EXPIRED"

@@ -119,12 +119,24 @@ class Policy:
     """Minimum duration of the first quarantine; each further accusation doubles it, up to
     longest_kept_out_ms."""
     longest_kept_out_ms: int = 3_600_000
+    machine_deaths: int = 4
+    """Number of deaths of members on one machine within deaths_window_ms after which the machine is
+    excluded. A launcher with one worker reaches it with its default of three replacements."""
+    deaths_window_ms: int = 1_800_000
+    deaths_apart_ms: int = 1_000
+    """Time since the last counted death below which a death on the same machine counts as its
+    consequence."""
+    deaths_ratio: int = 3
+    """Number of deaths by which each death on a typical other machine (the median) raises
+    machine_deaths, since the script or the cluster may be the cause."""
     straggler_after_ms: int = 5_000
     """Time for which a member must slow the others down before it is named as a straggler."""
     straggler_until_ms: int = 30_000
     """Time for which a straggler must keep up before it is no longer named."""
     most_members: int = 2 * LARGEST_WORLD
     """Maximum number of processes in one job, including those that stand by."""
+    most_machines: int = LARGEST_WORLD
+    """Maximum number of machines remembered as not healthy."""
     most_departed: int = 2 * LARGEST_WORLD
     """Maximum number of former member ids remembered; the oldest are forgotten first."""
     most_loaders: int = 64

@@ -61,6 +61,15 @@ class MemberPhase(enum.StrEnum):
     QUARANTINED = "quarantined"
 
 
+class MachineCondition(enum.StrEnum):
+    """Condition of a machine: values of shoal.v1.MachineCondition."""
+
+    HEALTHY = "healthy"
+    LEAVING = "leaving"
+    UNHEALTHY = "unhealthy"
+    EXCLUDED = "excluded"
+
+
 class Cause(enum.StrEnum):
     """Cause of a generation: values of shoal.v1.Generation.Cause."""
 
@@ -141,6 +150,22 @@ class Member:
     @property
     def member_id(self) -> str:
         return self.identity.member_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine that is not healthy."""
+
+    condition: MachineCondition
+    """Never HEALTHY."""
+    reason: str
+    """Reason of the condition, for people."""
+    since_unix_ms: int
+
+    @property
+    def refuses(self) -> bool:
+        """True if new members from this machine are refused."""
+        return self.condition is not MachineCondition.LEAVING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,6 +458,8 @@ class JobState:
     """Highest Member.ready_order assigned so far."""
     accusations: Mapping[Pair, int] = field(default_factory=dict)
     """Number of accusations between two live members."""
+    machines: Mapping[str, Machine] = field(default_factory=dict)
+    """Machines that are not healthy, by host name (Identity.host)."""
     ending: JobEnding = JobEnding.NONE
     """NONE if and only if the phase is neither STOPPING nor FINISHED. FAILED is final."""
     stop_reason: str = ""
@@ -484,6 +511,8 @@ class JobState:
     replicas: ReplicasSeen | None = None
     """In memory only. State digests of members after their last step; None if no leaving member has
     reported one."""
+    deaths_ms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """In memory only. Host name -> times (Now.ms) of its members' latest deaths, ascending."""
     fresh_failures: int = 0
     """In memory only. Number of consecutive generations whose collectives failed before
     Policy.fresh_generation_ms."""

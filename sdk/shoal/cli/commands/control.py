@@ -1,5 +1,5 @@
-"""`shoal kill`, `shoal drain` and `shoal stop`: end a rank or a parameter server by force or on
-request, or stop a whole job."""
+"""`shoal kill`, `shoal drain`, `shoal readmit` and `shoal stop`: end a rank or a parameter server
+by force or on request, readmit a machine, or stop a whole job."""
 
 from __future__ import annotations
 
@@ -55,6 +55,25 @@ def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Jo
                 f"parameter server {rank_or_server} of job {found.job_id} will hand its partitions "
                 "over to the others and then exit; `shoal status` shows how many are left"
             )
+
+
+def readmit(
+    host: Annotated[
+        str, typer.Argument(metavar="HOST", help="Host name of the machine.", show_default=False)
+    ],
+    coordinator: Coordinator = None,
+    job: Job = None,
+) -> None:
+    """Admit workers on a machine again that a job refuses.
+
+    A job refuses a machine that failed a health check, or whose workers died again and again;
+    `shoal status` shows the reason.
+    """
+    from shoal.cli.target import target
+
+    with target(coordinator, job) as found:
+        found.client.readmit(found.job_id, host)
+        typer.echo(f"job {found.job_id} admits workers on {host} again; start `shoal run` there")
 
 
 def stop(

@@ -14,12 +14,14 @@ from shoal.cli.options import (
     FailFast,
     FailOnStop,
     FromScratch,
+    HealthChecks,
     MaxRestarts,
     MaxServers,
     Metrics,
     MinWorkers,
     Module,
     Plot,
+    PreemptionNotice,
     Progress,
     RecordDirectory,
     Script,
@@ -28,6 +30,7 @@ from shoal.cli.options import (
     Warm,
 )
 from shoal.launcher.clusters.jobs import new_job_id
+from shoal.launcher.machines.notices import NoticeSource
 from shoal.launcher.workers.settings import (
     LogSettings,
     NodeRange,
@@ -252,6 +255,8 @@ def run(
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
     warm: Warm = True,
+    preemption_notice: PreemptionNotice = NoticeSource.AUTO,
+    health_checks: HealthChecks = False,
     progress: Progress = True,
     plot: Plot = None,
 ) -> None:
@@ -306,6 +311,8 @@ def run(
         record_directory=record_dir,
         metrics=metrics,
         warm=warm,
+        preemption_notice=preemption_notice,
+        health_checks=health_checks,
         progress=progress,
         plot=plot,
         **_rendezvous(rdzv_conf),

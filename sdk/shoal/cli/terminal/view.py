@@ -18,6 +18,7 @@ from shoal.client import (
     JobEnding,
     JobPhase,
     JobSummary,
+    Machine,
     Member,
     MemberPhase,
     PastRun,
@@ -51,6 +52,7 @@ def job_view(job: Job) -> RenderableType:
         parts.append(Text(job.waits_for, style="yellow"))
     if job.ending_reason and job.ending is not JobEnding.COMPLETED:
         parts.append(Text(job.ending_reason, style="yellow"))
+    parts += [Text(_machine(machine, job.now), style="red") for machine in job.machines]
     if job.members:
         parts.append(_member_table(job))
         # a note shared by several ranks is shown once
@@ -157,6 +159,13 @@ def _past_run(past: PastRun, now: datetime) -> str:
     return (
         f"run {past.number} {past.ending} {_whole(now - past.ended)} ago, after "
         f"{_whole(past.ended - past.began)}{why}"
+    )
+
+
+def _machine(machine: Machine, now: datetime) -> str:
+    return (
+        f"machine {machine.host} is {machine.condition} since {_whole(now - machine.since)}: "
+        f"{machine.reason}"
     )
 
 
@@ -318,6 +327,15 @@ def job_json(job: Job) -> dict[str, Any]:
                 "value_bytes": server.value_bytes,
             }
             for server in job.servers
+        ],
+        "machines": [
+            {
+                "host": machine.host,
+                "condition": machine.condition,
+                "reason": machine.reason,
+                "since_unix_ms": _unix_ms(machine.since),
+            }
+            for machine in job.machines
         ],
         "past_runs": [
             {

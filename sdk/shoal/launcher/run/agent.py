@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -22,10 +23,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from shoal_common.errors import ShoalError
+from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.system.scratch import ScratchDirectory
 
+from shoal.launcher.machines.health import check_clock, check_machine, failures_text
+from shoal.launcher.machines.metadata import Notice
+from shoal.launcher.machines.notices import NoticeWatch
 from shoal.launcher.processes.process import ExitStatus, stop_all
 from shoal.launcher.report.account import RunFigures
 from shoal.launcher.report.changes import JobEvent
@@ -33,7 +37,7 @@ from shoal.launcher.report.course import Course
 from shoal.launcher.report.follower import RunFollower, Show
 from shoal.launcher.report.history import Outcome
 from shoal.launcher.report.summary import failure_line
-from shoal.launcher.run.site import Ending, RunCompletedError, Site
+from shoal.launcher.run.site import MACHINE_REFUSED, Ending, RunCompletedError, Site
 from shoal.launcher.workers.environment import NodePlacement
 from shoal.launcher.workers.output import OutputPump
 from shoal.launcher.workers.policy import Action, JobEnd, RestartPolicy, WorkerExit
@@ -130,6 +134,8 @@ class Agent:
         self._reporter: ExitReporter | None = None
         self._node: NodePlacement | None = None
         self._signal: signal.Signals | None = None
+        self._notice: Notice | None = None
+        """Notice of the provider that this machine will stop; None if there was none."""
         self._signalled_at = 0.0
         """Time of the first signal, on the loop's clock."""
         self._replacing: set[asyncio.Task[None]] = set()
@@ -163,7 +169,7 @@ class Agent:
             code = asyncio.run(self._run())
             if code == 0 or self._policy.was_stopped:
                 ending = Ending.FINISHED
-            elif self._signal is not None or (self._policy.elastic and not self._policy.fails_job):
+            elif self._is_interrupted or (self._policy.elastic and not self._policy.fails_job):
                 ending = Ending.STOPPED
         finally:
             self._end(ending)
@@ -181,19 +187,32 @@ class Agent:
             return Outcome.STOPPED
         if code == 0:
             return Outcome.COMPLETED
-        interrupted = self._signal is not None or code == PUT_OUT
+        interrupted = self._is_interrupted or code == PUT_OUT
         return Outcome.INTERRUPTED if interrupted else Outcome.FAILED
 
     def _reason(self) -> str:
+        if self._notice is not None:
+            return self._notice.text
+        if self._policy.refused and self._signal is None:
+            return self._policy.refused
         if self._policy.failures and self._signal is None:
             return failure_line(self._policy.failures[0])
         return self._why or ("" if self._signal is None else self._signal.name)
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """True if a signal or a preemption notice has ended the run on this machine."""
+        return self._signal is not None or self._notice is not None
 
     async def _run(self) -> int:
         self._finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
-        with self._signals():
+        self._opened = asyncio.Event()
+        self._health: asyncio.Task[str] | None = None
+        if self._settings.health_checks:
+            self._health = asyncio.create_task(self._check_health())
+        with self._signals(), self._preemption_notices():
             self._starter.warm.begin()
             self._site.begin(self._starter.warm.start_service)
             self._spawn(self._start_over(again=False))
@@ -201,9 +220,10 @@ class Agent:
             try:
                 return await self._finished
             finally:
-                for task in self._tasks:
+                health = () if self._health is None else (self._health,)
+                for task in (*self._tasks, *health):
                     task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await asyncio.gather(*self._tasks, *health, return_exceptions=True)
                 await self._starter.warm.close()
                 await self._follower.finish(
                     self._ask_for_events if self._reporter is not None else None
@@ -286,6 +306,13 @@ class Agent:
             return
         if self._site.run is not None:
             self._follower.of_run(self._site.run.number)
+        self._opened.set()
+        if self._settings.endpoint is not None and (self._health is None or not await self._health):
+            news = await self._in_thread(self._reporter.news)
+            if news is not None and news.refused:
+                self._hear(news)
+                self._spawn(self._wind_down(timedelta(0)))
+                return
         self._spawn(self._follow_moves())
         self._spawn(self._kill_those_put_out(self._reporter))
         self._spawn(self._follower.follow(self._ask_for_events))
@@ -369,6 +396,42 @@ class Agent:
             for number in handled:
                 loop.remove_signal_handler(number)
 
+    @contextlib.contextmanager
+    def _preemption_notices(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def hear(notice: Notice) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._on_notice, notice)
+
+        watch = NoticeWatch(
+            self._settings.preemption_notice,
+            url=os.environ.get("SHOAL_METADATA_URL") or None,
+            on_notice=hear,
+            note=self._note,
+        )
+        try:
+            yield
+        finally:
+            watch.close()
+
+    def _on_notice(self, notice: Notice) -> None:
+        """Makes the workers leave, as SIGTERM does, before the machine stops. Only shows a notice
+        that is a warning."""
+        if not notice.leaves or self._ending:
+            self._note(notice.text)
+            return
+        self._notice = notice
+        self._note(f"{notice.text}; the workers here leave at their next step boundary")
+        if (reporter := self._reporter) is not None:
+            self._spawn(self._in_thread(lambda: reporter.report_leaving(notice.text)))
+        self._spawn(self._wind_down(self._leave_grace()))
+
+    def _leave_grace(self) -> timedelta:
+        return self._settings.shutdown_grace(
+            elastic=self._policy.elastic or any(worker.has_joined for worker in self._workers)
+        )
+
     def _on_signal(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()
         if self._signal is not None:
@@ -381,9 +444,11 @@ class Agent:
                 worker.child.kill()
             return
         self._signal, self._signalled_at = number, now
-        grace = self._settings.shutdown_grace(
-            elastic=self._policy.elastic or any(worker.has_joined for worker in self._workers)
-        )
+        if self._notice is not None:
+            # The machine that stops sends this signal; its workers are already leaving.
+            self._note(f"received {number.name}; the workers are leaving")
+            return
+        grace = self._leave_grace()
         if self._workers:
             self._note(
                 f"received {number.name}; the workers have {grace.total_seconds():g} s to exit, "
@@ -410,7 +475,17 @@ class Agent:
                     return
                 self._note("the set of launchers changed; restarting all workers")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
-            self._node = await self._site.place(again=again)
+            if self._health is not None and (failure := await self._health):
+                await self._leave_unhealthy(failure)
+                return
+            try:
+                self._node = await self._site.place(again=again)
+            except PreconditionError as error:
+                if error.reason != MACHINE_REFUSED:
+                    raise
+                self._refuse(str(error))
+                self._finish_as_known()
+                return
             self._starter.run = self._site.run
             await self._starter.warm.settled()
             if not self._ending:
@@ -503,12 +578,50 @@ class Agent:
             elif not ended.left:
                 self._note(f"{what}; continuing without it")
 
+    async def _check_health(self) -> str:
+        """Runs the health checks of this machine, and compares its clock with the coordinator's.
+        Returns the failed checks with their reasons; empty if all have passed. A machine that was
+        refused because of its health is then readmitted."""
+        results = await check_machine()
+        await self._opened.wait()
+        reporter = self._reporter
+        assert reporter is not None, "set before the site counts as open"
+        if (clock := await self._in_thread(reporter.clock_offset)) is not None:
+            results.append(check_clock(*clock))
+        if failure := failures_text(results):
+            return failure
+        self._note(f"all {len(results)} health checks of this machine passed")
+        news = await self._in_thread(reporter.news)
+        if news is not None and news.unhealthy:
+            await self._in_thread(functools.partial(reporter.report_health, ""))
+        return ""
+
+    async def _check_health_again(self) -> str:
+        """Runs the health checks, or waits for those in progress: workers may die together."""
+        if self._health is None or self._health.done():
+            self._health = asyncio.create_task(self._check_health())
+        return await asyncio.shield(self._health)
+
+    async def _leave_unhealthy(self, failure: str) -> None:
+        """Reports that this machine is unhealthy, and ends the run here. The job may continue on
+        other machines."""
+        reporter = self._reporter
+        if self._ending or reporter is None:
+            return
+        await self._in_thread(functools.partial(reporter.report_health, failure))
+        self._refuse(f"this machine failed its health checks: {failure}")
+        self._spawn(self._wind_down(self._leave_grace()))
+
     def _replace(self, index: int, what: str) -> None:
         task = self._spawn(self._start_replacement(index, what))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
     async def _start_replacement(self, index: int, what: str) -> None:
+        if self._health is not None and (failure := await self._check_health_again()):
+            self._note(f"{what}; not replaced")
+            await self._leave_unhealthy(failure)
+            return
         if self._workers and not self._starter.warm.is_ready:
             await asyncio.sleep(_REPLACEMENT_DELAY.total_seconds())
         pid = self._start(index, restarts=self._policy.replaced(index)).child.pid
@@ -526,7 +639,12 @@ class Agent:
         """Ends the run when no worker is left and none will be started. `known`: True if the
         coordinator has just reported the state of the job."""
         policy, job = self._policy, self._settings.job_id
-        if policy.elastic and policy.end in (JobEnd.NONE, JobEnd.UNKNOWN) and not policy.failures:
+        if (
+            policy.elastic
+            and policy.end in (JobEnd.NONE, JobEnd.UNKNOWN)
+            and not policy.failures
+            and not policy.refused
+        ):
             if known:
                 self._note(
                     f"job {job} is not finished: its last workers here left, as they were asked to "
@@ -585,9 +703,17 @@ class Agent:
     def _hear(self, news: JobNews) -> None:
         self._policy.heard(news.end)
         self._why, self._holders = news.why, news.holders
+        if news.refused:
+            self._refuse(f"job {self._settings.job_id} refuses this machine: {news.refused}")
+
+    def _refuse(self, why: str) -> None:
+        if not self._policy.refused:
+            self._policy.refused = why
+            self._note(f"{why} (exit status {PUT_OUT})")
 
     def _finish_as_known(self) -> None:
-        code = self._policy.exit_code(signal_number=self._signal or 0)
+        stopped_by = signal.SIGTERM if self._notice is not None else self._signal
+        code = self._policy.exit_code(signal_number=stopped_by or 0)
         if self._policy.end is JobEnd.FAILED and self._policy.fatal is None:
             self._note(
                 f"job {self._settings.job_id} failed: {self._why}; starting it again begins a new "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,8 @@ from shoal_common.errors import (
 from shoal_common.settings import parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal.launcher.workers.environment import NodePlacement
+from shoal.launcher.run.site import MACHINE_REFUSED
+from shoal.launcher.workers.environment import NodePlacement, machine_name
 
 _PAUSE_S: Final = 0.5
 _FIRST_INTERVAL_S: Final = 1.0
@@ -90,7 +90,7 @@ class NodeSession:
         self._join = pb.Join(
             job_id=job_id,
             member_id=str(uuid.uuid4()),
-            host=socket.gethostname(),
+            host=machine_name(os.environ),
             pid=os.getpid(),
             launcher_id=launcher_id,
             donor_address=address,
@@ -148,7 +148,7 @@ class NodeSession:
             self._come_back(str(error))
 
     def _refused(self, error: ShoalError) -> None:
-        if error.reason in _OVER or (
+        if error.reason in (*_OVER, MACHINE_REFUSED) or (
             not isinstance(error, PreconditionError) and error.reason != _GENERATION_UNKNOWN
         ):
             self.error = error

@@ -8,6 +8,8 @@ or has lost its data, says nothing about live members.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -26,12 +28,14 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal.launcher.clusters.keeper import NOBODY
 from shoal.launcher.processes.process import ExitStatus
+from shoal.launcher.workers.environment import machine_name
 from shoal.launcher.workers.policy import JobEnd
 
 _CALL_DEADLINE: Final = timedelta(seconds=2)
 _PATIENCE: Final = timedelta(seconds=60)
 _PAUSE_S: Final = 0.2
 _LONGEST_TEXT: Final = 1024
+_REFUSING: Final = (pb.MACHINE_CONDITION_UNHEALTHY, pb.MACHINE_CONDITION_EXCLUDED)
 _ENDS: Final = {
     pb.JOB_ENDING_UNSPECIFIED: JobEnd.NONE,
     pb.JOB_ENDING_COMPLETED: JobEnd.COMPLETED,
@@ -50,6 +54,10 @@ class JobNews:
     holders: int
     """Number of members that have a rank or have committed a step, and therefore hold the training
     state or parts of it. While the job waits for more workers, no member has a rank."""
+    refused: str
+    """Reason why the job refuses this machine; empty if it does not."""
+    unhealthy: bool
+    """True if the job refuses this machine because a health check failed."""
     ours: int
     """Number of members started by this launcher."""
 
@@ -71,6 +79,7 @@ class ExitReporter:
         self._client = client
         self._job_id = job_id
         self._launcher_id = launcher_id
+        self._host = machine_name(os.environ)
         self._closed = threading.Event()
 
     def report(
@@ -106,13 +115,55 @@ class ExitReporter:
             job = self._client.get_job(self._job_id, deadline=_CALL_DEADLINE)
         except ShoalError:
             return None
+        refusals = [
+            machine
+            for machine in job.machines
+            if machine.host == self._host and machine.condition in _REFUSING
+        ]
         ours = sum(member.launcher_id == self._launcher_id for member in job.members)
         return JobNews(
             end=_ENDS[job.ending],
             why=job.ending_reason,
             holders=sum(member.rank >= 0 or member.progress.step > 0 for member in job.members),
+            refused=refusals[0].reason if refusals else "",
+            unhealthy=bool(refusals) and refusals[0].condition == pb.MACHINE_CONDITION_UNHEALTHY,
             ours=ours,
         )
+
+    def report_leaving(self, reason: str) -> None:
+        """Reports that this machine will be taken away. Blocks for at most 2 s. Raises no error,
+        since the report only informs people."""
+        self._report_machine(pb.MACHINE_CONDITION_LEAVING, reason)
+
+    def report_health(self, failure: str) -> None:
+        """Reports the result of this machine's health checks: `failure`, or that all have passed if
+        it is empty. Blocks for at most 2 s. Raises no error, as `report_leaving`."""
+        if failure:
+            self._report_machine(pb.MACHINE_CONDITION_UNHEALTHY, failure)
+        else:
+            self._report_machine(pb.MACHINE_CONDITION_HEALTHY, "all health checks passed")
+
+    def clock_offset(self) -> tuple[timedelta, timedelta] | None:
+        """Returns the time of the coordinator's clock minus that of this machine's, and the
+        uncertainty. Returns None if the coordinator could not be asked. Blocks for at most 2 s."""
+        before_s = time.time()
+        try:
+            job = self._client.get_job(self._job_id, member_id=NOBODY, deadline=_CALL_DEADLINE)
+        except ShoalError:
+            return None
+        after_s = time.time()
+        offset_s = job.now_unix_ms / 1000 - (before_s + after_s) / 2
+        return timedelta(seconds=offset_s), timedelta(seconds=abs(after_s - before_s) / 2)
+
+    def _report_machine(self, condition: pb.MachineCondition, reason: str) -> None:
+        with contextlib.suppress(ShoalError):
+            self._client.report_machine(
+                self._job_id,
+                self._host,
+                condition,
+                reason=reason[:_LONGEST_TEXT],
+                deadline=_CALL_DEADLINE,
+            )
 
     def is_put_out(self, member_id: str) -> bool:
         """Returns whether the coordinator has evicted a member, so that nobody waits for its

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from shoal_common.errors import PreconditionError
 from shoal_common.formats.runs import Run
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from shoal.launcher.clusters.cluster import StartService
     from shoal.launcher.run.reporter import ExitReporter
     from shoal.launcher.workers.environment import NodePlacement
+
+
+MACHINE_REFUSED: Final = "MACHINE_REFUSED"
+"""Reason of the error with which a job refuses a machine."""
 
 
 class RunCompletedError(PreconditionError):

@@ -3,6 +3,7 @@ unchanged, and Shoal's variables."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,11 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
     if identity.record_directory is not None:
         variables["SHOAL_RECORD_DIR"] = str(identity.record_directory)
     return variables
+
+
+def machine_name(environment: Mapping[str, str]) -> str:
+    """Returns the name with which this machine's workers join: SHOAL_HOST, or the host name."""
+    return environment.get("SHOAL_HOST") or socket.gethostname()
 
 
 def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> dict[str, str]:

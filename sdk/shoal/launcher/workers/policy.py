@@ -138,6 +138,9 @@ class RestartPolicy:
         self.survived: list[WorkerExit] = []
         """Failures from which the run recovered through a replacement, a restart or other
         workers."""
+        self.refused = ""
+        """Reason why the job refuses this machine, so that no worker is replaced; empty if it does
+        not."""
         self._failures: list[WorkerExit] = []
         self._max_restarts = max_restarts
         self._fail_fast = fail_fast
@@ -214,6 +217,8 @@ class RestartPolicy:
         self._failures = [self.fatal] if self.fatal is not None else []
 
     def _after_elastic_failure(self, worker: WorkerExit) -> Action:
+        if self.refused:
+            return Action.NONE
         allowed = self._max_restarts
         if allowed is None:
             allowed = 0 if worker.raised else ELASTIC_RESTARTS
@@ -246,6 +251,8 @@ class RestartPolicy:
         that asked the launcher to exit; 0 if there was none."""
         if self.fatal is not None:
             return self.fatal.status.code
+        if self.refused and not self.end.is_over and not signal_number:
+            return PUT_OUT
         if not self.elastic:
             return (
                 128 + signal_number

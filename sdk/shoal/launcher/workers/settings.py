@@ -20,6 +20,7 @@ from typing import Final
 
 from shoal_common.errors import ConfigurationError
 
+from shoal.launcher.machines.notices import NoticeSource
 from shoal.launcher.workers.environment import visible_slices
 
 _MOST_WORKERS: Final = 10_000
@@ -239,6 +240,10 @@ class RunSettings:
     """True to fork workers from a process that has imported torch, if possible."""
     progress: bool = True
     """True to show the run's progress."""
+    preemption_notice: NoticeSource = NoticeSource.NONE
+    """Source of the notices that this machine will be taken away."""
+    health_checks: bool = False
+    """True to check this machine's health before its workers start, and after a failure."""
     plot: Path | None = None
     """File for the final plot, a .png or .svg; None: no plot."""
 

@@ -100,13 +100,14 @@ def set_session(session: Session | None) -> None:
 
 _HAPPENED: Final = (
     "MEMBER_REPLACED",
+    "MACHINE_REFUSED",
     "LEASE_EXPIRED",
     "PROCESS_EXITED",
     "MEMBER_STALLED",
     UnavailableError.default_reason,
 )
-"""Reasons for which the coordinator ends the membership of a live process, and the reason of an
-unavailable service. A replacement would not fail in the same way."""
+"""Reasons for which the coordinator refuses a live process or ends its membership, and the reason
+of an unavailable service. The script is not the cause."""
 
 
 _VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED", "SAME_BATCHES")

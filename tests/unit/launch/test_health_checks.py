@@ -1,0 +1,90 @@
+"""Health checks of a machine, run on this one and with the faults that they look for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shoal.launcher.machines import checks
+from shoal.launcher.machines.health import check_clock, check_machine, failures_text
+from torch.overrides import TorchFunctionMode
+
+
+class OneWrongBit(TorchFunctionMode):
+    """Arithmetic with one wrong bit in one element of each matrix product of floats."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.__name__ in ("matmul", "__matmul__") and result.dtype == torch.float32:
+            result[717, 3] += 1
+        return result
+
+
+def test_a_processor_that_computes_one_element_wrong_is_found() -> None:
+    assert "8 products" in checks.matrix()
+    with OneWrongBit(), pytest.raises(checks.Failed, match=r"wrong in 1 rows, first in row 717"):
+        checks.matrix()
+
+
+def test_a_disk_that_returns_other_data_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "MB/s written" in checks.disk(str(tmp_path))
+
+    def corrupt(descriptor: int, *_: int) -> None:  # called between writing and reading
+        os.pwrite(descriptor, b"\x00", (5 << 20) + 17)
+
+    monkeypatch.setattr(os, "posix_fadvise", corrupt)
+    with pytest.raises(checks.Failed, match=r"MiB 5 of a file differs"):
+        checks.disk(str(tmp_path))
+
+
+def test_the_checks_of_this_machine_pass_and_name_what_they_measured() -> None:
+    results = asyncio.run(check_machine())
+    assert [result.name for result in results][:3] == ["disk", "memory", "matrix product"]
+    assert failures_text(results) == ""
+    assert all(result.detail for result in results)
+
+
+def test_a_file_that_cannot_be_written_is_a_failure_with_the_systems_reason() -> None:
+    limited = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "import asyncio\n"
+        "from shoal.launcher.machines.health import check_machine, failures_text\n"
+        "print(failures_text(asyncio.run(check_machine())))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", limited], capture_output=True, text=True, check=True, timeout=200
+    )
+    assert ended.stdout.strip() == "disk: [Errno 27] File too large"
+
+
+def test_checks_that_do_not_end_have_failed() -> None:
+    results = asyncio.run(check_machine(timedelta(milliseconds=1)))
+    assert failures_text(results) == "all checks: did not end within 0.001 s, after 0 checks"
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "uncertainty_s", "ok"),
+    [(0.2, 0.1, True), (-4.9, 0.0, True), (-9.0, 0.5, False), (9.0, 5.0, True), (60.0, 1.0, False)],
+)
+def test_a_clock_may_differ_by_five_seconds_beyond_what_is_unknown(
+    offset_s: float, uncertainty_s: float, ok: bool
+) -> None:
+    result = check_clock(timedelta(seconds=offset_s), timedelta(seconds=uncertainty_s))
+    assert result.ok is ok
+    assert ("NTP" in result.detail) is not ok

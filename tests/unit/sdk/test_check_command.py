@@ -80,6 +80,12 @@ def test_migration_pages_are_reported_before_and_clean_after(path: Path) -> None
         ("bar = tqdm(range(3))", "", "bar = tqdm(range(3))"),
         ("best = 0.0", "if value > best:\n    best = value", "best = 0.0"),
         ("best, other = math.inf, 1", "best = min(best, value)", "best, other = math.inf, 1"),
+        (
+            "best: float = np.Inf",
+            "if value < best:\n    best, last = value, epoch",
+            "best: float = np.Inf",
+        ),
+        ("best = 9.0", "if value < best:\n    best, at = measure()", "best = 9.0"),
         ("count = 0", "count += 1\nif count > 5:\n    break", "count = 0"),
         ("ema = copy.deepcopy(net)", "update(ema, net)", "ema = copy.deepcopy(net)"),
         ("dist.init_process_group()", "", "dist.init_process_group()"),

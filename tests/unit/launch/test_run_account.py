@@ -233,6 +233,34 @@ def test_a_standstill_that_the_coordinator_explains_is_a_pause_although_nobody_c
     )
 
 
+def test_ranks_that_leave_as_the_launcher_is_interrupted_do_not_count_as_leaves(run: Run) -> None:
+    for name in "abc":
+        run.join(name)
+    run.steps(1, 20, "a", "b", "c", generation=1)
+
+    def left(name: str) -> Event:
+        return Event(
+            kind="member_left",
+            member_id=name,
+            attributes={"rank": "1", "who": f"rank of {name}", "ending": "drained"},
+        )
+
+    def formed(generation: int) -> Event:
+        return Event(
+            kind="generation_formed", generation=generation, attributes={"world_size": "2"}
+        )
+
+    run.account.explain([FORMED, left("a"), formed(2)], {}, run.clock.ns)
+    assert run.account.figures.leaves == 1  # a was drained by hand
+    run.account.changes.interrupted = frozenset("bc")
+    run.clock.ns += 50 * MS
+    run.steps(21, 22, "c", generation=3)
+    run.look(settle=True)
+    lines = run.account.explain([left("b"), formed(3), left("c")], {}, run.clock.ns)
+    assert not any("rank of b" in line or "ranks changed" in line for line in lines)
+    assert run.account.figures.leaves == 1
+
+
 def test_a_lost_server_is_told_with_its_pause_soon_after_the_beginning(run: Run) -> None:
     run.join("a")
     run.steps(1, 2, "a", generation=1)

@@ -381,6 +381,7 @@ class Agent:
                 worker.child.kill()
             return
         self._signal, self._signalled_at = number, now
+        self._follower.interrupted()
         grace = self._settings.shutdown_grace(
             elastic=self._policy.elastic or any(worker.has_joined for worker in self._workers)
         )

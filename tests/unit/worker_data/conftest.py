@@ -70,6 +70,9 @@ class FakeSession:
         self.begin_step(source)
         return source.epoch
 
+    def epochs_left(self, source):
+        pass
+
     def epoch_opens(self, source, epoch, *, epochs):
         pass
 

@@ -349,6 +349,8 @@ class Iterations:
             return
         except GeneratorExit:
             progress.leave_epochs(epoch)
+            if (met := self._introduction.met) is not None and _left_by_for():
+                met.epochs_left(source)
             raise
         finally:
             progress.within = None

@@ -259,6 +259,8 @@ def _values(script: Script) -> Iterator[Finding]:
     for loop in script.training_loops():
         scope = script.scope(loop)
         block = script.tree.body if scope is None else scope.body
+        counts: list[tuple[ast.AST, str, ast.AST]] = []
+        values: list[tuple[ast.AST, str, ast.AST]] = []
         for made in (node for part in block for node in ast.walk(part)):
             if (
                 not isinstance(made, ast.Assign | ast.AnnAssign)
@@ -268,7 +270,26 @@ def _values(script: Script) -> Iterator[Finding]:
                 continue
             for name, value in _assigned(made):
                 if _is_plain(value) and _decides(script, loop, name):
-                    yield _unregistered(made, name, value)
+                    steps = set(name.lower().split("_")) & _STEP_NAMES
+                    (counts if steps else values).append((made, name, value))
+        for made, name, value in counts:
+            yield _unregistered(
+                made,
+                name,
+                value,
+                "loader.global_step, which counts the run's steps, instead of the script's own "
+                "count",
+            )
+        # one call for all values: a second one would replace `run`
+        all_values = {name: ast.unparse(value) for _, name, value in values}
+        call = ", ".join(f"{name}={value}" for name, value in all_values.items())
+        for made, name, value in values:
+            yield _unregistered(
+                made,
+                name,
+                value,
+                f"run = shoal.register_state({call}), and run.{name} in the loop",
+            )
 
 
 def _assigned(made: ast.Assign | ast.AnnAssign) -> Iterator[tuple[str, ast.AST]]:
@@ -332,18 +353,11 @@ def _until(script: Script, node: ast.AST, end: ast.AST) -> Iterator[ast.AST]:
     return itertools.takewhile(lambda above: above is not end, script.above(node))
 
 
-def _unregistered(made: ast.AST, name: str, value: ast.AST) -> Finding:
-    what = f"the training loop depends on {name}, but a joiner's {name} is {ast.unparse(value)}"
-    if set(name.lower().split("_")) & _STEP_NAMES:
-        return _finding(
-            made,
-            what,
-            "loader.global_step, which counts the run's steps, instead of the script's own count",
-        )
+def _unregistered(made: ast.AST, name: str, value: ast.AST, remedy: str) -> Finding:
     return _finding(
         made,
-        what,
-        f"run = shoal.register_state({name}={ast.unparse(value)}), and run.{name} in the loop",
+        f"the training loop depends on {name}, but a joiner's {name} is {ast.unparse(value)}",
+        remedy,
     )
 
 

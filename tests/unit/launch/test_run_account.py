@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 from shoal.cli.terminal.live import LiveView
+from shoal.launcher.processes.process import ExitStatus
 from shoal.launcher.report.account import RunAccount, figures_lines
+from shoal.launcher.report.follower import RunFollower
 from shoal.launcher.workers.output import Stream
 from shoal_common.formats.tally import Counts, Tally, TallyWriter, read_tally
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
@@ -259,6 +261,15 @@ def test_ranks_that_leave_as_the_launcher_is_interrupted_do_not_count_as_leaves(
     lines = run.account.explain([left("b"), formed(3), left("c")], {}, run.clock.ns)
     assert not any("rank of b" in line or "ranks changed" in line for line in lines)
     assert run.account.figures.leaves == 1
+
+
+def test_only_workers_that_run_as_the_signal_comes_leave_because_of_it(run: Run) -> None:
+    follower = RunFollower(note=lambda text: None)
+    for name in "abc":
+        follower.started(name, run.directory / name)
+    follower.ended("a", ExitStatus(0))
+    follower.interrupted()
+    assert follower.account.changes.interrupted == {"b", "c"}
 
 
 def test_a_lost_server_is_told_with_its_pause_soon_after_the_beginning(run: Run) -> None:

@@ -151,6 +151,23 @@ def test_a_line_is_not_reported(before: str, inside: str) -> None:
     assert _found(before, inside) == []
 
 
+def test_values_that_decide_together_are_registered_by_one_call() -> None:
+    loop = """
+    if value < best:
+        best, bad = value, 0
+    else:
+        bad += 1
+    if bad > 3:
+        break
+"""
+    found = check(_START + "best = 9.0\nbad, limit = 0, 3\n" + _LOOP + loop)
+    assert found is not None
+    assert [finding.remedy for finding in found] == [
+        f"run = shoal.register_state(best=9.0, bad=0), and run.{name} in the loop"
+        for name in ("best", "bad")
+    ]
+
+
 def test_the_command_names_file_line_and_remedy_and_fails_if_there_are_findings(
     tmp_path: Path,
 ) -> None:

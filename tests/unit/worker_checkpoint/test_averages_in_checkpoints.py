@@ -37,9 +37,10 @@ def train(directory: Path, strategy: str, *, averages: int = 2) -> list[dict[str
             for parameter in average.parameters():
                 parameter.fill_(number)
     shoal.save_checkpoint(directory)
+    states = [average.module.state_dict() for average in made]
     return [
-        {name.replace("module.", ""): each.clone() for name, each in one.module.state_dict().items()}
-        for one in made
+        {name.replace("module.", ""): each.clone() for name, each in state.items()}
+        for state in states
     ]
 
 

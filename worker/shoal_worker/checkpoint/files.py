@@ -342,7 +342,9 @@ def _average(
     averages = [
         each
         for each in states.values()
-        if isinstance(each, Mapping) and _COUNT in each and len(each) > 1
+        if isinstance(each, Mapping)
+        and _COUNT in each
+        and len(each) > 1
         # besides the count, all names of an AveragedModel have its prefix
         and all(name == _COUNT or str(name).startswith(_AVERAGED) for name in each)
     ]

@@ -42,8 +42,8 @@ class EarlyStop:
         self._resumed = loader
 
     def passes(self, loader: str) -> bool:
-        """Returns whether the script enters the `epochs()` of `loader` that ended before the resume.
-        The next loop over epochs trains."""
+        """Returns whether the script enters the `epochs()` of `loader` that ended before the
+        resume. The next loop over epochs trains."""
         if not loader or self._resumed != loader:
             return False
         self._resumed = ""

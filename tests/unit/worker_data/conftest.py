@@ -71,7 +71,7 @@ class FakeSession:
         return source.epoch
 
     def epochs_left(self, source):
-        pass
+        self.calls.append(("epochs_left",))
 
     def epoch_opens(self, source, epoch, *, epochs):
         pass

@@ -138,7 +138,9 @@ def train(options: argparse.Namespace) -> None:
                 # under ddp the next rows are not there before this step is pushed
                 net.prefetch(*upcoming[:3])
             optimizer.zero_grad()
-            nn.functional.binary_cross_entropy_with_logits(model(*inputs), clicks).backward()
+            loss = nn.functional.binary_cross_entropy_with_logits(model(*inputs), clicks)
+            loss.backward()
+            shoal.report(loss=loss)
             optimizer.step()
         show(f"epoch {epoch}")
         if options.checkpoints is not None:

@@ -569,10 +569,14 @@ def resume(directory: str | Path) -> bool:
 
 
 def load_full_state(
-    path: str | Path, *, model: int | None = None, best: bool = False
+    path: str | Path,
+    *,
+    model: int | None = None,
+    best: bool = False,
+    average: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the model's state in a checkpoint, under the original module's names, for
-    `module.load_state_dict`. Needs no session and no ranks.
+    """Returns the state of the model, or of an average of it, in a checkpoint, under the original
+    module's names, for `module.load_state_dict`. Needs no session and no ranks.
 
     Args:
         path: a directory passed to `save_checkpoint`, of which the newest checkpoint is read, or
@@ -580,13 +584,16 @@ def load_full_state(
         model: index of the model in a run that trained several, in the order of `as_distributed`.
         best: read the checkpoint with the best metric of the newest run in the directory, instead
             of the newest: see `best` of `save_checkpoint`.
+        average: index of the `AveragedModel` to read instead of the model, in the order in which
+            the script created them: 0 for the only one.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or with `best` none with a metric; or the
-            checkpoint has several models and `model` names none of them.
+        ConfigurationError: there is no checkpoint, or with `best` none with a metric; the
+            checkpoint has several models and `model` names none of them; it has no such average;
+            or both `model` and `average` are given.
         CorruptDataError: the checkpoint is damaged, foreign or of a newer release.
     """
-    return read_model(Path(path), model, of_best=best)
+    return read_model(Path(path), model, of_best=best, average=average)
 
 
 def report(**numbers: float | torch.Tensor) -> None:

@@ -36,6 +36,24 @@ _OTHER_LIBRARIES: Final = {
     "transformers.Trainer": "trainers.md",
 }
 """Libraries that already distribute a script, and their pages in docs/migration."""
+_BY_EPOCHS: Final = (
+    "`for epoch in loader.epochs(n):` and inside it `for batch in loader:`, where loader is a "
+    "shoal.ElasticDataLoader"
+)
+_BY_STEPS: Final = (
+    "`for epoch in loader.epochs(max_steps=n):` for n steps, or `loader.epochs(n)` for n epochs, "
+    "and inside it `for batch in loader:`, where loader is a shoal.ElasticDataLoader; "
+    "loader.global_step counts the steps"
+)
+_LIMITS: Final = (
+    "for a limit of n steps, `for epoch in loader.epochs(max_steps=n):`; other conditions may only "
+    "use values that are equal on all ranks, such as loader.global_step or a result of "
+    "shoal.all_reduce"
+)
+_STOPS: Final = (
+    "`if optimizer.should_early_stop(loss, patience=5): break`, where loss is a result of "
+    "shoal.evaluate; other conditions may only use values that are equal on all ranks"
+)
 _NOT_DEALT: Final = frozenset({"sampler", "batch_sampler", "worker_init_fn"})
 """Arguments of a DataLoader that the user has to check."""
 
@@ -56,9 +74,15 @@ class Conversion:
 class _Unclear(Exception):
     """The training loop has a shape that cannot be converted."""
 
-    def __init__(self, what: str, node: ast.AST | None = None) -> None:
+    def __init__(self, what: str, node: ast.AST | None = None, *, remedy: str = "") -> None:
+        """`remedy`: what to write instead; it is marked at the line of `node`."""
         line = getattr(node, "lineno", None)
         super().__init__(f"line {line}: {what}" if line else what)
+        self.marks = (
+            (Finding(line=line, what=f"not converted: {what}", remedy=remedy),)
+            if line and remedy
+            else ()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +117,15 @@ def convert(source: str, name: str = "<script>") -> Conversion | None:
     script = Script(source, name)
     edits = _Edits(source)
     refusal = ""
+    left: tuple[Finding, ...] = ()
     try:
         shape = _find_shape(script)
     except _Unclear as reason:
-        refusal = str(reason)
+        refusal, left = str(reason), reason.marks
     else:
         _convert_loop(script, shape, found, edits)
     converted = edits.apply()
-    marked, marks = _marked(converted, name)
+    marked, marks = _marked(converted, name, left)
     return Conversion(source=marked, changes=edits.count, marks=marks, refusal=refusal)
 
 
@@ -122,7 +147,11 @@ def _find_shape(script: Script) -> _Shape:
         raise _Unclear(f"the script has {len(loops)} training loops", loops[1] if loops else None)
     epochs = loops[0]
     if not isinstance(epochs, ast.For) or not _is_range(epochs.iter):
-        raise _Unclear("the training loop is not `for ... in range(n)`", epochs)
+        raise _Unclear(
+            "the training loop is not `for ... in range(n)`",
+            epochs,
+            remedy=_BY_STEPS if isinstance(epochs, ast.While) else _BY_EPOCHS,
+        )
     scope = script.scope(epochs)
     block = script.tree.body if scope is None else scope.body
     if epochs not in block:
@@ -131,10 +160,14 @@ def _find_shape(script: Script) -> _Shape:
         raise _Unclear(f"{scope.name}() may not run on all ranks", scope)
     inner = _only([part for part in epochs.body if _trains(script, part)], "batches", epochs)
     if not isinstance(inner, ast.For):
-        raise _Unclear("the loop over batches is not a `for`", inner)
+        raise _Unclear("the loop over batches is not a `for`", inner, remedy=_BY_STEPS)
     for node in ast.walk(epochs):
         if isinstance(node, ast.Break | ast.Continue | ast.Return):
-            raise _Unclear("the training loop has a break, continue or return", node)
+            raise _Unclear(
+                "the training loop has a break, continue or return",
+                node,
+                remedy=_LIMITS if inner in script.above(node) else _STOPS,
+            )
     backward, loss = _backward(script, inner)
     optimizer, step = _step(script, inner)
     scheduler = _scheduler(script, inner, step)
@@ -491,12 +524,12 @@ def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast
 # -------------------------------------------------------------------------------------------- marks
 
 
-def _marked(source: str, name: str) -> tuple[str, int]:
+def _marked(source: str, name: str, left: tuple[Finding, ...]) -> tuple[str, int]:
     """Returns the script with a comment above each statement that has findings, and the number of
-    these comments."""
+    these comments. `left`: findings of the conversion, besides those of `check`."""
     script = Script(source, name)
     edits = _Edits(source)
-    for finding in check(source, name) or ():
+    for finding in (*left, *(check(source, name) or ())):
         line = min(
             (
                 (end - node.lineno, node.lineno)

@@ -259,25 +259,51 @@ def _values(script: Script) -> Iterator[Finding]:
     for loop in script.training_loops():
         scope = script.scope(loop)
         block = script.tree.body if scope is None else scope.body
+        counts: list[tuple[ast.AST, str, ast.AST]] = []
+        values: list[tuple[ast.AST, str, ast.AST]] = []
         for made in (node for part in block for node in ast.walk(part)):
             if (
-                not isinstance(made, ast.Assign)
+                not isinstance(made, ast.Assign | ast.AnnAssign)
                 or made.lineno >= loop.lineno
                 or script.scope(made) is not scope
             ):
                 continue
             for name, value in _assigned(made):
                 if _is_plain(value) and _decides(script, loop, name):
-                    yield _unregistered(made, name, value)
+                    steps = set(name.lower().split("_")) & _STEP_NAMES
+                    (counts if steps else values).append((made, name, value))
+        for made, name, value in counts:
+            yield _unregistered(
+                made,
+                name,
+                value,
+                "loader.global_step, which counts the run's steps, instead of the script's own "
+                "count",
+            )
+        # one call for all values: a second one would replace `run`
+        all_values = {name: ast.unparse(value) for _, name, value in values}
+        call = ", ".join(f"{name}={value}" for name, value in all_values.items())
+        for made, name, value in values:
+            yield _unregistered(
+                made,
+                name,
+                value,
+                f"run = shoal.register_state({call}), and run.{name} in the loop",
+            )
 
 
-def _assigned(made: ast.Assign) -> Iterator[tuple[str, ast.AST]]:
-    """Yields assigned names with their values, also for `a, b = 0, 1`."""
-    for target in made.targets:
+def _assigned(made: ast.Assign | ast.AnnAssign) -> Iterator[tuple[str, ast.AST]]:
+    """Yields assigned names with their values, also for `a, b = 0, 1` and `a: int = 0`."""
+    if made.value is None:
+        return
+    for target in made.targets if isinstance(made, ast.Assign) else (made.target,):
         if isinstance(target, ast.Name):
             yield target.id, made.value
-        elif isinstance(target, ast.Tuple) and isinstance(made.value, ast.Tuple):
-            for name, value in zip(target.elts, made.value.elts, strict=False):
+        elif isinstance(target, ast.Tuple):
+            values = made.value.elts if isinstance(made.value, ast.Tuple) else ()
+            for name, value in itertools.zip_longest(
+                target.elts, values[: len(target.elts)], fillvalue=made.value
+            ):
                 if isinstance(name, ast.Name):
                     yield name.id, value
 
@@ -290,9 +316,9 @@ def _is_plain(value: ast.AST) -> bool:
         return value.value is None or (
             isinstance(value.value, int | float) and not isinstance(value.value, bool)
         )
-    return ast.unparse(value) in ("math.inf", "np.inf", "torch.inf", "inf") or bool(
-        re.fullmatch(r"""float\(['"][-+]?inf(inity)?['"]\)""", ast.unparse(value))
-    )
+    if isinstance(value, ast.Name | ast.Attribute):
+        return last_name(value) in ("inf", "Inf", "maxsize")
+    return bool(re.fullmatch(r"""float\(['"][-+]?inf(inity)?['"]\)""", ast.unparse(value)))
 
 
 def _decides(script: Script, loop: Loop, name: str) -> bool:
@@ -308,13 +334,15 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
     for node in ast.walk(loop):
         if isinstance(node, ast.AugAssign) and _is_name(node.target, name):
             carried = True
-        elif isinstance(node, ast.Assign) and any(_is_name(each, name) for each in node.targets):
-            if node in loop.body and not _has_name(node.value, name):
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and (
+            value := dict(_assigned(node)).get(name)
+        ):
+            if node in loop.body and not _has_name(value, name):
                 return False  # every pass begins with a new value
             chosen = any(isinstance(above, ast.If) for above in _until(script, node, loop))
-            carried = carried or chosen or _has_name(node.value, name)
-            if isinstance(node.value, ast.Call) and last_name(node.value) in ("max", "min"):
-                compared = compared or _has_name(node.value, name)
+            carried = carried or chosen or _has_name(value, name)
+            if isinstance(value, ast.Call) and last_name(value) in ("max", "min"):
+                compared = compared or _has_name(value, name)
         elif isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot):
             compared = compared or _has_name(node, name)
     return carried and compared
@@ -325,18 +353,11 @@ def _until(script: Script, node: ast.AST, end: ast.AST) -> Iterator[ast.AST]:
     return itertools.takewhile(lambda above: above is not end, script.above(node))
 
 
-def _unregistered(made: ast.Assign, name: str, value: ast.AST) -> Finding:
-    what = f"the training loop depends on {name}, but a joiner's {name} is {ast.unparse(value)}"
-    if set(name.lower().split("_")) & _STEP_NAMES:
-        return _finding(
-            made,
-            what,
-            "loader.global_step, which counts the run's steps, instead of the script's own count",
-        )
+def _unregistered(made: ast.AST, name: str, value: ast.AST, remedy: str) -> Finding:
     return _finding(
         made,
-        what,
-        f"run = shoal.register_state({name}={ast.unparse(value)}), and run.{name} in the loop",
+        f"the training loop depends on {name}, but a joiner's {name} is {ast.unparse(value)}",
+        remedy,
     )
 
 

@@ -31,6 +31,7 @@ def test_the_starter_survives_a_kill_keeps_the_best_checkpoint_and_resumes(shell
 
     status, out, err = shell.run(*run, "train.py", "--epochs", "31")
     assert status == 0, err
+    assert "shoal: resumed from checkpoints/step-960\n" in err
     (again,) = re.findall(r"epoch (\d+): accuracy \S+, best (\S+)", out)
     assert again[0] == "30"
     assert float(again[1]) >= best

@@ -4,6 +4,7 @@ and how the next run continues."""
 from __future__ import annotations
 
 import json
+import re
 import signal
 import textwrap
 from pathlib import Path
@@ -100,10 +101,11 @@ def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each
 ) -> None:
     """SHOAL_DRAIN_GRACE_S keeps its default of 1 s, within which the launcher asks both workers to
     leave."""
-    script, _ = preempt(shell)
+    script, command = preempt(shell)
     told = ended(shell)
     assert len(told) == 2
     assert len(set(told)) == 1
+    assert re.search(r"[1-9]\d* leaves?:", command.stderr) is None, command.stderr
     (stopped_at,) = {step for _, step in told}
     assert 3 <= stopped_at < STEPS
     assert newest_step(shell) == stopped_at

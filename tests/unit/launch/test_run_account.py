@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 from shoal.cli.terminal.live import LiveView
+from shoal.launcher.processes.process import ExitStatus
 from shoal.launcher.report.account import RunAccount, figures_lines
+from shoal.launcher.report.follower import RunFollower
 from shoal.launcher.workers.output import Stream
 from shoal_common.formats.tally import Counts, Tally, TallyWriter, read_tally
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
@@ -231,6 +233,43 @@ def test_a_standstill_that_the_coordinator_explains_is_a_pause_although_nobody_c
     assert figures_lines(figures)[1].startswith(
         "0 faults, 0 joins, 0 leaves: 1 pause, 20.010 s in all"
     )
+
+
+def test_ranks_that_leave_as_the_launcher_is_interrupted_do_not_count_as_leaves(run: Run) -> None:
+    for name in "abc":
+        run.join(name)
+    run.steps(1, 20, "a", "b", "c", generation=1)
+
+    def left(name: str) -> Event:
+        return Event(
+            kind="member_left",
+            member_id=name,
+            attributes={"rank": "1", "who": f"rank of {name}", "ending": "drained"},
+        )
+
+    def formed(generation: int) -> Event:
+        return Event(
+            kind="generation_formed", generation=generation, attributes={"world_size": "2"}
+        )
+
+    run.account.explain([FORMED, left("a"), formed(2)], {}, run.clock.ns)
+    assert run.account.figures.leaves == 1  # a was drained by hand
+    run.account.changes.interrupted = frozenset("bc")
+    run.clock.ns += 50 * MS
+    run.steps(21, 22, "c", generation=3)
+    run.look(settle=True)
+    lines = run.account.explain([left("b"), formed(3), left("c")], {}, run.clock.ns)
+    assert not any("rank of b" in line or "ranks changed" in line for line in lines)
+    assert run.account.figures.leaves == 1
+
+
+def test_only_workers_that_run_as_the_signal_comes_leave_because_of_it(run: Run) -> None:
+    follower = RunFollower(note=lambda text: None)
+    for name in "abc":
+        follower.started(name, run.directory / name)
+    follower.ended("a", ExitStatus(0))
+    follower.interrupted()
+    assert follower.account.changes.interrupted == {"b", "c"}
 
 
 def test_a_lost_server_is_told_with_its_pause_soon_after_the_beginning(run: Run) -> None:

@@ -80,6 +80,12 @@ def test_migration_pages_are_reported_before_and_clean_after(path: Path) -> None
         ("bar = tqdm(range(3))", "", "bar = tqdm(range(3))"),
         ("best = 0.0", "if value > best:\n    best = value", "best = 0.0"),
         ("best, other = math.inf, 1", "best = min(best, value)", "best, other = math.inf, 1"),
+        (
+            "best: float = np.Inf",
+            "if value < best:\n    best, last = value, epoch",
+            "best: float = np.Inf",
+        ),
+        ("best = 9.0", "if value < best:\n    best, at = measure()", "best = 9.0"),
         ("count = 0", "count += 1\nif count > 5:\n    break", "count = 0"),
         ("ema = copy.deepcopy(net)", "update(ema, net)", "ema = copy.deepcopy(net)"),
         ("dist.init_process_group()", "", "dist.init_process_group()"),
@@ -143,6 +149,23 @@ def test_a_line_is_reported(before: str, inside: str, line: str) -> None:
 )
 def test_a_line_is_not_reported(before: str, inside: str) -> None:
     assert _found(before, inside) == []
+
+
+def test_values_that_decide_together_are_registered_by_one_call() -> None:
+    loop = """
+    if value < best:
+        best, bad = value, 0
+    else:
+        bad += 1
+    if bad > 3:
+        break
+"""
+    found = check(_START + "best = 9.0\nbad, limit = 0, 3\n" + _LOOP + loop)
+    assert found is not None
+    assert [finding.remedy for finding in found] == [
+        f"run = shoal.register_state(best=9.0, bad=0), and run.{name} in the loop"
+        for name in ("best", "bad")
+    ]
 
 
 def test_the_command_names_file_line_and_remedy_and_fails_if_there_are_findings(

@@ -195,6 +195,30 @@ def test_a_loop_of_another_shape_stays_with_the_reason_and_marks(
     assert ast.dump(ast.parse(conversion.source)) == ast.dump(ast.parse(source))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "line", "remedy"),
+    [
+        (_RANGE, "while True:", "while True:", "loader.epochs(max_steps=n)"),
+        (_RANGE, "for epoch in range(1, 301):", "for epoch in range(1, 301):", "loader.epochs(n)"),
+        (_STEP, f"{_STEP}\n        if loss < 1: break", "        if", "epochs(max_steps=n)"),
+        ("flush=True)", "flush=True)\n    if loss < 1: break", "    if", "should_early_stop"),
+    ],
+)
+def test_a_loop_that_is_not_converted_names_what_to_write_instead(
+    tmp_path: Path, old: str, new: str, line: str, remedy: str
+) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text(_PLAIN.replace(old, new))
+    shown = CliRunner().invoke(app, ["init", "--from", str(plain)]).stdout
+    lines = (tmp_path / "plain_elastic.py").read_text().splitlines()
+    at = next(n for n, each in enumerate(lines) if f"{MARK}not converted" in each)
+    above = next(n for n in range(at, len(lines)) if not lines[n].lstrip().startswith("#"))
+    comment = " ".join(each.strip(" #") for each in lines[at:above])
+    assert remedy in comment
+    assert lines[above].startswith(line)
+    assert f"places marked '{MARK.strip()}'" in shown
+
+
 def test_marks_stand_above_decorators_and_statements_of_several_lines() -> None:
     source = _PLAIN + '    print(\n        """a\nb""",\n        epoch)\n'
     conversion = convert(source.replace(_RANGE, "for epoch in range(0, 9):"))

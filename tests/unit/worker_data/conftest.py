@@ -73,6 +73,9 @@ class FakeSession:
         self.begin_step(source)
         return source.epoch
 
+    def epochs_left(self, source):
+        self.calls.append(("epochs_left",))
+
     def epoch_opens(self, source, epoch, *, epochs):
         pass
 

@@ -253,6 +253,19 @@ def test_stop_ends_the_iteration_and_the_epochs(session):
     assert list(loader.epochs(5)) == []
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_break_counts_as_the_scripts_own_unless_the_run_was_stopped_within_the_epoch(
+    session, stopped
+):
+    loader = loader_of()
+    for _ in loader.epochs(5):
+        for _ in loader:
+            loader.committed(session.placement)
+            session.stopped = stopped
+        break
+    assert len(session.calls_of("epochs_left")) == (not stopped)
+
+
 def test_two_loaders_keep_separate_cursors(session):
     one, two = loader_of(), loader_of(12)
     assert (one.name, two.name) == ("loader", "loader-2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
+from torch.utils.data import TensorDataset
 
 
 def optimizers(number: int) -> tuple[shoal.ShardedOptimizer, ...]:
@@ -74,3 +77,78 @@ def test_counts_of_each_metric_go_on_after_a_resume(tmp_path: Path) -> None:
 
     assert shoal.launch(lambda: rank([1.0, 2.0, 3.0]), world_size=1) == [[False] * 3]
     assert shoal.launch(lambda: rank([4.0]), world_size=1) == [[True]]
+
+
+def _fit(
+    directory: Path,
+    losses: Sequence[float],
+    *,
+    saves: str,
+    patience: int = 2,
+    both: bool = False,
+) -> tuple[list[int], int]:
+    """Trains up to ten epochs of four steps with the given losses after each. Returns the epochs
+    trained, and the run's number of steps."""
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    rows = torch.randn(16, 2)
+    loader = shoal.ElasticDataLoader(TensorDataset(rows), global_batch_size=4)
+    shoal.resume(directory)
+    epochs = []
+    for epoch in loader.epochs(10):
+        for (x,) in loader:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        epochs.append(epoch)
+        if saves == "before the question":
+            shoal.save_checkpoint(directory)
+        stop = optimizer.should_early_stop(losses[epoch], patience=patience)
+        if both:
+            stop |= optimizer.should_early_stop(-epoch, patience=patience, name="other")
+        if saves == "before the break":
+            shoal.save_checkpoint(directory)
+        if stop:
+            break
+    if saves == "after the loop":
+        shoal.save_checkpoint(directory)
+    return epochs, loader.global_step
+
+
+@pytest.mark.parametrize("saves", ["before the question", "before the break", "after the loop"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_stopped_early_trains_no_epoch_when_it_is_resumed(
+    tmp_path: Path, saves: str, ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def rank() -> tuple[list[int], int]:
+        return _fit(tmp_path, [3.0, 2.0, 4.0, 4.0, 1.0], saves=saves)
+
+    assert shoal.launch(rank, world_size=ranks) == [([0, 1, 2, 3], 16)] * ranks
+    assert "resumed" not in capfd.readouterr().err
+    assert shoal.launch(rank, world_size=ranks) == [([], 16)] * ranks
+    assert capfd.readouterr().err.count("after which should_early_stop had ended training") == 1
+
+
+def test_without_that_checkpoint_a_resumed_run_trains_on_with_more_patience(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def rank(patience: int) -> tuple[list[int], int]:
+        losses = [3.0, 2.0, 4.0, 4.0, 1.0, *[5.0] * 5]
+        return _fit(tmp_path, losses, saves="before the question", patience=patience)
+
+    shoal.launch(lambda: rank(2), world_size=1)
+    shutil.rmtree(tmp_path / "step-16")
+    assert shoal.launch(lambda: rank(3), world_size=1) == [([3, 4, 5, 6, 7], 32)]
+    resumed = f"shoal: resumed from {tmp_path / 'step-12'}\n"
+    assert resumed in capfd.readouterr().err
+
+
+def test_a_loop_left_while_a_metric_still_improves_continues_when_it_is_resumed(
+    tmp_path: Path,
+) -> None:
+    def rank() -> tuple[list[int], int]:
+        return _fit(tmp_path, [1.0, 2.0, 3.0, 4.0], saves="after the loop", both=True)
+
+    assert shoal.launch(rank, world_size=1) == [([0, 1, 2], 12)]
+    assert shoal.launch(rank, world_size=1) == [([3], 16)]

@@ -126,6 +126,9 @@ def test_a_loop_that_draws_the_same_batches_without_a_dataloader_is_warned_of(
     with caplog.at_level(logging.WARNING):
         shoal.launch(rank, world_size=2)
     assert "all 2 ranks trained on the same batches" in caplog.text
+    assert "make a Dataset that returns them" in caplog.text
+    assert "torch's DataLoader" not in caplog.text
+    assert "a plain DataLoader" not in caplog.text
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, ...]]):

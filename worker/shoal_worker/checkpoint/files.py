@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ from shoal_worker.state.tree import Snapshot, unflatten
 _WHOLE_LAYOUT = "whole"
 _STEP = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_AVERAGED = "module."
+"""Prefix of the names in the state of an `AveragedModel`, besides `_COUNT`."""
+_COUNT = "n_averaged"
 _WHOLE = "~whole"
 """Name of a tensor in its file if the tensor is itself a top-level entry. Names made by the state
 tree never contain "~w" or "~m"."""
@@ -192,6 +195,19 @@ def write_sharded(
         remove(temporary)
 
 
+def mark_stopped_early(path: Path, loader: str) -> None:
+    """Records `CheckpointInfo.stopped_early` in a complete checkpoint.
+
+    Raises:
+        CorruptDataError: as in `read_checkpoint`.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing; nothing has changed.
+    """
+    content = read_manifest(path, (_WHOLE_LAYOUT, SHARDED))
+    info, layout = CheckpointInfo(**content.pop("info")), content.pop("layout")
+    with disk_errors(path):
+        write_manifest(path, dataclasses.replace(info, stopped_early=loader), layout, **content)
+
+
 def latest(directory: Path, *, run: str | None = None) -> Path | None:
     """Returns the checkpoint of the highest step in `directory`, or None if there is no checkpoint
     or no such directory. `run`: run to which the checkpoint must belong; None: any run.
@@ -262,15 +278,19 @@ def rows_of(path: Path) -> SavedRows:
 
 
 def read_model(
-    path: Path, number: int | None = None, *, of_best: bool = False
+    path: Path,
+    number: int | None = None,
+    *,
+    of_best: bool = False,
+    average: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Returns the model's state from one checkpoint, or from the newest checkpoint in a directory.
     `number`: index among several models. `of_best`: reads the best checkpoint of a directory
-    instead.
+    instead. `average`: index of the averaged model to return instead of the model.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or it has several models and `number` selects
-            none of them.
+        ConfigurationError: there is no checkpoint, it has several models and `number` selects none
+            of them, or it has no such average.
         CorruptDataError: as in `read_checkpoint`, or the checkpoint has no model.
     """
     is_one = (path / manifest.NAME).is_file()
@@ -294,6 +314,13 @@ def read_model(
         isinstance(each, dict) and isinstance(each.get("model"), dict) for each in states
     ):
         raise damaged(found, "it contains no model")
+    if average is not None:
+        if number is not None:
+            raise ConfigurationError(
+                f"model={number!r} and average={average!r} were given; expected one of them, since "
+                "the averages of all models are numbered together"
+            )
+        return _average(found, state, average, [each["model"].keys() for each in states])
     if number is None and len(states) == 1:
         number = 0
     if type(number) is not int or not 0 <= number < len(states):
@@ -303,6 +330,39 @@ def read_model(
             "passed to as_distributed"
         )
     return dict(states[number]["model"])
+
+
+def _average(
+    path: Path, state: Mapping[str, Any], number: int, models: Sequence[Collection[str]]
+) -> dict[str, torch.Tensor]:
+    """Returns the state of averaged model `number` without its prefix. `models`: names of the
+    tensors in the state of each model."""
+    registered = state.get("registered")
+    states = registered.get("states", {}) if isinstance(registered, Mapping) else {}
+    averages = [
+        each
+        for each in states.values()
+        if isinstance(each, Mapping)
+        and _COUNT in each
+        and len(each) > 1
+        # besides the count, all names of an AveragedModel have its prefix
+        and all(name == _COUNT or str(name).startswith(_AVERAGED) for name in each)
+    ]
+    if type(number) is not int or not 0 <= number < len(averages):
+        raise ConfigurationError(
+            f"{path} has {len(averages)} averaged model{'' if len(averages) == 1 else 's'}, but "
+            f"average={number!r}"
+            + (f"; expected a number from 0 to {len(averages) - 1}" if averages else "")
+            + ", in the order in which the script created torch's AveragedModels"
+        )
+    tensors = {
+        name.removeprefix(_AVERAGED): tensor
+        for name, tensor in averages[number].items()
+        if name != _COUNT
+    }
+    # an average of the model that as_distributed returned has the prefix twice
+    inner = {name.removeprefix(_AVERAGED): tensor for name, tensor in tensors.items()}
+    return inner if any(set(names) == inner.keys() for names in models) else tensors
 
 
 # ------------------------------------------------------------------------------------------ writing

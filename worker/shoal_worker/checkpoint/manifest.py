@@ -303,18 +303,22 @@ class CheckpointInfo:
     mode: str = ""
     """Direction of `metric`: "min" if smaller values are better, "max" if larger values are; empty
     if there is no metric."""
+    stopped_early: str = ""
+    """Loader whose `epochs()` the script left after this step because of `should_early_stop`; empty
+    if it did not."""
     shoal_version: str = field(default_factory=lambda: version("shoal-worker"))
     """Release of Shoal that wrote the checkpoint."""
 
 
 def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content: Any) -> None:
-    """Writes the manifest, and waits until the manifest and everything else in the directory are on
-    the disk. Raises OSError."""
+    """Writes or replaces the manifest atomically, and waits until the manifest and everything else
+    in the directory are on the disk. Raises OSError."""
     content = {"info": asdict(info), "layout": layout, **content}
     document = {"format": _FORMAT, "version": _VERSION, "xxh3_64": _digest_of(content), **content}
-    manifest = directory / NAME
+    manifest = directory / f".{NAME}"
     manifest.write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
     sync_file(manifest)
+    manifest.replace(directory / NAME)
     sync_directory(directory)
 
 

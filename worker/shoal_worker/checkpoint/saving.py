@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 import threading
 import time
 import weakref
@@ -36,6 +37,7 @@ from shoal_worker.checkpoint.files import (
     begin,
     check_place,
     latest,
+    mark_stopped_early,
     read_checkpoint,
     rows_of,
     write_checkpoint,
@@ -84,6 +86,8 @@ class CheckpointSaver:
         """True if the current save, if any, waits for the shards of other ranks."""
         self._elsewhere: _Elsewhere | None = None
         """The newest save, if another rank completes it."""
+        self._completed: tuple[Path, int] | None = None
+        """Path and step of the newest save, if this rank completes it."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
@@ -145,9 +149,12 @@ class CheckpointSaver:
             run=session.run,
             metric=None if best is None or math.isnan(best) else best,
             mode=mode,
+            stopped_early=session.early_stop.ended(step=session.steps),
         )
         what = f"writing step-{info.step} to {directory}"
         fence, shards, temporary = session.fence(), copy.shards, copy.temporary
+        completes = copy.first or (copy.whole is not None and session.is_first)
+        self._completed = (directory / f"step-{info.step}", info.step) if completes else None
         self._collects, self._given_up_last = copy.first and shards is not None, None
         mine = copy.first or copy.whole is not None
         self._elsewhere = (
@@ -254,10 +261,31 @@ class CheckpointSaver:
             )
             failed = self._settle(DISK_PATIENCE)
         if failed is None:
+            self._mark_early_stop(session)
             return
         _log.error("the last checkpoint was not saved: %s", failed)
         if not session.has_left:  # otherwise the remaining ranks save again
             session.missed = f"the last checkpoint was not saved: {failed}"
+
+    def _mark_early_stop(self, session: Session) -> None:
+        """Records in the newest checkpoint that early stopping has ended the loop over epochs after
+        that step. The script usually saves before it asks whether to stop."""
+        loader = session.early_stop.ended(step=session.steps)
+        if not loader or self._completed is None or session.has_left:
+            return
+        path, step = self._completed
+        if step != session.steps:
+            return
+        try:
+            session.fence()()
+            mark_stopped_early(path, loader)
+        except ShoalError as error:
+            _log.warning(
+                "%s does not record that training has stopped early, so a run that resumes from "
+                "it trains another epoch: %s",
+                path,
+                error,
+            )
 
     def _settle(self, timeout: timedelta) -> Exception | None:
         """Waits for this rank's current save, if any, and returns its error."""
@@ -506,6 +534,7 @@ def load_newest(session: Session, directory: Path) -> bool:
             raise _refusal(found)
         if found["found"]:
             _take_up(session, channel, captured, Path(found["path"]))
+            _resumed(session, found, named, first=channel.rank == 0)
         return bool(found["found"])
 
     return bool(session.operation("resume", body))
@@ -543,7 +572,24 @@ def _load_alone(session: Session, directory: Path) -> bool:
         raise _refusal(found)
     if captured is not None:
         _take_up(session, LocalChannel(), captured, Path(found["path"]))
+        _resumed(session, found, str(directory), first=True)
     return captured is not None
+
+
+def _resumed(session: Session, found: Mapping[str, Any], directory: str, *, first: bool) -> None:
+    """Records where early stopping ended the resumed run, if it did. On the first rank, prints the
+    name of the checkpoint. `directory`: as the script named it."""
+    session.early_stop.resumed(found["stopped_early"])
+    if not first:
+        return
+    path = Path(directory) / Path(found["path"]).name
+    line = f"shoal: resumed from {path}"
+    if found["stopped_early"]:
+        line += (
+            ", after which should_early_stop had ended training, so no epoch is left; to train on, "
+            "remove this checkpoint, and the run continues from the one before it"
+        )
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - for people, like a launcher's line
 
 
 def _take_up(
@@ -626,7 +672,13 @@ def _read(
     except CorruptDataError as error:
         return None, {"found": True, "error": str(error), "reason": error.reason}
     captured = {name: state.pop(name) for name in list(state) if name in _FILES}
-    return {"replica": state, **captured}, {"found": True, "error": None, "path": str(found)}
+    report = {
+        "found": True,
+        "error": None,
+        "path": str(found),
+        "stopped_early": checkpoint.info.stopped_early,
+    }
+    return {"replica": state, **captured}, report
 
 
 def _refusal(found: dict[str, Any]) -> ShoalError:

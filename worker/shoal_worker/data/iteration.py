@@ -356,6 +356,10 @@ class Iterations:
             return
         except GeneratorExit:
             progress.leave_epochs(epoch)
+            met = self._introduction.met
+            # a stopped run may have left after an epoch that it has not finished
+            if met is not None and not self._stopped and _left_by_for():
+                met.epochs_left(source)
             raise
         finally:
             progress.within = None

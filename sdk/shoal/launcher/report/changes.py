@@ -73,6 +73,9 @@ class Changes:
     """Number of ranks that left on request while the run continued."""
     generation: int = 0
     """Newest reported generation."""
+    interrupted: frozenset[str] = frozenset()
+    """Ids of this launcher's members at the time when a signal ended its run. They leave because of
+    the signal, so their leaving is no event of the run."""
 
     _lost: list[str] = field(default_factory=list)
     _left: list[str] = field(default_factory=list)
@@ -105,7 +108,10 @@ class Changes:
             case "step_stands" if not self._is_over:
                 self.found.append(Change(generation=0, stood=attributes.get("reason", "")))
             case "member_left" if (
-                attributes.get("rank") and attributes.get("ending") in _LEAVES and not self._is_over
+                attributes.get("rank")
+                and attributes.get("ending") in _LEAVES
+                and not self._is_over
+                and event.member_id not in self.interrupted
             ):
                 self._left.append(attributes.get("who") or f"member {event.member_id}")
             case "server_lost" if not self._is_over:
@@ -125,7 +131,7 @@ class Changes:
 
     def _formed(self, event: JobEvent) -> None:
         joins = tuple(filter(None, event.attributes.get("joined", "").split(", ")))
-        if self._has_begun:
+        if self._has_begun and (joins or self._lost or self._left or not self.interrupted):
             self.leaves += len(self._left)  # where all leave, there is no generation after them
             more = _MORE.search(event.attributes.get("joined", ""))
             self.joins += len(joins) + (int(more[1]) if more else 0)

@@ -51,6 +51,10 @@ class RunFollower:
         """Records the end of a worker's process."""
         self._endings[member_id] = f"ended with {status}"
 
+    def interrupted(self) -> None:
+        """Records that a signal ends the run on this machine: its workers leave for that reason."""
+        self.account.changes.interrupted = frozenset(self._files.keys() - self._endings.keys())
+
     def of_run(self, number: int) -> None:
         """Sets the number of the job's run in which this launcher takes part."""
         self.account.changes.run = number

@@ -448,6 +448,7 @@ class Agent:
             # The machine that stops sends this signal; its workers are already leaving.
             self._note(f"received {number.name}; the workers are leaving")
             return
+        self._follower.interrupted()
         grace = self._leave_grace()
         if self._workers:
             self._note(

@@ -104,7 +104,11 @@ class LoaderSession(Protocol):
         """Enters `epochs()` and returns the first epoch to hand out. In a joiner, this is a step
         boundary, as in `begin_step`, and the call blocks until the run's position is known. After a
         resume, and in a joiner, other loaders count their iterations from this loop's position.
-        Raises `StopTraining`."""
+        Raises `StopTraining`, also if early stopping had ended this loop before a resume."""
+        ...
+
+    def epochs_left(self, source: StepSource) -> None:
+        """Announces that the script left the loop over `epochs()` with `break`."""
         ...
 
     def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:

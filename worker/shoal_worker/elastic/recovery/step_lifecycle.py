@@ -174,9 +174,16 @@ class StepLifecycle:
         """Enters a loop over epochs and returns its first epoch (`LoaderSession.enter_epochs`)."""
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
+        if self._held.early_stop.passes(source.name):
+            raise StopTraining("early stopping had ended this loop before the resume")
         if not self._held.phase.holds_state or self._held.engine.asynchronous:
             self.begin_step(source)
         return self._held.enter_epochs(source)
+
+    def epochs_left(self, source: StepSource) -> None:
+        """Records that the script left a loop over epochs (`LoaderSession.epochs_left`)."""
+        if not self._held.engine.asynchronous:
+            self._held.early_stop.left(source.name, step=self._held.steps)
 
     def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
         """Records that a loop hands out `epoch` (`LoaderSession.epoch_opens`)."""

@@ -160,7 +160,9 @@ def should_early_stop(
     mean = session.operation("should_early_stop", average)
     if session.is_joining or session.is_redoing:
         return False
-    return counter.observe(mean, mode=mode, patience=patience, min_delta=min_delta)
+    stop = counter.observe(mean, mode=mode, patience=patience, min_delta=min_delta)
+    session.early_stop.answered(stop, step=session.steps)
+    return stop
 
 
 Sums = dict[str, float]

@@ -53,6 +53,7 @@ from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.session.files_written import WhenWritten
 from shoal_worker.elastic.state.batches_compared import EvaluationComparison
 from shoal_worker.elastic.state.committed_state import CommittedState
+from shoal_worker.elastic.state.early_stop import EarlyStop
 from shoal_worker.elastic.state.replicas_compared import apart_at_the_end
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
@@ -157,6 +158,11 @@ class Session:
     def registered(self) -> RegisteredState:
         """Objects registered by the user."""
         return self._held.registered
+
+    @property
+    def early_stop(self) -> EarlyStop:
+        """The loop over epochs that early stopping has ended, if any."""
+        return self._held.early_stop
 
     @property
     def engine(self) -> TrainingEngine:

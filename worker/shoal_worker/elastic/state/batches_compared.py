@@ -120,18 +120,29 @@ class BatchComparison:
             return
         what = (
             f"all {len(replicas)} ranks trained on the same batches in each of the first "
-            f"{CHECKED} steps: a plain DataLoader does not divide the data among ranks, so each "
-            "rank processes all of it and more ranks only repeat the work"
+            f"{CHECKED} steps"
         )
-        remedy = (
-            "Use shoal.ElasticDataLoader(dataset, global_batch_size=...) instead of torch's "
-            "DataLoader, or give this DataLoader a DistributedSampler or a different seed on "
-            "each rank. If equal batches are intended, turn this check off with "
+        intended = (
+            "If equal batches are intended, turn this check off with "
             "as_distributed(..., consistency_check_every=0)"
         )
         if certain:
-            raise PreconditionError(f"{what}. {remedy}", reason="SAME_BATCHES")
-        _log.warning("%s. %s", what, remedy)
+            raise PreconditionError(
+                f"{what}: a plain DataLoader does not divide the data among ranks, so each rank "
+                "processes all of it and more ranks only repeat the work. Use "
+                "shoal.ElasticDataLoader(dataset, global_batch_size=...) instead of torch's "
+                "DataLoader, or give this DataLoader a DistributedSampler or a different seed on "
+                f"each rank. {intended}",
+                reason="SAME_BATCHES",
+            )
+        _log.warning(
+            "%s: nothing divides the data among ranks, so more ranks only repeat the work. Loop "
+            "over a shoal.ElasticDataLoader(dataset, global_batch_size=...), which deals the "
+            "samples to the ranks; if the loop draws its batches itself, make a Dataset that "
+            "returns them. %s",
+            what,
+            intended,
+        )
 
 
 class EvaluationComparison:

@@ -26,6 +26,7 @@ from shoal_worker.elastic.contract.reconcile import Interrupted, RankStatus, Sta
 from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.group.operations import Operations
 from shoal_worker.elastic.state.batches_compared import BatchComparison, EvaluationComparison
+from shoal_worker.elastic.state.early_stop import EarlyStop
 from shoal_worker.elastic.state.schedulers_and_scalers import Place, RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.state.serial import dump_tensors, load_tensors
@@ -80,6 +81,7 @@ class CommittedState:
         """Step vote of the last step committed in this process."""
         self.registered = RegisteredState()
         self.operations = Operations()
+        self.early_stop = EarlyStop()
         self.batches = BatchComparison()
         self.evaluations = EvaluationComparison()
         self._engine: TrainingEngine | None = None

@@ -67,8 +67,7 @@ def test_all_reduce_over_two_launchers_with_a_proxy_in_their_environment(
     )
     flags = ("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-backend", "c10d")
     nodes = [
-        shell.start(*flags, script, http_proxy="http://127.0.0.1:1", no_proxy="")
-        for _ in range(2)
+        shell.start(*flags, script, http_proxy="http://127.0.0.1:1", no_proxy="") for _ in range(2)
     ]
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
     assert sorted(line for node in nodes for line in node.stdout.splitlines()) == [

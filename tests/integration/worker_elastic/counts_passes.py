@@ -28,7 +28,7 @@ class Counting(nn.Module):
         if self.training:
             with torch.no_grad():
                 if self.writes_parameter:
-                    self.frozen += 1
+                    self.frozen.add_(1)
                 self.buffer += 1
                 self.number += 1
                 self.tensor += 1

@@ -1,4 +1,4 @@
-"""What a module changes in its passes counts once per step, although a step is lost and another
+"""Changes that a module makes in its passes count once per step, even if a step is lost and another
 worker joins."""
 
 from __future__ import annotations

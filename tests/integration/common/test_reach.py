@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import threading
@@ -192,3 +193,19 @@ def test_a_worker_of_a_launcher_that_cannot_get_in_is_put_out_and_has_not_failed
     assert "is unreachable: the server's certificate has expired; renew it" in worker.said()
     assert "Traceback" not in worker.said()
     assert "certificate has expired" in account.read_text()
+
+
+def test_a_launcher_does_not_wait_where_the_certificate_has_expired(serve, ours, shell):
+    expired = ours.pair(not_after=datetime.now(UTC) - timedelta(days=1))
+    endpoint = f"127.0.0.1:{serve(SERVICE(), tls=expired).port}"
+    script = shell.script("print('ran')")
+    status, out, err = shell.run(
+        "run", "--rdzv-endpoint", endpoint, "--tls-ca", ours.authority, script
+    )
+    assert (status, out) == (1, "")
+    assert re.search(  # 3 s; it waits a minute for a coordinator that may still start
+        r"no coordinator responded at 127\.0\.0\.1:\d+ \(--rdzv-endpoint\) for [1-3]?\d s: the "
+        r"server's certificate has expired",
+        err,
+    ), err
+    assert "Traceback" not in err

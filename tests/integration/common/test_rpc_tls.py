@@ -51,6 +51,15 @@ def test_a_client_that_trusts_the_authority_gets_an_answer_over_tls(serve, pki):
         assert client.get_job("mnist").now_unix_ms == 7
 
 
+def test_a_proxy_in_the_environment_is_not_used_for_tls_either(serve, pki, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    running = serve(Answering(), tls=_pair(pki, "ours-server"))
+    with running.client(tls=TlsSettings(authority=pki / "ours.pem"), **QUICK) as client:
+        assert client.get_job("mnist").now_unix_ms == 7
+
+
 def test_tokens_are_asked_for_over_tls_too(serve, pki):
     running = serve(Answering(), tls=_pair(pki, "ours-server"), tokens=TokenTable({"t": "viewer"}))
     trusting = TlsSettings(authority=pki / "ours.pem")

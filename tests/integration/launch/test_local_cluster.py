@@ -77,6 +77,7 @@ def test_services_import_nothing_from_the_working_directory() -> None:
 def test_a_proxy_in_the_environment_is_not_used_for_the_clusters_own_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
     for name in (
         "http_proxy",
         "https_proxy",

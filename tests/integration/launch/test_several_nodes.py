@@ -54,7 +54,9 @@ def test_launchers_agree_on_the_ranks_of_their_workers(shell: Shell, endpoint: s
     assert len({line[5] for line in lines}) == 1
 
 
-def test_all_reduce_over_two_launchers(shell: Shell, endpoint: str) -> None:
+def test_all_reduce_over_two_launchers_with_a_proxy_in_their_environment(
+    shell: Shell, endpoint: str
+) -> None:
     script = shell.script(
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -63,11 +65,9 @@ def test_all_reduce_over_two_launchers(shell: Shell, endpoint: str) -> None:
         "print('sum', total.item(), flush=True)\n"
         "dist.destroy_process_group()\n"
     )
+    flags = ("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-backend", "c10d")
     nodes = [
-        shell.start(
-            "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-backend", "c10d", script
-        )
-        for _ in range(2)
+        shell.start(*flags, script, http_proxy="http://127.0.0.1:1", no_proxy="") for _ in range(2)
     ]
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
     assert sorted(line for node in nodes for line in node.stdout.splitlines()) == [

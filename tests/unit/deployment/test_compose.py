@@ -191,6 +191,7 @@ def test_the_gpu_override_changes_services_that_exist_and_builds_a_stage_that_ex
     for name, service in GPU["services"].items():
         assert name in SERVICES
         assert service["build"]["target"] in STAGES
+        assert "healthcheck.py" in " ".join(service["healthcheck"]["test"])
     gpu, cpu = GPU["services"]["worker"]["command"], SERVICES["worker"]["command"]
     assert [part for part in gpu if part not in cpu] == ["--nproc-per-node=gpu"]
 

@@ -61,3 +61,20 @@ def test_an_evaluation_that_draws_is_the_same_on_any_number_of_ranks(kind: str) 
         assert (
             shoal.launch(lambda: evaluations(kind), world_size=world_size) == [alone] * world_size
         )
+
+
+def test_each_batch_of_an_evaluation_draws_its_own_numbers() -> None:
+    def rank() -> int:
+        net = nn.Linear(4, 1)
+        model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+        batches = shoal.ElasticDataLoader(TensorDataset(ROWS), global_batch_size=8, train=False)
+        drawn: set[float] = set()
+
+        def draw(model: nn.Module, batch: Any) -> dict[str, float]:
+            drawn.add(torch.rand(()).item())
+            return {"batches": 1.0}
+
+        assert shoal.evaluate(model, batches, draw)["batches"] == 5
+        return len(drawn)
+
+    assert shoal.launch(rank, world_size=1) == [5]

@@ -19,12 +19,15 @@ class Averaging(torch.optim.SGD):
         return 0.5
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid"]
+)
 def test_a_method_that_could_write_parts_of_parameters_is_refused(strategy: str) -> None:
     def call() -> None:
-        net = nn.Linear(4, 4)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        options = {} if strategy == "pipeline" else {"elementwise_optimizer": True}
         _, optimizer = shoal.as_distributed(
-            net, Averaging(net.parameters(), 0.1), strategy=strategy, elementwise_optimizer=True
+            net, Averaging(net.parameters(), 0.1), strategy=strategy, **options
         )
         assert hasattr(optimizer, "halve")
         with pytest.raises(ConfigurationError, match=r"optimizer\.halve\(\)"):

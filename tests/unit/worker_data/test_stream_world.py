@@ -21,8 +21,8 @@ EVENTS = ["commit", "commit", "commit", "kill behind", "kill ahead", "fall behin
 
 
 class StreamWorld(World):
-    """Ranks that read streams. Each takes its step on a thread of its own, and they meet where the
-    session sums their numbers."""
+    """Ranks that read streams. Ranks that read shards take their steps on threads of their own, and
+    meet where the session sums their numbers."""
 
     def __init__(self, directory, make_rank, make_stream, options):
         self._make_stream = make_stream
@@ -33,14 +33,14 @@ class StreamWorld(World):
         return self._make_stream()
 
     def _take_all(self):
-        meeting = Meeting(len(self.ranks))
-        for rank in self.ranks:
-            rank.session.sums = meeting.sum
         if len(self.ranks) == 1 or not isinstance(
             self.ranks[0].loader.dataset, shoal.ShardedStream
         ):
             taken = super()._take_all()
         else:
+            meeting = Meeting(len(self.ranks))
+            for rank in self.ranks:
+                rank.session.sums = meeting.sum
             with concurrent.futures.ThreadPoolExecutor(len(self.ranks)) as threads:
                 taken = list(threads.map(self._take_in_thread, self.ranks))
         if taken[0] is not None:

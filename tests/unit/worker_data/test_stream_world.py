@@ -36,6 +36,8 @@ class StreamWorld(World):
         if len(self.ranks) == 1 or not isinstance(
             self.ranks[0].loader.dataset, shoal.ShardedStream
         ):
+            for rank in self.ranks:
+                rank.session.sums = None
             taken = super()._take_all()
         else:
             meeting = Meeting(len(self.ranks))

@@ -187,6 +187,10 @@ class Story:
             )
         self.ms = int(ms)
 
+    def late(self, ms: str) -> None:
+        """Moves the clock without acting on deadlines, as if the coordinator had no time to run."""
+        self.ms = int(ms)
+
     def next_deadline(self) -> int | None:
         """Returns the next time at which the service would act. The service checks leases and
         stalled steps twice a second; here it does so only when the check can change something."""

@@ -280,7 +280,7 @@ class Story:
         member: str,
         reason: str,
         alone: str = "",
-        steps: str = "0",
+        steps: str = "",
         agreed: str = "0",
         **held: str,
     ) -> None:
@@ -297,7 +297,7 @@ class Story:
             reason=LeaveReason(reason),
             detail="",
             alone=bool(alone),
-            steps=int(steps),
+            steps=int(steps) if steps else None,
             replicas=replicas,
         )
         self.happen(left)
@@ -644,7 +644,9 @@ def format_effect(effect: fx.Effect) -> str | None:
             return f"{effect.member_id}: drain, {effect.reason}"
         case fx.SendStop():
             how = (" now" if effect.now else "") + (", it is behind" if effect.behind else "")
-            after = f" after {effect.finished_steps} steps" if effect.finished_steps else ""
+            after = (
+                f" after {effect.finished_steps} steps" if effect.finished_steps is not None else ""
+            )
             return f"{effect.member_id}: stop{how}, {effect.reason}{after}"
         case fx.EndSession():
             return f"{effect.member_id}: session ends" + (

@@ -105,7 +105,7 @@ def incident_moot(draft: Draft) -> None:
 
 def _over(draft: Draft, member_id: str) -> SendStop:
     """Returns the message that tells a waiting member that no further generation will follow."""
-    steps = finished_steps(draft) if draft.phase is JobPhase.FINISHED else 0
+    steps = finished_steps(draft) if draft.phase is JobPhase.FINISHED else None
     return SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=steps)
 
 

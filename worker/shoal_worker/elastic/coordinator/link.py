@@ -99,7 +99,7 @@ class CoordinatorLink:
         member."""
         self._stop: str | None = None
         self._stop_now = False
-        self._finished_steps = 0
+        self._finished_steps: int | None = None
         self._standby: str | None = None
         self._notice = ""
         self._apart_from = ""
@@ -359,9 +359,9 @@ class CoordinatorLink:
         return self._stop
 
     @property
-    def finished_steps(self) -> int:
+    def finished_steps(self) -> int | None:
         """Number of committed steps of a member whose script finished, as received during a wait
-        for a generation; otherwise 0."""
+        for a generation; otherwise None."""
         return self._finished_steps
 
     @property
@@ -570,7 +570,8 @@ class CoordinatorLink:
             elif kind == "stop":
                 self._stop = directive.stop.reason or "stopped"
                 self._stop_now = self._stop_now or directive.stop.now
-                self._finished_steps = directive.stop.finished_steps
+                known = directive.stop.HasField("finished_steps")
+                self._finished_steps = directive.stop.finished_steps if known else None
             elif kind == "standby":
                 self._standby, self._apart_from = (
                     directive.standby.reason,

@@ -435,7 +435,8 @@ class CoordinatorLink:
             except _RETRYABLE as error:
                 if self._over():
                     return
-                if self._away_since is None:
+                # A worker may start before its coordinator listens; `connect` reports long waits.
+                if self._away_since is None and self._is_accepted():
                     _log.warning(
                         "lost the connection to the coordinator; training continues without "
                         "membership changes: %s",
@@ -503,9 +504,10 @@ class CoordinatorLink:
             if away:
                 self._away_since = time.monotonic()
             else:
-                _log.warning(
-                    "the coordinator was unreachable for %.0f s and is back", self._away_for_s()
-                )
+                if self._is_accepted():
+                    _log.warning(
+                        "the coordinator was unreachable for %.0f s and is back", self._away_for_s()
+                    )
                 self._away_s, self._away_since = self.away_s, None
             self._changed.notify_all()
 

@@ -49,7 +49,7 @@ def test_gradients_without_a_backward_pass_are_summed(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp", "hsdp"])
 def test_gradients_that_no_shard_would_receive_are_refused(strategy: str) -> None:
-    with pytest.raises(shoal.ConfigurationError, match="cannot set the gradient of '0.weight'"):
+    with pytest.raises(shoal.ConfigurationError, match=r"cannot set the gradient of '0\.weight'"):
         shoal.launch(train, strategy, world_size=2)
 
 

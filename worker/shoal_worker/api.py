@@ -232,6 +232,7 @@ def as_distributed(
     for one, its_optimizer in zip(models, optimizers, strict=True):
         _check_kinds(one, its_optimizer, config)
     session = current_session()
+    session.refuse_second_call()
     for one in models:
         check_shaped(one)
         check_own(one)
@@ -247,11 +248,8 @@ def as_distributed(
     for one in models:
         if not any(p.is_meta for p in one.parameters()):
             one.to(session.device)
-    if not session.strategy:  # otherwise this is a second call, which is refused
-        parameters = (parameter for one in models for parameter in one.parameters())
-        session.registered.made_from(
-            parameters, *(its_optimizer for its_optimizer, _ in taken_apart)
-        )
+    parameters = (parameter for one in models for parameter in one.parameters())
+    session.registered.made_from(parameters, *(its_optimizer for its_optimizer, _ in taken_apart))
     peers: list[ModelSession] = []
     among = [
         ModelSession(session, peers, SeveralEngines) if len(models) > 1 else None for _ in models

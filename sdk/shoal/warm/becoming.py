@@ -108,8 +108,11 @@ class Program:
         self._forget_file()
 
     def _run_script(self) -> None:
-        # Not normalized, as in the interpreter.
-        path = os.path.join(os.getcwd(), self._target)  # noqa: PTH109, PTH118
+        # Not normalized, as in the interpreter, and without the directory of an absolute path: it
+        # may have been deleted during the run.
+        path = self._target
+        if not os.path.isabs(path):  # noqa: PTH117
+            path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118
         try:
             with io.open_code(path) as file:
                 source = file.read()

@@ -111,3 +111,9 @@ def test_a_bug_in_the_first_step_of_one_half_of_a_replica_ends_the_job(shell: Sh
     bug = f"if shoal.rank() == 1: raise ValueError('a bug in the first step')\n            {PLAIN}"
     command = run(shell, strategy="strategy='hybrid', tensor_parallel_size=2", step=bug)
     check_told(command, rank=1, error="ValueError: a bug in the first step")
+
+
+def test_a_script_that_ends_on_one_rank_before_its_first_step_is_not_green(shell: Shell) -> None:
+    bug = f"if shoal.rank() == 1: raise SystemExit\n            {PLAIN}"
+    command = run(shell, strategy="strategy='ddp'", step=bug, epochs=A_MOMENT)
+    check_told(command, rank=0, error="a peer's script finished after step 0")

@@ -3,6 +3,7 @@ leave. The table is in docs/exit-status.md."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -265,3 +266,15 @@ def test_a_script_that_ends_by_system_exit_has_finished(shell: Shell) -> None:
     )
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", script)
     assert command.wait() == 0, command.stderr
+
+
+def test_ranks_with_shards_confirm_the_end_in_their_last_group(shell: Shell) -> None:
+    """A script without shoal.shutdown() leaves its job while the interpreter exits."""
+    body = textwrap.dedent(TRAINING).replace("10_000", "1").partition("        if")[0]
+    script = shell.script(body.replace("0.1))", "0.1), strategy='zero2')"))
+    status, _, errors = shell.run("run", "--standalone", "--nproc-per-node", "2", script)
+    assert status == 0, errors
+    (events,) = shell.directory.glob("state/shoal/jobs/*/1/events.jsonl")
+    kinds = [json.loads(line)["kind"] for line in events.read_text().splitlines()]
+    assert kinds.count("generation_formed") == 1, kinds
+    assert "collective_failed" not in kinds

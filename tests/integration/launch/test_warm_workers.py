@@ -189,6 +189,17 @@ def test_tracebacks_name_the_script_as_it_was_named(both: Both) -> None:
         assert warm == fresh
 
 
+def test_a_worker_starts_although_its_directory_was_deleted(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    with contextlib.chdir(gone):
+        both = Both(tmp_path)
+    script = tmp_path / both.script("print('here', __file__)")
+    gone.rmdir()
+    assert ended(both.start(str(script)))[:2] == (ExitStatus(code=0), f"here {script}\n")
+    both.close()
+
+
 def test_processes_that_a_worker_leaves_are_killed_with_its_group(both: Both) -> None:
     script = both.script(
         "import subprocess, sys\n"

@@ -233,6 +233,23 @@ def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(
         membership.leave(LeaveReason.FINISHED)
 
 
+def test_a_coordinator_that_does_not_listen_yet_is_no_lost_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    identity = MemberIdentity(
+        job_id="job", member_id="a", host="h1", pid=os.getpid(), donor_address="127.0.0.1:1"
+    )
+    client = CoordinatorClient(ChannelSettings(address=address))
+    link = CoordinatorLink(client, identity, on_generation=lambda _: None)
+    with pytest.raises(DeadlineError, match="waited 1 s for the coordinator"):
+        link.connect(SECOND)
+    eventually(lambda: link.away_s > 0, "the link to fail to connect")
+    link.leave(LeaveReason.DRAINED)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
 def test_a_member_whose_link_broke_by_a_fault_of_its_own_knows_and_does_not_train_on(
     job: Job,

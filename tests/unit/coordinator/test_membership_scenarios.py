@@ -189,6 +189,10 @@ class Story:
             )
         self.ms = int(ms)
 
+    def late(self, ms: str) -> None:
+        """Moves the clock without acting on deadlines, as if the coordinator had no time to run."""
+        self.ms = int(ms)
+
     def next_deadline(self) -> int | None:
         """Returns the next time at which the service would act. The service checks leases and
         stalled steps twice a second; here it does so only when the check can change something."""
@@ -278,7 +282,7 @@ class Story:
         member: str,
         reason: str,
         alone: str = "",
-        steps: str = "0",
+        steps: str = "",
         agreed: str = "0",
         **held: str,
     ) -> None:
@@ -295,7 +299,7 @@ class Story:
             reason=LeaveReason(reason),
             detail="",
             alone=bool(alone),
-            steps=int(steps),
+            steps=int(steps) if steps else None,
             replicas=replicas,
         )
         self.happen(left)
@@ -649,7 +653,9 @@ def format_effect(effect: fx.Effect) -> str | None:
             return f"{effect.member_id}: drain, {effect.reason}"
         case fx.SendStop():
             how = (" now" if effect.now else "") + (", it is behind" if effect.behind else "")
-            after = f" after {effect.finished_steps} steps" if effect.finished_steps else ""
+            after = (
+                f" after {effect.finished_steps} steps" if effect.finished_steps is not None else ""
+            )
             return f"{effect.member_id}: stop{how}, {effect.reason}{after}"
         case fx.EndSession():
             return f"{effect.member_id}: session ends" + (

@@ -83,6 +83,9 @@ way, as in torch's own data parallelism.
   samples, before it is summed over ranks, and may change it. `tensor`, `pipeline` and `hybrid`
   replace the parameters by other tensors, so they refuse hooks, whether registered before
   `as_distributed` or after (`test_gradient_hooks.py`).
+- A script may set `p.grad` instead of calling `backward()`, for example from
+  `torch.autograd.grad`, under `ddp` and `tensor`. Strategies that shard gradients raise
+  (`test_gradients_set_by_scripts.py`).
 - **Buffers.** The buffers of `state_dict()` follow one rule for each dtype, under every strategy
   with a common step (`test_one_rule_for_buffers.py`, `test_buffers.py`). Under `local_sgd` the rule
   applies to each round.

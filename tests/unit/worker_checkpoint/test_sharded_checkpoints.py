@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -414,6 +416,24 @@ def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
             temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1
         )
     assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
+    assert listing(tmp_path) == []
+
+
+def test_a_rank_whose_full_disk_has_no_room_for_the_error_is_named(tmp_path: Path) -> None:
+    temporary = begin(tmp_path, INFO.step)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as of a full disk
+    try:
+        with pytest.raises(shoal.UnavailableError, match="writing this rank's part failed: "):
+            shards_of(1).write_aside(temporary)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    with pytest.raises(shoal.UnavailableError, match="shard 2 failed: its disk is full"):
+        write_sharded(
+            temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1
+        )
     assert listing(tmp_path) == []
 
 

@@ -287,6 +287,7 @@ def test_a_loader_made_of_a_dataloader_may_have_another_batch_size_and_evaluate(
             lambda: DataLoader([1], num_workers=1, worker_init_fn=print),
             "worker_init_fn, but Shoal's data workers do not call it",
         ),
+        (lambda: DataLoader([1], sampler=[]), "the sampler draws no sample"),
     ],
 )
 def test_a_dataloader_whose_samples_cannot_be_dealt_is_refused(given, message):

@@ -59,7 +59,7 @@ def rank() -> SimpleNamespace:
         progress=ProgressMeter(metrics),
         metrics=metrics,
     )
-    member.membership.link.finished_steps = 0
+    member.membership.link.finished_steps = None
     return SimpleNamespace(
         steps=strategy.steps,
         strategy=strategy,
@@ -87,7 +87,7 @@ def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were
 
 def test_a_stop_before_there_is_a_model_is_obeyed() -> None:
     held = CommittedState(live=True)
-    membership: Any = SimpleNamespace(link=SimpleNamespace(finished_steps=0))
+    membership: Any = SimpleNamespace(link=SimpleNamespace(finished_steps=None))
     departure = Departure(membership, held)
     departure.obey(StopTraining("enough"))
     assert departure.stopped == "enough"

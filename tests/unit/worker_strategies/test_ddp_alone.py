@@ -382,6 +382,16 @@ def test_a_second_model_is_refused() -> None:
         _pair()
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_second_call_is_refused_before_its_optimizer_is_checked(strategy: Any) -> None:
+    net = network()
+    given = net, torch.optim.SGD(net.parameters(), 0.1)
+    returned = shoal.as_distributed(*given, strategy=strategy)
+    for pair in (given, returned):
+        with pytest.raises(shoal.PreconditionError, match="called twice"):
+            shoal.as_distributed(*pair, strategy=strategy)
+
+
 def test_an_unknown_strategy_names_the_known_ones() -> None:
     with pytest.raises(shoal.ConfigurationError, match="strategy='zero9': expected one of ddp"):
         shoal.as_distributed(network(), strategy="zero9")

@@ -25,6 +25,15 @@ def halving(net: nn.Module, called: list[str]) -> None:
         parameter.register_hook(lambda gradient: gradient * 0.5)
 
 
+def doubling(net: nn.Module, called: list[str]) -> None:
+    def double(own: torch.Tensor) -> None:
+        assert own.grad is not None
+        own.grad = own.grad * 2
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(double)
+
+
 def noting(net: nn.Module, called: list[str]) -> None:
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(
@@ -37,8 +46,8 @@ def train(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Trains three steps and returns the parameters and the hook calls of this rank.
 
-    when: "before" registers the hooks before as_distributed, "after" after it, and any other value
-    within the first step.
+    when: "before" registers the hooks before as_distributed, "after" after it, "between steps"
+    after the first step, and "within a step" before the second step's forward pass.
     """
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -59,6 +68,8 @@ def train(
         register(net, called)
     for i, (x, y) in enumerate(batches):
         optimizer.zero_grad()
+        if when == "within a step" and i == 1:
+            register(net, called)
         if strategy is None:
             functional.mse_loss(model(x), y).backward()
         else:
@@ -70,7 +81,16 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("register", "when"), [(halving, "before"), (noting, "after"), (halving, "between steps")]
+    ("register", "when"),
+    [
+        (halving, "before"),
+        (noting, "after"),
+        (halving, "between steps"),
+        (doubling, "before"),
+        (doubling, "after"),
+        (doubling, "between steps"),
+        (doubling, "within a step"),
+    ],
 )
 @pytest.mark.parametrize("strategy", CALLED)
 def test_hooks_are_called_as_in_one_process(strategy: str, register: Register, when: str) -> None:

@@ -200,7 +200,19 @@ if STARTS_NONE_AT_EXIT:
         threading.Thread(target=_be_reserve, name=f"shoal-reserve-{_number}", daemon=True).start()
 
 
+_before_waiting: Final[list[Callable[[], None]]] = []
+
+
+def before_exit(call: Callable[[], None]) -> None:
+    """Registers a function that ends threads at the interpreter's exit. It runs after the exit
+    handlers of this module's users, whenever it is registered: a session that leaves its job at
+    exit still needs its group."""
+    _before_waiting.append(call)
+
+
 def _at_exit() -> None:
+    for call in _before_waiting:
+        call()
     wait_until_still(_MOST.total_seconds())
     wait(_MOST)
     with _lock:

@@ -146,7 +146,7 @@ class Shards:
             failed_at = time.time()
             try:
                 for number in self.mine:
-                    self._note(temporary, number, {"error": f"{type(error).__name__}: {error}"})
+                    self._note_failure(temporary, number, f"{type(error).__name__}: {error}")
             except FileNotFoundError:
                 _log.info("writing %s was abandoned; this rank's part was discarded", temporary)
                 return
@@ -234,11 +234,20 @@ class Shards:
         being_written.write_text(json.dumps(note), encoding="utf-8")
         being_written.replace(path)
 
+    def _note_failure(self, temporary: Path, number: int, error: str) -> None:
+        """Notes that a shard is missing. A full disk may have no room for the error; the note is
+        then an empty file."""
+        try:
+            self._note(temporary, number, {"error": error})
+        except OSError:
+            self._note_path(temporary, number).touch()
+
     def _read_note(self, temporary: Path, number: int) -> dict[str, Any] | None:
         try:
-            note: dict[str, Any] = json.loads(self._note_path(temporary, number).read_bytes())
+            written = self._note_path(temporary, number).read_bytes()
         except FileNotFoundError:
             return None
+        note: dict[str, Any] = json.loads(written or b'{"error": "its disk is full or failing"}')
         return note
 
 

@@ -660,6 +660,8 @@ def check_dataset(dataset: Any) -> None:
 
 
 def _check_not_empty(plan: EpochPlan) -> None:
+    if plan.length == 0:
+        raise ConfigurationError("the sampler draws no sample; expected at least one per epoch")
     if len(plan) == 0:
         raise ConfigurationError(
             f"drop_last=True leaves no step: the dataset has {plan.length} samples, but a batch "

@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.contract.collective_trace import GRADIENTS
+from shoal_worker.engine.state.hidden_parameters import run_last
 from shoal_worker.engine.step.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.engine.step.passes import half_a_pass, tensors_in
 from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
@@ -73,6 +74,8 @@ class OverlappedReduction:
         self._compression = compression
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
+        self._completing: list[tuple[torch.Tensor, RemovableHandle]] = []
+        """Parameters and the hooks that add their gradients to buckets."""
         self._slots: list[tuple[Bucket | None, Slot] | None] = []
         """Slot of each parameter, with its bucket; the bucket is None if the gradient is sparse.
         The entry is None if the parameter is frozen."""
@@ -106,6 +109,7 @@ class OverlappedReduction:
             if self._pending:
                 self.synchronize()
             self._lay_out()
+        run_last(self._completing)
 
     def follow(self, output: Any) -> None:
         """Observes the backward pass through the `output` of a forward pass. The reduction ends
@@ -407,6 +411,7 @@ class OverlappedReduction:
         for _, slot in known.values():
             slot.summed = id(slot.parameter) in summed
         self._slots = [known.get(id(p)) for p in self._parameters]
+        self._completing = []
         self._hooks = [hook for number in range(len(self._slots)) for hook in self._hook(number)]
 
     def _hook(self, number: int) -> Iterator[RemovableHandle]:
@@ -435,7 +440,9 @@ class OverlappedReduction:
         if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
             return  # an integer parameter has no gradient
         parameter.requires_grad_(True)  # otherwise torch accepts no hook
-        yield parameter.register_post_accumulate_grad_hook(completed)
+        handle = parameter.register_post_accumulate_grad_hook(completed)
+        self._completing.append((parameter, handle))
+        yield handle
         if self._sums and not frozen:
             yield parameter.register_hook(before)
         parameter.requires_grad_(not frozen)

@@ -239,6 +239,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         all ranks."""
         self._frozen_pass = False
         if self._trains:
+            self._execution.take_gradients_last()
             step = self._session.ensure_step()
             if step.source is not None:  # otherwise it may be a dry run, and no step
                 check_reproducible(self.config, step)

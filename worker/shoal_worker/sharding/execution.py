@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.engine.state.hidden_parameters import Whereabouts
+from shoal_worker.engine.state.hidden_parameters import Whereabouts, run_last
 from shoal_worker.engine.step.passes import half_a_pass, tensors_in, when_gradients_come
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
@@ -222,15 +222,15 @@ class ShardedExecution:
         """Number of the last step that began."""
         self._issues: Callable[[str], None] = _do_nothing
         self._hooks: list[RemovableHandle] = []
+        self._on_gradients: list[tuple[torch.Tensor, RemovableHandle]] = []
+        """Trained parameters and the hooks that take their gradients."""
         self._around_root: tuple[BeforeForward, AfterForward] | None = None
         """Functions called around the outermost module's forward pass."""
         for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
-                self._hooks.append(
-                    leaf.register_post_accumulate_grad_hook(
-                        GradientHook(self.gradient_ready, number, index)
-                    )
-                )
+                hook = GradientHook(self.gradient_ready, number, index)
+                handle = leaf.register_post_accumulate_grad_hook(hook)
+                self._on_gradients.append((leaf, handle))
         if stage is Stage.PARAMETERS:
             for module, block in modules:
                 before = BeforeForward(functools.partial(self.before_forward, block))
@@ -250,7 +250,7 @@ class ShardedExecution:
 
     def release(self) -> None:
         """Removes the hooks from modules and parameters, so that another object can use them."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *(handle for _, handle in self._on_gradients)):
             hook.remove()
 
     # ----------------------------------------------------------------------------- for the strategy
@@ -346,7 +346,13 @@ class ShardedExecution:
         self._pass = []
 
     def reduce_rest(self) -> None:
-        """Reduces the gradients that no backward pass has reduced, and waits for all sums."""
+        """Reduces the gradients that no backward pass has reduced, and waits for all sums.
+
+        Raises:
+            ConfigurationError: the script has set a gradient itself.
+        """
+        for unit in self._reduced:
+            unit.hidden.refuse_set_gradients()
         if not self.reduces_in_backward or any(unit.has_gradient() for unit in self._reduced):
             self._next = 0
             self._reduce_ready(all_of_them=True)
@@ -369,6 +375,11 @@ class ShardedExecution:
         """True if gradients of the previous step were not cleared, and no gradient of this step has
         arrived."""
         return not self.came and any(unit.hidden.have_gradients for unit in self._reduced)
+
+    def take_gradients_last(self) -> None:
+        """Lets hooks of the user change a gradient before it is taken. Called before the forward
+        pass, since hooks may be registered at any time."""
+        run_last(self._on_gradients)
 
     def begin_passes(self) -> None:
         """Starts to record the collectives of a micro-batch's passes."""

@@ -43,7 +43,7 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
             f"the newest generation of job {draft.spec.job_id}",
             reason=Refusal.GENERATION_UNKNOWN,
         )
-    if draft.phase is JobPhase.FINISHED or draft.departing:
+    if _has_ended(draft):
         # A peer has left after the last step; by then, all had confirmed it.
         draft.effects.append(_over(draft, event.member_id))
         return
@@ -88,6 +88,12 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
     )
 
 
+def _has_ended(draft: Draft) -> bool:
+    """Returns whether no generation will follow, because members have left after the last step. An
+    incident is then moot, although it may be due in the same transition."""
+    return draft.phase is JobPhase.FINISHED or draft.departing
+
+
 def incident_moot(draft: Draft) -> None:
     """Ends the incident of a finished job, and tells the members that reported it that no
     generation will follow."""
@@ -99,7 +105,7 @@ def incident_moot(draft: Draft) -> None:
 
 def _over(draft: Draft, member_id: str) -> SendStop:
     """Returns the message that tells a waiting member that no further generation will follow."""
-    steps = finished_steps(draft) if draft.phase is JobPhase.FINISHED else 0
+    steps = finished_steps(draft) if draft.phase is JobPhase.FINISHED else None
     return SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=steps)
 
 
@@ -113,7 +119,7 @@ def incident_due(draft: Draft) -> None:
     too, and they report within Policy.timeout_settle_ms.
     """
     incident = draft.incident
-    if incident is None or draft.broken or draft.now.ms < incident.due_ms:
+    if incident is None or draft.broken or _has_ended(draft) or draft.now.ms < incident.due_ms:
         return
     if _is_past(draft, incident):
         draft.reasons.append(

@@ -187,16 +187,16 @@ def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendSto
     )
 
 
-def finished_steps(draft: Draft) -> int:
-    """Returns the committed steps of a member whose script finished; 0 if no script has
-    finished."""
+def finished_steps(draft: Draft) -> int | None:
+    """Returns the committed steps of a member whose script finished; None if no script has
+    finished, or its steps are unknown."""
     return max(
         (
             departure.steps
             for departure in draft.departed.values()
-            if departure.ending == LeaveReason.FINISHED
+            if departure.ending == LeaveReason.FINISHED and departure.steps is not None
         ),
-        default=0,
+        default=None,
     )
 
 

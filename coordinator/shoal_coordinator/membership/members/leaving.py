@@ -276,7 +276,9 @@ def _finish(draft: Draft, reason: str) -> None:
     draft.unplaced.clear()
 
 
-def _tell_awaiting(draft: Draft, left: Member, reason: str, *, finished_steps: int = 0) -> None:
+def _tell_awaiting(
+    draft: Draft, left: Member, reason: str, *, finished_steps: int | None = None
+) -> None:
     """Notifies members that would wait in vain after `left` departed from an older generation. At
     the step boundary where it left, all members would have adopted the newest generation. The
     notified members are: members waiting in their first generation, members that have not entered a
@@ -320,7 +322,7 @@ def _take_out(
     kind: str,
     ending: Ending | LeaveReason,
     detail: str,
-    steps: int = 0,
+    steps: int | None = None,
 ) -> None:
     rank = draft.place_of(member.member_id)
     draft.remove_member(member.member_id, ending, steps)

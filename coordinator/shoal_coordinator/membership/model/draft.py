@@ -236,7 +236,7 @@ class Draft:
         self._members[member.member_id] = member
         self._changed_members.add(member.member_id)
 
-    def remove_member(self, member_id: str, ending: str, steps: int = 0) -> None:
+    def remove_member(self, member_id: str, ending: str, steps: int | None = None) -> None:
         """Removes a member permanently: remembers its id, takes back its leases and drops
         accusations against it."""
         if self._members is None:

@@ -63,9 +63,9 @@ class SendStop:
     behind: bool = False
     """True if the newest generation excludes this member after it worked in an earlier one, so that
     its state is outdated."""
-    finished_steps: int = 0
-    """Committed steps of a member whose script has finished; 0 if no script has, or the steps are
-    unknown."""
+    finished_steps: int | None = None
+    """Committed steps of a member whose script has finished; None if no script has, or the steps
+    are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,8 +86,8 @@ class MemberLeft:
     detail: str
     alone: bool = False
     """True if the other members of its generation continue without it, even in a job that stops."""
-    steps: int = 0
-    """Optimizer steps that the member has committed."""
+    steps: int | None = None
+    """Optimizer steps that the member has committed; None if they are unknown."""
     replicas: Replicas | None = None
     """State digests of the member; None if it shares no state with others, or does not report the
     digests."""

@@ -49,7 +49,7 @@ class ObservedJob:
         run, includes the steps of members that have left."""
         steps = [pulse.progress.step for pulse in self.pulses.members.values()]
         if self.state.phase is JobPhase.FINISHED:
-            steps += [departure.steps for departure in self.state.departed.values()]
+            steps += [departure.steps or 0 for departure in self.state.departed.values()]
             steps.append(self.pulses.newest.step)
         return max(steps, default=0)
 

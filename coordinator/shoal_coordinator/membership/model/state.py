@@ -177,8 +177,8 @@ class Departure:
     unix_ms: int
     rank: int = -1
     """Rank of the member if it was in the newest generation when it left; otherwise -1."""
-    steps: int = 0
-    """Optimizer steps that the member had committed, as far as it reported them."""
+    steps: int | None = None
+    """Optimizer steps that the member had committed; None if it did not report them."""
 
 
 @dataclass(frozen=True, kw_only=True)

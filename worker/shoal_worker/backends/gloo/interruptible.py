@@ -17,7 +17,6 @@ Threads: one thread issues collectives, which complete in Gloo's threads. Any th
 
 from __future__ import annotations
 
-import atexit
 import threading
 import weakref
 from array import array
@@ -482,9 +481,11 @@ class InterruptibleGroup(ForwardingGroup):
             raise GroupEndedError(reason) from error
 
 
-@atexit.register
 def _shut_down_all() -> None:
     """Shuts down all groups, so that none of Gloo's threads runs when the interpreter finalizes
     (see native_threads.py)."""
     for group in list(_open):
         group.shutdown()
+
+
+native_threads.before_exit(_shut_down_all)

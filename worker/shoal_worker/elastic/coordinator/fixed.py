@@ -64,7 +64,7 @@ class FixedLink:
     draining = None
     excluded = False
     stopped = None
-    finished_steps = 0
+    finished_steps = None
 
     def __init__(self, generation: Generation) -> None:
         self.newest_generation = generation

@@ -99,7 +99,7 @@ class CoordinatorLink:
         member."""
         self._stop: str | None = None
         self._stop_now = False
-        self._finished_steps = 0
+        self._finished_steps: int | None = None
         self._standby: str | None = None
         self._notice = ""
         self._apart_from = ""
@@ -359,9 +359,9 @@ class CoordinatorLink:
         return self._stop
 
     @property
-    def finished_steps(self) -> int:
+    def finished_steps(self) -> int | None:
         """Number of committed steps of a member whose script finished, as received during a wait
-        for a generation; otherwise 0."""
+        for a generation; otherwise None."""
         return self._finished_steps
 
     @property
@@ -435,7 +435,8 @@ class CoordinatorLink:
             except _RETRYABLE as error:
                 if self._over():
                     return
-                if self._away_since is None:
+                # A worker may start before its coordinator listens; `connect` reports long waits.
+                if self._away_since is None and self._is_accepted():
                     _log.warning(
                         "lost the connection to the coordinator; training continues without "
                         "membership changes: %s",
@@ -503,9 +504,10 @@ class CoordinatorLink:
             if away:
                 self._away_since = time.monotonic()
             else:
-                _log.warning(
-                    "the coordinator was unreachable for %.0f s and is back", self._away_for_s()
-                )
+                if self._is_accepted():
+                    _log.warning(
+                        "the coordinator was unreachable for %.0f s and is back", self._away_for_s()
+                    )
                 self._away_s, self._away_since = self.away_s, None
             self._changed.notify_all()
 
@@ -570,7 +572,8 @@ class CoordinatorLink:
             elif kind == "stop":
                 self._stop = directive.stop.reason or "stopped"
                 self._stop_now = self._stop_now or directive.stop.now
-                self._finished_steps = directive.stop.finished_steps
+                known = directive.stop.HasField("finished_steps")
+                self._finished_steps = directive.stop.finished_steps if known else None
             elif kind == "standby":
                 self._standby, self._apart_from = (
                     directive.standby.reason,

@@ -51,9 +51,9 @@ class Notices(Protocol):
         ...
 
     @property
-    def finished_steps(self) -> int:
-        """Number of committed steps of a peer whose script has finished; 0 if no peer has finished,
-        as far as this rank knows."""
+    def finished_steps(self) -> int | None:
+        """Number of committed steps of a peer whose script has finished; None if no peer has
+        finished, as far as this rank knows."""
         ...
 
     @property

@@ -101,5 +101,8 @@ def _shown(file: str) -> str:
 
 @cache
 def _working_directory() -> str:
-    """Returns the directory in which the script was started."""
-    return str(Path.cwd())
+    """Returns the directory in which the script was started; the root if it was deleted."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return ""

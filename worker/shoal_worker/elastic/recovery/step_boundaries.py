@@ -146,7 +146,7 @@ class Departure:
         ):
             return
         ended_with = membership.link.finished_steps
-        if ended_with > held.steps:
+        if ended_with is not None and ended_with > held.steps:
             membership.give_up_place(
                 f"the run ended with step {ended_with}, but this process has only {held.steps} "
                 "steps, so its state is not the run's result"
@@ -412,10 +412,11 @@ class StepBoundaries:
             formation.settle(updated=updated and self._held.engine.is_sharded)
 
     @property
-    def finished_steps(self) -> int:
-        """Number of committed steps of a peer whose script has finished; 0 if no peer has finished,
-        as far as this rank knows."""
-        return self._formation.membership.link.finished_steps if self._formation is not None else 0
+    def finished_steps(self) -> int | None:
+        """Number of committed steps of a peer whose script has finished; None if no peer has
+        finished, as far as this rank knows."""
+        formation = self._formation
+        return formation.membership.link.finished_steps if formation is not None else None
 
     def went_back(self) -> None:
         """Records that all ranks have replaced a lost state with a checkpoint's."""

@@ -723,10 +723,11 @@ class StepLifecycle:
     def _peers_have_ended(self) -> bool:
         """True if a peer's script has finished, and this process has already committed at least as
         many steps as that script."""
-        return 0 < self._boundaries.finished_steps <= self._held.steps
+        ended_with = self._boundaries.finished_steps
+        return ended_with is not None and ended_with <= self._held.steps
 
     def _apart_from_the_end(self) -> PreconditionError:
-        return ends_apart(self._boundaries.finished_steps, self._held.steps + 1)
+        return ends_apart(self._boundaries.finished_steps or 0, self._held.steps + 1)
 
     def _settle(self, source: StepSource | None) -> None:
         """Handles the step boundary with `StepBoundaries.settle`. If the state is lost, first

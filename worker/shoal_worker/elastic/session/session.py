@@ -318,6 +318,11 @@ class Session:
         ):
             self._held.phase.begin()
 
+    def refuse_second_call(self) -> None:
+        """Raises PreconditionError if `as_distributed` was called before, whose optimizer would not
+        pass the checks of a second call."""
+        self._held.refuse_second_engine()
+
     def attach(self, engine: TrainingEngine) -> None:
         """Sets the session's engine, and sends the first rank's weights to all ranks.
 

@@ -118,8 +118,8 @@ class CommittedState:
         """True after `as_distributed` was called."""
         return self._engine is not None
 
-    def set_engine(self, engine: TrainingEngine) -> None:
-        """Sets the engine. Raises PreconditionError if there already is one."""
+    def refuse_second_engine(self) -> None:
+        """Raises PreconditionError if there is an engine."""
         if self._engine is not None:
             raise PreconditionError(
                 "as_distributed was called twice; call it once per process. For several models "
@@ -127,6 +127,10 @@ class CommittedState:
                 "(optimizer_a, optimizer_b)). Put modules that share one optimizer into one "
                 "nn.Module"
             )
+
+    def set_engine(self, engine: TrainingEngine) -> None:
+        """Sets the engine. Raises PreconditionError if there already is one."""
+        self.refuse_second_engine()
         self._engine = engine
         held = weakref.ref(self)
         self.registered.number_by(

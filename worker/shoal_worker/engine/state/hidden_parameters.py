@@ -28,8 +28,9 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.overrides import resolve_name
+from torch.utils.hooks import RemovableHandle
 
-from shoal_worker.torch_internals import DisableTorchFunctionSubclass, pytree
+from shoal_worker.torch_internals import DisableTorchFunctionSubclass, in_backward, pytree
 
 _ATTRIBUTE: Final = "_shoal_place"
 _GRADIENT: Final[Any] = torch.Tensor.grad
@@ -106,11 +107,7 @@ class _Hidden:
     def grad(self, value: Any) -> None:
         place: HiddenParameter = self.__dict__[_ATTRIBUTE]
         if value is not None:
-            raise ConfigurationError(
-                f"cannot set the gradient of {place.name!r}: with "
-                f"strategy={place.whereabouts.strategy!r}, gradients are summed into shards and "
-                "no rank holds a whole one; scale the loss, or use ddp"
-            )
+            raise _cannot_set(place)
         if place.whereabouts.pending and self.grad is not None:
             raise PreconditionError(
                 f"the gradient of {place.name!r} was set to None between backward() and "
@@ -138,6 +135,14 @@ class _Hidden:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._as_shown(lambda: self.__reduce_ex__(protocol))
+
+
+def _cannot_set(place: HiddenParameter) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot set the gradient of {place.name!r}: with "
+        f"strategy={place.whereabouts.strategy!r}, gradients are summed into shards and "
+        "no rank holds a whole one; scale the loss, or use ddp"
+    )
 
 
 class _Absent(_Hidden):
@@ -355,6 +360,22 @@ def hooks_of(tensor: torch.Tensor) -> list[Any]:
     return [hook for table in tables for hook in (table or {}).values() if not _is_own(hook)]
 
 
+def run_last(hooks: Iterable[tuple[torch.Tensor, RemovableHandle]]) -> None:
+    """Makes Shoal's hooks on accumulated gradients run after the user's, which may have been
+    registered later. Does nothing within a backward pass, in which torch reads the hooks.
+
+    hooks: pairs of parameter and handle of `register_post_accumulate_grad_hook`.
+    """
+    if in_backward():
+        return
+    with inside():
+        for parameter, handle in hooks:
+            registered = parameter._post_accumulate_grad_hooks
+            if next(reversed(registered)) != handle.id:
+                # torch calls them in the order of insertion, whatever move_to_end does
+                registered[handle.id] = registered.pop(handle.id)
+
+
 def _is_own(hook: Any) -> bool:
     module = getattr(hook, "__module__", None) or type(hook).__module__
     return bool(module.split(".")[0] == "shoal_worker")
@@ -519,11 +540,21 @@ class Leaves:
             if not isinstance(leaf, _Hidden):
                 leaf.grad = None
 
-    def drop_gradients(self) -> None:
-        """Discards the gradients that are elsewhere."""
+    def refuse_set_gradients(self) -> None:
+        """Refuses gradients that no backward pass of the step has produced. Called when the
+        gradients of all passes have been moved elsewhere.
+
+        Raises:
+            ConfigurationError: the script has set a parameter's gradient.
+        """
         for leaf, place in self._leaves:
-            if place.gradient or isinstance(leaf, _Hidden):
-                drop_gradient(leaf, place)
+            if gradient_of(leaf) is not None:
+                raise _cannot_set(place)
+
+    def drop_gradients(self) -> None:
+        """Discards the gradients that are elsewhere, and gradients that the script has set."""
+        for leaf, place in self._leaves:
+            drop_gradient(leaf, place)
 
 
 def is_hidden(tensor: Any) -> bool:

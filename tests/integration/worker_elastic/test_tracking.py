@@ -33,9 +33,7 @@ def test_the_next_rank_goes_on_when_the_one_that_writes_is_killed(
     ]
     losses = points(tmp_path / "runs", "shoal/loss")
     assert all(loss == step for step, loss in losses)
-    assert {step for step, _ in losses} == set(range(1, STEPS + 1)) - {KILLED}, (
-        "it was killed before it told that one"
-    )
+    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
     assert [step for step, text in texts(tmp_path / "runs") if "2 ranks, previously 3" in text] == [
         KILLED + 1
     ]
@@ -51,7 +49,10 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_no_step_twice(
         for index in (0, 1):
             running.start(index, SHOAL_FAILPOINTS="session.after_commit@6=kill")
         assert all(worker.wait() != 0 for worker in running.workers.values())
-    assert [step for step, _ in points(tmp_path / "runs", "shoal/world_size")] == [1, 2, 3, 4, 5, 6]
+    written = [step for step, _ in points(tmp_path / "runs", "shoal/world_size")]
+    assert written in ([1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]), (
+        "the script waited for four, and the newest may have been in the queue"
+    )
     (tmp_path / "second").mkdir()
     with cluster(zygote, tmp_path / "second", script=SCRIPT, max_workers=3, **places) as running:
         for index in range(3):

@@ -1,4 +1,4 @@
-"""Runs that W&B recorded without a server, read from its files: LevelDB logs of protocol buffers."""
+"""Runs that W&B recorded without a server, read from its files, which are LevelDB logs."""
 
 from __future__ import annotations
 

@@ -596,7 +596,7 @@ def load_full_state(
 
 def report(**numbers: float | torch.Tensor) -> None:
     """Reports this rank's loss, and up to 16 numbers with other names, to `shoal status`, `shoal
-    top`, the status page, TensorBoard, MLflow and the plot of the run (`shoal run --plot`):
+    top`, the status page, trackers (`track`) and the plot of the run (`shoal run --plot`):
     `shoal.report(loss=loss, accuracy=0.98)`. The loss is also exported to Prometheus. `train_step`
     reports its loss itself.
 

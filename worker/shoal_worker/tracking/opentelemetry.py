@@ -137,7 +137,8 @@ class _Exporters:
                 if report.error:
                     span.set_status(StatusCode.ERROR, report.error)
                 span.end(report.end_ns)
-        return self._ended.take()
+        ended: list[ReadableSpan] = self._ended.take()
+        return ended
 
     def measured(self, reports: Iterable[Report]) -> MetricsData | None:
         """Returns a gauge for each number; None if there are no points."""
@@ -181,14 +182,14 @@ class _Exporters:
         }
         records = []
         for report in reports:
-            attributes: dict[str, str | int]
+            attributes: dict[str, str | int] = {"shoal.step": report.step}
+            event: str | None = None
             match report:
                 case Event():
                     level = logging.WARNING if report.kind is EventKind.FAULT else logging.INFO
-                    name, attributes = f"shoal.{report.kind}", {"shoal.step": report.step}
+                    event = f"shoal.{report.kind}"
                 case LogLine():
-                    level, name = report.level, None
-                    attributes = {"shoal.step": report.step, "logger": report.logger}
+                    level, attributes["logger"] = report.level, report.logger
                 case _:
                     continue
             record = LogRecord(
@@ -198,7 +199,7 @@ class _Exporters:
                 severity_text=logging.getLevelName(level),
                 body=report.text,
                 attributes=attributes,
-                event_name=name,
+                event_name=event,
             )
             records.append(ReadableLogRecord(record, self._resource, self._scope))
         return records

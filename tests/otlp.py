@@ -38,7 +38,7 @@ class Receiver:
         """Variables that make the SDK send to this receiver."""
         return {
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self.port}",
-            "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "3",
         }
 
     def resources(self) -> list[dict[str, Any]]:
@@ -65,6 +65,16 @@ class Receiver:
             for scope in resource.scope_spans
             for span in scope.spans
         ]
+
+    def spans_by_slot(self) -> dict[str, list[Any]]:
+        """Returns the spans of each slot of this host."""
+        found: dict[str, list[Any]] = {}
+        for request in self.requests["spans"]:
+            for resource in request.resource_spans:
+                place = values(resource.resource.attributes)["service.instance.id"]
+                for scope in resource.scope_spans:
+                    found.setdefault(place.rpartition("/")[2], []).extend(scope.spans)
+        return found
 
     def points(self, name: str) -> list[float]:
         """Returns the values of a gauge in the order of their times."""

@@ -1,5 +1,5 @@
-"""A script that logs every step to TensorBoard in TRACKED, to MLflow, or to W&B. The loss of step n
-is n."""
+"""A script that logs every step to TensorBoard in TRACKED, to MLflow, to W&B or to OpenTelemetry.
+The loss of step n is n."""
 
 import os
 import time
@@ -31,6 +31,7 @@ loader = shoal.ElasticDataLoader(dataset, global_batch_size=6)
 sinks = [shoal.TensorBoard(os.environ["TRACKED"])] if "TRACKED" in os.environ else []
 sinks += [shoal.MLflow("digits")] if "MLFLOW_TRACKING_URI" in os.environ else []
 sinks += [shoal.WandB("digits")] if "WANDB_DIR" in os.environ else []
+sinks += [shoal.OpenTelemetry()] if "OTEL_EXPORTER_OTLP_ENDPOINT" in os.environ else []
 shoal.track(*sinks, every_steps=1)
 shoal.resume(os.environ["CHECKPOINTS"])
 for _ in loader.epochs(2):

@@ -1,4 +1,4 @@
-"""What a tracker receives: points, events, spans and log lines of one run; the interface of a sink.
+"""Points, events, spans and log lines of one run, and the interface of a sink, which writes them.
 
 A sink writes to one tracker, such as MLflow. It does not queue, retry or use threads of its own:
 `delivery.py` does that for all sinks.

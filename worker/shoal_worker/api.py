@@ -39,8 +39,11 @@ from shoal_worker.strategies import registry
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
 from shoal_worker.tracking.mlflow import MLflow
+from shoal_worker.tracking.opentelemetry import OpenTelemetry
+from shoal_worker.tracking.sinks import Sink
 from shoal_worker.tracking.tensorboard import TensorBoard
-from shoal_worker.tracking.tracker import Sink, Tracker
+from shoal_worker.tracking.tracker import track as _track
+from shoal_worker.tracking.wandb import WandB
 
 if TYPE_CHECKING:
     from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
@@ -55,7 +58,9 @@ __all__ = [
     "ShardingConfiguration",
     "StepStatus",
     "MLflow",
+    "OpenTelemetry",
     "TensorBoard",
+    "WandB",
     "all_reduce",
     "as_distributed",
     "as_distributed_for_high_bandwidth",
@@ -596,7 +601,7 @@ def load_full_state(
 
 def report(**numbers: float | torch.Tensor) -> None:
     """Reports this rank's loss, and up to 16 numbers with other names, to `shoal status`, `shoal
-    top`, the status page, TensorBoard, MLflow and the plot of the run (`shoal run --plot`):
+    top`, the status page, trackers (`track`) and the plot of the run (`shoal run --plot`):
     `shoal.report(loss=loss, accuracy=0.98)`. The loss is also exported to Prometheus. `train_step`
     reports its loss itself.
 
@@ -746,18 +751,20 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
 
 
 def track(*sinks: Sink, every_steps: int = 10) -> None:
-    """Writes loss, speed, ranks and faults to `sinks`, once every `every_steps` steps:
-    `shoal.TensorBoard("runs/digits")`, `shoal.MLflow("digits")`.
+    """Writes loss, speed, ranks, faults and joins to `sinks`, once every `every_steps` steps:
+    `shoal.TensorBoard("runs/digits")`, `shoal.MLflow("digits")`, `shoal.WandB("digits")`,
+    `shoal.OpenTelemetry()`.
 
     Called once, before the loop, on every rank. The first rank writes, and if it fails, the next
-    rank continues in the same run. After a resume, repeated steps appear only once. The loss is the
-    one reported by the writing rank (`shoal.report`), or by `train_step`.
+    rank continues in the same run; OpenTelemetry receives data of all ranks. After a resume,
+    repeated steps appear only once. The loss is the one reported by the writing rank
+    (`shoal.report`), or by `train_step`. Training never waits for a tracker: its reports are
+    buffered while it is away.
 
     Raises:
-        ConfigurationError: `every_steps` below 1. Later write failures of a sink are logged as
-            errors, and training continues.
+        ConfigurationError: `every_steps` below 1.
     """
-    Tracker(current_session(), sinks, every_steps=every_steps)
+    _track(current_session(), sinks, every_steps=every_steps)
 
 
 def is_main_process() -> bool:

@@ -1,12 +1,22 @@
-"""Prometheus metrics of the worker, each with its help text. There is one registry per session."""
+"""Prometheus metrics of the worker, each with its help text. There is one registry per session.
+
+Periods and calls to services are also passed to followers, which trace them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from shoal_common.rpc.client_interceptors import FinishedCalls
 
 _PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _DISKS = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
 _STALENESS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+
+PeriodFollower: TypeAlias = Callable[[str, float, Mapping[str, str | int]], None]
+"""Receives the name, the duration in seconds and the attributes of a period that has just ended."""
 
 
 class WorkerMetrics:
@@ -14,6 +24,9 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.calls = FinishedCalls()
+        """Interceptor of the calls of this worker to services."""
+        self._period_followers: tuple[PeriodFollower, ...] = ()
         self.generation = Gauge(
             "shoal_worker_generation",
             "Number of the generation this worker works in.",
@@ -141,6 +154,17 @@ class WorkerMetrics:
         """Records this worker's place in a generation and the time that its formation took."""
         self.entered(number=number, member_id=member_id, rank=rank, world_size=world_size)
         self.reform_seconds.observe(seconds)
+        self._period("generation", seconds, {"number": number, "world_size": world_size})
+
+    def recovered(self, seconds: float) -> None:
+        """Records the pause of training at a failure."""
+        self.recovery_seconds.observe(seconds)
+        self._period("recovery", seconds, {})
+
+    def joined(self, seconds: float, *, count: int) -> None:
+        """Records the pause of training in which `count` joiners received their state."""
+        self.join_seconds.observe(seconds)
+        self._period("join", seconds, {"count": count})
 
     def entered(self, *, number: int, member_id: str, rank: int, world_size: int) -> None:
         """Records this worker's place in a generation that needs no formation (async_sgd)."""
@@ -160,8 +184,18 @@ class WorkerMetrics:
         if outcome == "written":
             self.checkpoint_seconds.observe(seconds)
             self.checkpoint_timestamp.set_to_current_time()
+        self._period("checkpoint", seconds, {"outcome": outcome})
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
         """Records state received from peers."""
         self.transfer_bytes.inc(size_bytes)
         self.transfer_seconds.inc(seconds)
+
+    def follow_periods(self, follower: PeriodFollower) -> None:
+        """Registers a callback for periods: generation, recovery, join and checkpoint. The thread
+        in which a period ends calls it."""
+        self._period_followers = (*self._period_followers, follower)
+
+    def _period(self, name: str, seconds: float, attributes: Mapping[str, str | int]) -> None:
+        for follower in self._period_followers:
+            follower(name, seconds, attributes)

@@ -1,4 +1,5 @@
-"""Adds the caller's credentials to every outgoing call: the bearer token, and a member's key.
+"""Interceptors of outgoing calls. They add the caller's credentials to each call (the bearer token,
+and a member's key), and report finished calls to followers.
 
 gRPC's own call credentials require TLS; an interceptor also works on insecure loopback, as used by
 tests and local clusters.
@@ -6,7 +7,9 @@ tests and local clusters.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -103,3 +106,56 @@ def async_metadata(entries: Entries) -> tuple[grpc.aio.ClientInterceptor, ...]:
         _AsyncStreamUnary(entries),
         _AsyncStreamStream(entries),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientCall:
+    """A finished call, as the client saw it."""
+
+    method: str
+    """Such as /shoal.v1.Coordinator/GetJob."""
+    seconds: float
+    code: str
+    """Name of the gRPC status code, such as DEADLINE_EXCEEDED."""
+
+
+class FinishedCalls(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Reports the finished calls of synchronous channels to followers, which may be added while the
+    channels are in use. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._followers: tuple[Callable[[ClientCall], None], ...] = ()
+
+    def follow(self, finished: Callable[[ClientCall], None]) -> None:
+        """Registers a callback for calls that begin from now on. gRPC calls it on its own threads,
+        so it must not block."""
+        self._followers = (*self._followers, finished)
+
+    def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        followers = self._followers
+        if not followers:
+            return continuation(details, request)
+        began = time.perf_counter()
+        call = continuation(details, request)
+
+        def finished(done: Any) -> None:
+            ended = ClientCall(
+                method=details.method,
+                seconds=time.perf_counter() - began,
+                code=done.code().name,
+            )
+            for follower in followers:
+                follower(ended)
+
+        call.add_done_callback(finished)
+        return call
+
+    intercept_unary_unary = _intercept
+    intercept_unary_stream = _intercept
+    intercept_stream_unary = _intercept
+    intercept_stream_stream = _intercept

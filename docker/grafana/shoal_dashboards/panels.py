@@ -45,6 +45,13 @@ DATASOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")  # datasourc
 _OF_JOB = '{job_id=~"$job"}'
 _COLUMNS = 24
 """A dashboard's width."""
+_MARKS = (
+    ("Failures", "failure", "red"),
+    ("Joins and drains", "border", "green"),
+    ("Starts", "start", "blue"),
+)
+"""Vertical lines in every graph: their name, the cause of the generations that they mark, and their
+color."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +127,6 @@ def _dashboard(board: Board) -> Dashboard:
             .include_vars(True)
             .keep_time(True)
         )
-        .annotation(
-            AnnotationQuery()
-            .name("Failures")
-            .datasource(DATASOURCE)
-            .enable(True)
-            .icon_color("red")
-            .expr(
-                "increase(shoal_coordinator_generations_formed_total"
-                '{cause="failure"}[$__interval]) > 0'
-            )
-        )
         .with_variable(
             QueryVariable("job")
             .label("Job")
@@ -142,6 +138,18 @@ def _dashboard(board: Board) -> Dashboard:
             .multi(True)
         )
     )
+    for name, cause, color in _MARKS:
+        built = built.annotation(
+            AnnotationQuery()
+            .name(name)
+            .datasource(DATASOURCE)
+            .enable(True)
+            .icon_color(color)
+            .expr(
+                "increase(shoal_coordinator_generations_formed_total"
+                f'{{cause="{cause}"}}[$__interval]) > 0'
+            )
+        )
     for title, graphs in board.rows:
         built = built.with_row(Row(title))
         for graph in graphs:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from shoal_dashboards.boards import BOARDS
 from shoal_dashboards.panels import rendered
+from shoal_protos.v1 import coordinator_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[3]
 ALERTS = ROOT / "docker/prometheus/alerts.yml"
@@ -58,6 +59,14 @@ def test_prometheus_takes_the_configuration(promtool: str, tmp_path: Path) -> No
 
 def test_alerts_fire_when_they_should_and_else_do_not(promtool: str) -> None:
     check(promtool, "test", "rules", str(ALERTS.with_name("alerts_test.yml")))
+
+
+def test_every_dashboard_marks_each_cause_of_a_generation() -> None:
+    causes = {cause.removeprefix("CAUSE_").lower() for cause in pb.Generation.Cause.keys()}  # noqa: SIM118
+    for name, dashboard in GENERATED.items():
+        marks = " ".join(mark["expr"] for mark in dashboard["annotations"]["list"])
+        marked = set(re.findall(r'cause="(\w+)"', marks))
+        assert marked == causes - {"unspecified"}, name
 
 
 def test_an_alert_has_a_test_and_a_paragraph_and_says_what_to_do(subtests: pytest.Subtests) -> None:

@@ -26,6 +26,15 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+def once(found: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Returns points without a repetition of the one that a rank was writing when it was killed: a
+    store of files, other than a server, may contain that point although it lacks the tag with the
+    newest step."""
+    kept = [*dict.fromkeys(found)]
+    assert len(found) <= len(kept) + 1
+    return kept
+
+
 def test_the_next_rank_goes_on_in_the_same_mlflow_run_when_the_one_that_writes_is_killed(
     zygote: Zygote, tmp_path: Path, store: Path
 ) -> None:
@@ -47,19 +56,15 @@ def test_the_next_rank_goes_on_in_the_same_mlflow_run_when_the_one_that_writes_i
         "job",
         "job",
     )
-    assert run.data.tags["shoal.newest_event"] == (
-        f"step {KILLED + 1}: a fault aborted 1 step(s), which were repeated; generation 2: 2 "
-        "ranks, previously 3"
-    )
-    sizes = points(store, run, "shoal/world_size")
-    before = [step for step, size in sizes if size == 3]
-    assert before == list(range(1, len(before) + 1)), (
-        "what the killed rank had queued for MLflow is missing, and no more"
-    )
-    assert 1 <= len(before) <= KILLED
-    assert [(step, size) for step, size in sizes if step > KILLED] == [
-        (step, 2.0) for step in range(KILLED + 1, STEPS + 1)
-    ]
+    events = f"shoal.event.{KILLED + 1:09d}"
+    assert {name: text for name, text in run.data.tags.items() if "event" in name} == {
+        f"{events}.fault": "a fault aborted 1 step(s), which were repeated",
+        f"{events}.leave": "1 rank(s) left",
+        f"{events}.generation": "generation 2: 2 ranks, previously 3",
+    }
+    assert once(points(store, run, "shoal/world_size")) == [
+        (step, 3.0 if step <= KILLED else 2.0) for step in range(1, STEPS + 1)
+    ], "the next rank had kept the points that the killed rank had queued"
     losses = points(store, run, "shoal/loss")
     assert all(loss == step for step, loss in losses)
     assert {step for step, _ in losses} >= set(range(KILLED + 1, STEPS + 1))
@@ -81,13 +86,11 @@ def test_a_run_that_goes_on_from_a_checkpoint_goes_on_in_its_mlflow_run(
             ), running.said()
         written = [len(points(store, run, "shoal/world_size")) for run in runs(store)]
         assert len(written) == 1
-        assert (1 <= written[0] <= 6) if killed else (written[0] > STEPS - 4)
+        assert (1 <= written[0] <= 6) if killed else (written[0] >= STEPS - 5)
     (run,) = runs(store)
-    steps = [step for step, _ in points(store, run, "shoal/world_size")]
-    assert steps[-STEPS + 4 :] == list(range(5, STEPS + 1))
-    assert steps[: -STEPS + 4] == list(range(1, len(steps) - STEPS + 5)), (
-        "with points of the steps that were done again"
-    )
+    steps = [step for step, _ in once(points(store, run, "shoal/world_size"))]
+    assert steps == sorted(set(steps)), "each step once"
+    assert set(steps) >= {1, *range(7, STEPS + 1)}
 
 
 def test_a_tracking_server_that_is_away_stops_nobody(zygote: Zygote, tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ def test_a_tracking_server_that_is_away_stops_nobody(zygote: Zygote, tmp_path: P
         running.start(0)
         running.start(1)
         assert [worker.wait() for worker in running.workers.values()] == [0, 0], running.said()
-        assert running.said().count("MLflow could not be written to and was dropped") == 1, (
-            running.said()
-        )
+        said = running.said()
+        assert said.count("MLflow cannot be written to") == 1, said
+        assert said.count("MLflow did not receive") == 1, said
     reserved.close()

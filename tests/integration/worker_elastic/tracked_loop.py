@@ -1,5 +1,5 @@
-"""A script that logs every step to TensorBoard in TRACKED, or to MLflow. The loss of step n
-is n."""
+"""A script that logs every step to TensorBoard in TRACKED, to MLflow, to W&B or to OpenTelemetry.
+The loss of step n is n."""
 
 import os
 import time
@@ -9,9 +9,17 @@ import shoal
 import torch
 from torch import nn
 
+from tests import events, wandbruns
+
 AWAITED = [lambda: Path(os.environ["CHECKPOINTS"], "step-4").exists()]
 if (store := os.environ.get("MLFLOW_STORE")) is not None:
     AWAITED.append(lambda: any(Path(store).glob("*/*/metrics/shoal/world_size")))
+if (directory := os.environ.get("WANDB_DIR")) is not None:
+    AWAITED.append(
+        lambda: any(len(found) >= 4 for found in wandbruns.rows(Path(directory)).values())
+    )
+if (tracked := os.environ.get("TRACKED")) is not None:
+    AWAITED.append(lambda: len(events.points(Path(tracked), "shoal/world_size")) >= 4)
 
 torch.set_num_threads(1)
 shoal.init()
@@ -22,6 +30,8 @@ dataset = torch.utils.data.TensorDataset(torch.ones(60, 3))
 loader = shoal.ElasticDataLoader(dataset, global_batch_size=6)
 sinks = [shoal.TensorBoard(os.environ["TRACKED"])] if "TRACKED" in os.environ else []
 sinks += [shoal.MLflow("digits")] if "MLFLOW_TRACKING_URI" in os.environ else []
+sinks += [shoal.WandB("digits")] if "WANDB_DIR" in os.environ else []
+sinks += [shoal.OpenTelemetry()] if "OTEL_EXPORTER_OTLP_ENDPOINT" in os.environ else []
 shoal.track(*sinks, every_steps=1)
 shoal.resume(os.environ["CHECKPOINTS"])
 for _ in loader.epochs(2):

@@ -1,23 +1,30 @@
 """Each figure of a tracked run belongs to the right step, however the script reports its loss, and
-a failing sink does not stop the training."""
+a tracker that fails or hangs does not delay training."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import shoal
 import torch
+import wandb
 from shoal_common.errors import ConfigurationError
-from shoal_worker.tracking.tracker import TrackedRun
+from shoal_worker.elastic.session.worker_process import current_session
+from shoal_worker.tracking.delivery import Delivery
+from shoal_worker.tracking.sinks import Event, EventKind, Points, Report, TrackedRun
+from shoal_worker.tracking.tracker import Standing, changes
 from torch import nn
 
-from tests import mlruns
+from tests import mlruns, wandbruns
 from tests.events import points
+from tests.zygote.children import eventually
 
 pytestmark = pytest.mark.usefixtures("fresh_session")
 
@@ -28,28 +35,53 @@ STEPS = 10
 class Memory:
     """A sink that stores everything in memory."""
 
+    on_every_rank = False
+
     def __init__(self) -> None:
         self.opened: list[int] = []
         self.runs: list[TrackedRun] = []
-        self.closed = 0
+        self.closed: list[bool] = []
         self.values: dict[str, list[tuple[int, float]]] = {}
 
     def open(self, *, run: TrackedRun, step: int) -> None:
         self.opened.append(step)
         self.runs.append(run)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self.values.setdefault(name, []).append((step, value))
-
-    def event(self, step: int, text: str) -> None:
-        raise AssertionError("alone nothing happens")
-
-    def flush(self) -> None:
-        """Does nothing, because nothing is buffered."""
+    def write(self, reports: Sequence[Report]) -> None:
+        for report in reports:
+            assert isinstance(report, Points), "alone nothing happens"
+            for name, value in report.values.items():
+                self.values.setdefault(name, []).append((report.step, value))
 
     def close(self, *, ended: bool) -> None:
-        self.closed += 1
+        self.closed.append(ended)
+
+
+class Stuck(Memory):
+    """A sink of a tracker that never answers, until the test ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = threading.Event()
+
+    def open(self, *, run: TrackedRun, step: int) -> None:
+        super().open(run=run, step=step)
+        self.ends.wait()
+
+
+class Away(Memory):
+    """A sink that cannot be opened until `back` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = threading.Event()
+        self.attempts = 0
+
+    def open(self, *, run: TrackedRun, step: int) -> None:
+        self.attempts += 1
+        if not self.back.is_set():
+            raise ConnectionRefusedError("nobody listens")
+        super().open(run=run, step=step)
 
 
 def begin(*sinks: Any, **options: Any) -> tuple[Any, Any, shoal.ElasticDataLoader]:
@@ -87,7 +119,7 @@ def test_a_loss_belongs_to_the_step_that_it_was_told_for(style: str, every: int)
     assert memory.values["shoal/loss"] == [(step, float(step)) for step in due]
     for name in ("world_size", "generation", "lost_steps", "samples_per_s_per_rank"):
         assert [step for step, _ in memory.values[f"shoal/{name}"]] == due
-    assert (memory.opened, memory.closed) == ([due[0]], 1)
+    assert (memory.opened, memory.closed) == ([1], [True])
 
 
 def test_a_loop_that_tells_no_loss_has_none() -> None:
@@ -126,24 +158,111 @@ def test_other_numbers_are_written_by_their_names_for_the_step_they_are_reported
     assert memory.values["accuracy"] == [(4, 0.5)]
 
 
-def test_a_sink_that_cannot_be_written_to_is_given_up_and_training_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def losses(memory: Memory) -> list[int]:
+    return [step for step, _ in memory.values["shoal/loss"]]
+
+
+def test_a_tracker_that_is_away_gets_everything_once_it_is_back(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (tmp_path / "file").write_text("")
-    memory = Memory()
-    model, optimizer, loader = begin(
-        shoal.TensorBoard(tmp_path / "file" / "runs"), memory, every_steps=1
-    )
-    with caplog.at_level(logging.ERROR):
+    away, memory = Away(), Memory()
+    model, optimizer, loader = begin(away, memory, every_steps=1)
+    with caplog.at_level(logging.INFO):
         for (x,) in loader:
             model(x).square().mean().backward()
             assert optimizer.step()
+            shoal.report(loss=loader.global_step)
             optimizer.zero_grad()
-    assert [record.message for record in caplog.records if "was dropped" in record.message] == [
-        "TensorBoard could not be written to and was dropped: NotADirectoryError: [Errno 20] Not a "
-        f"directory: '{tmp_path / 'file' / 'runs'}'"
+            if loader.global_step == 5:
+                eventually(lambda: away.attempts >= 3, "three attempts")
+                away.back.set()
+        shoal.shutdown()
+    steps = list(range(1, STEPS + 1))
+    assert (losses(memory), losses(away)) == (steps, steps)
+    messages = [text for text in caplog.messages if text.startswith("Away")]
+    assert messages == [
+        "Away cannot be written to; up to 10000 reports are buffered until it can: "
+        "ConnectionRefusedError: nobody listens",
+        "Away can be written to again",
     ]
-    assert len(memory.values["shoal/world_size"]) == STEPS
+
+
+def test_a_tracker_that_stays_away_delays_no_one_and_the_log_says_what_it_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.INFO):
+        train("not at all", shoal.TensorBoard(tmp_path / "file" / "runs"), every_steps=1)
+    error = f"NotADirectoryError: [Errno 20] Not a directory: '{tmp_path / 'file' / 'runs'}'"
+    assert [text for text in caplog.messages if text.startswith("TensorBoard")] == [
+        "TensorBoard cannot be written to; up to 10000 reports are buffered until it can: " + error,
+        f"TensorBoard did not receive {STEPS} reports of steps 1 to {STEPS}: {error}",
+    ]
+
+
+def test_a_full_queue_drops_reports_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    away = Away()
+    delivery = Delivery(away, limit=4)
+    with caplog.at_level(logging.WARNING):
+        delivery.open(run=TrackedRun(job="", key="a"), step=1)
+        for step in range(1, 10):
+            delivery.put(Points(step=step, time_ns=0, values={"shoal/loss": step}))
+        eventually(lambda: away.attempts > 0, "an attempt")
+        away.back.set()
+        eventually(lambda: "shoal/loss" in away.values, "the reports")
+        delivery.end()
+        delivery.wait(time.monotonic() + 60)
+    assert losses(away) == [1, 2, 3]
+    assert [text for text in caplog.messages if "lacks" in text] == [
+        "Away lacks 6 reports of steps 4 to 9, because 4 others were waiting for it"
+    ]
+
+
+def test_a_tracker_that_hangs_takes_less_than_a_millisecond_of_a_step() -> None:
+    """Time of the processor, because another process may interrupt the training thread. A call that
+    waited for the sink would never return."""
+    stuck = Stuck()
+    model, optimizer, loader = begin(stuck, every_steps=1)
+    followers = current_session().progress._followers
+    spent: list[float] = []
+
+    def measured(callback: Any) -> Any:
+        def call(*arguments: Any) -> None:
+            began = time.thread_time()
+            callback(*arguments)
+            spent.append(time.thread_time() - began)
+
+        return call
+
+    followers[:] = [(measured(begun), measured(committed)) for begun, committed in followers]
+    for _ in loader.epochs(20):
+        for (x,) in loader:
+            model(x).square().mean().backward()
+            assert optimizer.step()
+            shoal.report(loss=loader.global_step)
+            optimizer.zero_grad()
+    assert stuck.opened == [1]
+    assert len(spent) >= 2 * 20 * STEPS
+    assert sorted(spent)[-3] < 1e-3
+    stuck.ends.set()
+    shoal.shutdown()
+    assert losses(stuck) == list(range(1, 20 * STEPS + 1))
+
+
+def test_ranks_that_come_and_go_are_events() -> None:
+    two, three = Standing(1, 2, 0), Standing(2, 3, 0, newcomers=1)
+    assert changes(two, three, step=5, last=None) == [
+        (EventKind.JOIN, "1 rank(s) joined"),
+        (EventKind.GENERATION, "generation 2: 3 ranks, previously 2"),
+    ]
+    assert changes(three, Standing(3, 3, 1, newcomers=1), step=4, last=6) == [
+        (EventKind.RETURN, "steps 4 to 6 are repeated"),
+        (EventKind.FAULT, "a fault aborted 1 step(s), which were repeated"),
+        (EventKind.JOIN, "1 rank(s) joined"),
+        (EventKind.LEAVE, "1 rank(s) left"),
+        (EventKind.GENERATION, "generation 3: 3 ranks, previously 3"),
+    ]
+    assert changes(three, three, step=6, last=None) == []
 
 
 def test_tensorboard_reads_it_as_one_run(tmp_path: Path) -> None:
@@ -167,7 +286,7 @@ def test_mlflow_has_one_run_for_each_key_however_often_it_is_opened(
     sink = shoal.MLflow(mlruns.EXPERIMENT)
     for step, key in enumerate("aba", start=1):
         sink.open(run=TrackedRun(job="train", key=key), step=step)
-        sink.scalars(step, {"shoal/loss": float(step)})
+        sink.write([Points(step=step, time_ns=10**18, values={"shoal/loss": float(step)})])
         sink.close(ended=True)
     found = {run.data.tags["shoal.run"]: run for run in mlruns.runs(tmp_path)}
     assert {key: mlruns.points(tmp_path, run, "shoal/loss") for key, run in found.items()} == {
@@ -197,3 +316,49 @@ def test_without_mlflow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 def test_every_how_many_steps_is_checked() -> None:
     with pytest.raises(ConfigurationError, match=r"every_steps=0\): expected 1 or more"):
         begin(Memory(), every_steps=0)
+
+
+def test_wandb_has_one_run_for_each_key_and_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank, or a resumed run, repeats step 2 and continues."""
+    for name, value in wandbruns.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    run = TrackedRun(job="a job", key="key")
+    for steps in ((1, 2), (2, 3)):
+        sink = shoal.WandB("digits", config={"lr": 0.1})
+        sink.open(run=run, step=steps[0])
+        for step in steps:
+            sink.write(
+                [
+                    Points(step=step, time_ns=0, values={"shoal/world_size": 2.0}),
+                    Event(step=step, time_ns=0, kind=EventKind.JOIN, text="1 rank(s) joined"),
+                ]
+            )
+            sink.write([Points(step=step, time_ns=0, values={"shoal/loss": step / steps[0]})])
+        sink.close(ended=True)
+    wandb.teardown()  # ends W&B's own process
+    ((run_id, rows),) = wandbruns.rows(tmp_path).items()
+    assert run_id.startswith("a-job-")
+    assert wandbruns.points(rows, "shoal/loss") == [(1, 1.0), (2, 2.0), (3, 1.5)]
+    for name in ("shoal/world_size", "shoal/join"):
+        assert [step for step, _ in wandbruns.points(rows, name)] == [1, 2, 3]
+
+
+def test_wandb_refuses_options_that_would_select_another_run() -> None:
+    with pytest.raises(ConfigurationError, match="remove id"):
+        shoal.WandB("digits", id="mine")
+    with pytest.raises(ConfigurationError, match="expected the name of a project"):
+        shoal.WandB("")
+
+
+def test_without_wandb_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[wandb\]'"):
+        shoal.WandB("digits")
+
+
+def test_without_the_exporter_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[opentelemetry\]'"):
+        shoal.OpenTelemetry()

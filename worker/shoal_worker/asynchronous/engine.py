@@ -197,6 +197,7 @@ class AsyncEngine(Engine):
             straggler_patience=settings.collective_timeout,
             transport=settings.server_transport,
             fell_back=lambda transport: self._own.metrics.transports_lost.labels(transport).inc(),
+            interceptors=[self._own.metrics.calls],
         )
         self._own.progress.server_waits = lambda: job.waits.now
         if membership is not None:

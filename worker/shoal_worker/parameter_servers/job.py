@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shoal_common.backoff import Backoff
 from shoal_common.bulk.transport import Transport
@@ -54,11 +54,12 @@ class Job:
         straggler_patience: timedelta,
         transport: Transport = Transport.AUTO,
         fell_back: Callable[[Transport], None] = lambda transport: None,
+        interceptors: Sequence[Any] = (),
     ) -> None:
         """Creates the job's view. `channel`: connection settings for services (token, TLS), without
         an address. `patience`: longest wait for the coordinator, for servers to register, and for a
-        rank while there are too few workers. `transport`, `fell_back`: arguments of
-        `ParameterServerClient`."""
+        rank while there are too few workers. `transport`, `fell_back`,
+        `interceptors`: arguments of `ParameterServerClient`."""
         self._link = link
         self._channel = channel
         self.patience = patience
@@ -67,6 +68,7 @@ class Job:
         slower worker is stuck."""
         self._transport = transport
         self._fell_back = fell_back
+        self._interceptors = interceptors
         self._entered = 0
         self._takeovers = TakeoverWatch(self.shard_map)
         self.waits = ServerWaits()
@@ -227,7 +229,11 @@ class Job:
         closed when another server replaces the server and the replaced server no longer answers."""
         channel = self.server_channel(address)
         client = ParameterServerClient(
-            channel, transport=self._transport, member_id=self.member_id, fell_back=self._fell_back
+            channel,
+            interceptors=self._interceptors,
+            transport=self._transport,
+            member_id=self.member_id,
+            fell_back=self._fell_back,
         )
         self._takeovers.add(client)
         return client

@@ -79,6 +79,7 @@ def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | Non
         straggler_patience=settings.collective_timeout,
         transport=settings.server_transport,
         fell_back=lambda transport: session.metrics.transports_lost.labels(transport).inc(),
+        interceptors=[session.metrics.calls],
     )
     session.progress.server_waits = lambda: job.waits.now
     return job, own

@@ -1,7 +1,13 @@
 """A run's progress, reported to tools for comparing runs:
 `shoal.track(shoal.TensorBoard("runs/digits"))`.
 
-`tracker`      which rank writes, and what belongs to which step; what a sink is
-`tensorboard`  a sink: TensorBoard's event files
-`mlflow`       a sink: a run on an MLflow tracking server
+`tracker`        decides which rank writes, and what belongs to which step
+`spans`          the spans of a rank
+`log_lines`      the warnings of a rank
+`sinks`          what a tracker receives, and the interface of a sink
+`delivery`       a bounded queue and a thread for each sink
+`tensorboard`    a sink: TensorBoard's event files
+`mlflow`         a sink: a run on an MLflow tracking server
+`wandb`          a sink: a run in Weights & Biases
+`opentelemetry`  a sink: traces, metrics and logs by OTLP
 """

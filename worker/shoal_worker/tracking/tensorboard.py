@@ -2,21 +2,21 @@
 
 Each opening of the sink creates a separate file, since another rank may already be writing.
 TensorBoard shows all files of a directory as one run. The start of a file invalidates older files
-from the file's first step on, so repeated steps appear once. Ranks on several machines need a
-shared directory, otherwise each machine has only its own part.
+from the file's first step on, so repeated steps appear once, with their last values. Ranks on
+several machines need a shared directory, otherwise each machine has only its own part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.tracking.tracker import TrackedRun
+from shoal_worker.tracking.sinks import Event, Points, Report, TrackedRun
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -25,17 +25,23 @@ if TYPE_CHECKING:
 class TensorBoard:
     """Writes a run's progress for TensorBoard. Pass it to `shoal.track`."""
 
+    on_every_rank = False
+
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Creates the sink. `directory`: directory for this run only, created if it does not exist.
         `tensorboard --logdir` shows the directory or its parent.
 
         Raises ConfigurationError if the package is not installed.
         """
-        if find_spec("tensorboard") is None:
+        try:
+            # takes seconds, in which the interpreter's lock would delay steps
+            import tensorboard  # noqa: F401
+            import torch.utils.tensorboard  # noqa: F401
+        except ImportError as error:
             raise ConfigurationError(
                 "shoal.TensorBoard needs the package tensorboard; install it with `pip install "
                 "'shoal[tensorboard]'`"
-            )
+            ) from error
         # opened long after this, and again by other ranks
         self._directory = Path(directory).absolute()
         self._writer: SummaryWriter | None = None
@@ -44,29 +50,33 @@ class TensorBoard:
         """Creates a new event file."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
+        failed, self._writer = self._writer, None
+        if failed is not None:
+            with contextlib.suppress(Exception):  # the error was raised by `write`
+                failed.close()
         self._directory.mkdir(parents=True, exist_ok=True)
         self._writer = SummaryWriter(str(self._directory), purge_step=step)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a point for each value."""
-        for name, value in values.items():
-            self._opened.add_scalar(name, value, step)
-
-    def event(self, step: int, text: str) -> None:
-        """Writes a text under the tag shoal/events."""
-        self._opened.add_text("shoal/events", text, step)
-
-    def flush(self) -> None:
-        """Writes all reports to the file."""
-        self._opened.flush()
+    def write(self, reports: Sequence[Report]) -> None:
+        """Writes points as scalars, and events as texts under the tag shoal/events."""
+        writer = self._writer
+        assert writer is not None, "the sink must be open"
+        for report in reports:
+            match report:
+                case Points():
+                    for name, value in report.values.items():
+                        writer.add_scalar(name, value, report.step, walltime=report.time_ns / 1e9)
+                case Event():
+                    writer.add_text(
+                        "shoal/events",
+                        f"{report.kind}: {report.text}",
+                        report.step,
+                        walltime=report.time_ns / 1e9,
+                    )
+        writer.flush()
 
     def close(self, *, ended: bool) -> None:
         """Closes the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    @property
-    def _opened(self) -> SummaryWriter:
-        assert self._writer is not None, "the sink must be open"
-        return self._writer

@@ -3,126 +3,166 @@
 Every rank follows the run, and the first rank writes. When the ranks change, another rank may
 become the first: it opens the sinks and continues with the next step, and the previous first rank
 closes its own sinks. When steps are repeated (a resume, a return to a checkpoint), the sinks are
-reopened at the first of these steps, which invalidates their data of this and later steps. If a
-rank is killed, unflushed data is lost.
+reopened at the first of these steps. A sink with `on_every_rank` is open on all ranks instead.
 
-Everything runs on the training thread.
+The training thread only decides what is written, and `delivery.py` writes it on other threads. If
+the writing rank is killed, the reports in its queue are lost. The other ranks therefore keep their
+newest reports, and the next writing rank begins with them; the sink ensures that none counts twice.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Final, Self
 
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.elastic.session.session import Session
+from shoal_worker.tracking.delivery import Delivery
+from shoal_worker.tracking.log_lines import LogLines
+from shoal_worker.tracking.sinks import Event, EventKind, Points, Report, Sink, TrackedRun
+from shoal_worker.tracking.spans import SpanSource
 
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """Identifies a run to a sink, independent of the writing rank and of resumes."""
-
-    job: str
-    """Name of the job, for people; empty if it has none."""
-    key: str
-    """Unique key of the run."""
-
-    @classmethod
-    def of(cls, session: Session) -> Self:
-        """Returns the run of a session."""
-        settings, key = session.settings, session.run
-        if session.is_asynchronous or not key:
-            # workers of async_sgd begin at any time; or the run restarted over what it had saved
-            # before
-            key = f"{settings.job_id} {settings.run}"
-        return cls(job=settings.job_id if session.elastic else "", key=key)
-
-
-class Sink(Protocol):
-    """Destination of a run's progress. The writing rank opens the sink; when another rank becomes
-    the writer, that rank opens its own sink."""
-
-    def open(self, *, run: TrackedRun, step: int) -> None:
-        """Opens the sink and invalidates existing data of this and later steps. `run`: the same for
-        every opening."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the numbers of one step."""
-
-    def event(self, step: int, text: str) -> None:
-        """Writes the text of an event, for people. `step`: the step before the event."""
-
-    def flush(self) -> None:
-        """Makes written data visible to readers."""
-
-    def close(self, *, ended: bool) -> None:
-        """Flushes and closes the sink, which may be opened again. `ended`: True if this rank leaves
-        the run; otherwise training waits for this call and then continues."""
+_END_S: Final = 30.0
+"""Time for which the end of a run waits until the trackers have all reports."""
+_LOOK_S: Final = 0.2
+"""Interval at which the thread that awaits the end of the script checks whether the session has
+ended."""
+_MOST_KEPT: Final = 1_000
+"""Maximum number of reports that a rank keeps while another rank writes."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Values of a session whose changes are written as events."""
+    """Values of a session whose changes are events."""
 
     generation: int
     world_size: int
     lost_steps: int
+    newcomers: int = 0
+    """Number of ranks that had none in the previous generation."""
 
     @classmethod
     def of(cls, session: Session) -> Self:
         """Returns a session's current values."""
-        return cls(session.generation, session.world_size, session.progress.lost_steps)
+        return cls(
+            session.generation,
+            session.world_size,
+            session.progress.lost_steps,
+            session.newcomers,
+        )
+
+
+def track(session: Session, sinks: Sequence[Sink], *, every_steps: int) -> None:
+    """Follows a session until it closes, and writes its progress to `sinks`.
+
+    Raises ConfigurationError for `every_steps` below 1.
+    """
+    if every_steps < 1:
+        raise ConfigurationError(f"shoal.track(every_steps={every_steps}): expected 1 or more")
+    for everywhere in (False, True):
+        chosen = [Delivery(sink) for sink in sinks if sink.on_every_rank is everywhere]
+        if chosen:
+            Tracker(session, chosen, every_steps=every_steps, everywhere=everywhere)
 
 
 class Tracker:
-    """Follows one session until the session closes, and writes its progress."""
+    """Follows one session, and queues its progress for sinks. All methods return at once."""
 
-    def __init__(self, session: Session, sinks: Sequence[Sink], *, every_steps: int) -> None:
-        """Raises ConfigurationError for `every_steps` below 1."""
-        if every_steps < 1:
-            raise ConfigurationError(f"shoal.track(every_steps={every_steps}): expected 1 or more")
+    def __init__(
+        self,
+        session: Session,
+        deliveries: Sequence[Delivery],
+        *,
+        every_steps: int,
+        everywhere: bool,
+    ) -> None:
+        """`everywhere`: True to write on every rank; False: on the first rank only."""
         self._session = session
-        self._sinks = tuple(sinks)
+        self._deliveries = deliveries
         self._every = every_steps
+        self._everywhere = everywhere
         self._open = False
-        self._written = 0
-        """Newest step that has points, while the sinks are open."""
+        self._kept: deque[Report] = deque(maxlen=_MOST_KEPT)
+        """Newest reports of this rank while its sinks are closed."""
+        self._reported = 0
+        """Newest step that has points."""
         self._committed: int | None = None
-        """The last step that this rank committed while it was the first rank. Losses reported
-        before the next step begins belong to this step."""
+        """The last step that this rank committed. Losses reported before the next step begins
+        belong to this step."""
         self._due: dict[str, tuple[int, int]] = {}
         """Ordinal and step of each reported number that has to be written, by the number's name."""
         self._counts = {name: each.count for name, each in session.progress.reported.items()}
         self._before = Standing.of(session)
+        self._ended = threading.Event()
+        """Set when this rank leaves the run, or its process ends."""
+        # runs after callbacks registered later, such as the one that waits for a checkpoint
+        session.on_close(self._end)
+        if not everywhere:
+            threading.Thread(target=self._end_with_script, name="shoal-tracker").start()
         session.progress.follow(begun=self._begun, committed=self._step_committed)
-        session.on_close(lambda: self._close(ended=True))
+        if everywhere:
+            SpanSource(session, self._put, every_steps=every_steps)
+            LogLines(session, self._put)
 
     def _begun(self) -> None:
         """Assigns losses reported since the last commit to the committed step. Called when a new
         step begins."""
+        self._finish_step()
+        self._committed = None
+
+    def _finish_step(self) -> None:
         self._take_reported(self._committed)
         self._write_reported()
-        self._committed = None
+
+    def _end(self) -> None:
+        """Waits until the trackers have all reports. Does nothing if called again."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._finish_step()
+        give_up_at = time.monotonic() + _END_S
+        for delivery in self._deliveries:
+            delivery.end()
+        for delivery in self._deliveries:
+            delivery.wait(give_up_at)
+
+    def _end_with_script(self) -> None:
+        """Ends with the main thread, before exit hooks. The session ends in such a hook, but W&B's
+        hook would run before it and end W&B's own process."""
+        main = threading.main_thread()
+        while main.is_alive():
+            if self._ended.is_set():
+                return
+            main.join(_LOOK_S)
+        self._end()
 
     def _step_committed(self, step: int) -> None:
         self._take_reported(step)  # losses reported within the step
         now, before = Standing.of(self._session), self._before
         self._before = now
-        if not self._session.is_first:
-            self._close(ended=False)
-            return
-        last, self._committed = self._written, step
-        due = step // self._every != (step - 1) // self._every
-        if not due and now == before:
-            return
-        if not self._open or step <= last:
+        last, self._committed = self._reported, step
+        repeats = step <= last
+        writes = self._everywhere or self._session.is_first
+        if not writes:
+            self._close()
+        if repeats:
+            kept = [report for report in self._kept if report.step < step]
+            self._kept = deque(kept, maxlen=_MOST_KEPT)
+        if writes and (repeats or not self._open):
             self._reopen(step)
-        self._written = step
+        if not self._is_due(step) and now == before and not repeats:
+            return
+        time_ns = time.time_ns()
+        events = [
+            Event(step=step, time_ns=time_ns, kind=kind, text=text)
+            for kind, text in changes(before, now, step=step, last=last if repeats else None)
+        ]
+        self._reported = step
         rate = self._session.progress.snapshot().samples_per_s
         values = {
             "shoal/samples_per_s_per_rank": rate,
@@ -130,25 +170,25 @@ class Tracker:
             "shoal/generation": float(now.generation),
             "shoal/lost_steps": float(now.lost_steps),
         }
-        self._each(lambda sink: sink.scalars(step, values))
-        happened = "; ".join(_changes(before, now))
-        if happened:
-            self._each(lambda sink: sink.event(step, happened))
+        self._put(Points(step=step, time_ns=time_ns, values=values))
+        for event in events:
+            self._put(event)
         self._write_reported()
-        self._each(lambda sink: sink.flush())
+
+    def _is_due(self, step: int) -> bool:
+        return step // self._every != (step - 1) // self._every
 
     def _take_reported(self, step: int | None) -> None:
-        due = step is not None and step // self._every != (step - 1) // self._every
         for name, reported in self._session.progress.reported.items():
             count, before = reported.count, self._counts.get(name, 0)
             self._counts[name] = count
-            if count != before and due and step is not None:
+            if count != before and step is not None and self._is_due(step):
                 self._due[name] = (count, step)
 
     def _write_reported(self) -> None:
         """Writes the reported numbers that are due and known. A number on a device may take a while
         to arrive."""
-        if not self._due or not self._open:
+        if not self._due:
             return
         values: dict[str, float] = {}
         for name, (ordinal, step) in [*self._due.items()]:
@@ -156,49 +196,58 @@ class Tracker:
             if known < ordinal:
                 continue
             del self._due[name]
-            if known == ordinal and step == self._written:
+            if known == ordinal and step == self._reported:
                 values["shoal/loss" if name == "loss" else name] = value
         if values:
-            self._each(lambda sink: sink.scalars(self._written, values))
+            self._put(Points(step=self._reported, time_ns=time.time_ns(), values=values))
 
     def _reopen(self, step: int) -> None:
-        self._close(ended=False)
+        run, kept = TrackedRun.of(self._session), list(self._kept)
+        first = min([step, *(report.step for report in kept)])
+        self._each(lambda delivery: delivery.open(run=run, step=first, reports=kept))
         self._open = True
-        run = TrackedRun.of(self._session)
-        self._each(lambda sink: sink.open(run=run, step=step))
+        self._kept.clear()
 
-    def _close(self, *, ended: bool) -> None:
-        if not self._open:
-            return
-        self._take_reported(self._committed)
-        self._write_reported()
-        self._open, self._due = False, {}
-        self._each(lambda sink: sink.close(ended=ended))
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            self._each(Delivery.close)
 
-    def _each(self, call: Callable[[Sink], None]) -> None:
-        """Calls every sink. If one fails, training continues and the sink is abandoned on this
-        rank."""
-        for sink in self._sinks:
-            try:
-                call(sink)
-            except Exception as error:
-                _log.error(
-                    "%s could not be written to and was dropped: %s: %s",
-                    type(sink).__name__,
-                    type(error).__name__,
-                    error,
-                )
-                self._sinks = tuple(other for other in self._sinks if other is not sink)
+    def _put(self, report: Report) -> None:
+        """Queues a report, or keeps it while another rank writes. Thread-safe."""
+        if self._open:
+            self._each(lambda delivery: delivery.put(report))
+        else:
+            self._kept.append(report)
+
+    def _each(self, call: Callable[[Delivery], None]) -> None:
+        for delivery in self._deliveries:
+            call(delivery)
 
 
-def _changes(before: Standing, now: Standing) -> list[str]:
-    texts = []
+def changes(
+    before: Standing, now: Standing, *, step: int, last: int | None
+) -> list[tuple[EventKind, str]]:
+    """Returns the kinds and texts of the events between two committed steps of one rank. `step`:
+    the second of these steps. `last`: newest written step if it is repeated, otherwise None."""
+    found: list[tuple[EventKind, str]] = []
+    if last is not None:
+        found.append((EventKind.RETURN, f"steps {step} to {last} are repeated"))
     if now.lost_steps > before.lost_steps:
-        texts.append(
-            f"a fault aborted {now.lost_steps - before.lost_steps} step(s), which were repeated"
+        lost = now.lost_steps - before.lost_steps
+        found.append((EventKind.FAULT, f"a fault aborted {lost} step(s), which were repeated"))
+    if now.generation == before.generation:
+        return found
+    joined = max(now.newcomers, now.world_size - before.world_size) if before.generation else 0
+    left = before.world_size + joined - now.world_size if before.generation else 0
+    if joined:
+        found.append((EventKind.JOIN, f"{joined} rank(s) joined"))
+    if left:
+        found.append((EventKind.LEAVE, f"{left} rank(s) left"))
+    found.append(
+        (
+            EventKind.GENERATION,
+            f"generation {now.generation}: {now.world_size} ranks, previously {before.world_size}",
         )
-    if now.generation != before.generation:
-        texts.append(
-            f"generation {now.generation}: {now.world_size} ranks, previously {before.world_size}"
-        )
-    return texts
+    )
+    return found

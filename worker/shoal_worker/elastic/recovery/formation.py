@@ -202,7 +202,7 @@ class Formation:
         `preempted`: all ranks were asked to leave."""
         self.boundary_due, self.stop_due, self.preempted = boundary_due, stop_due, preempted
         if self._failed_at is not None:
-            self._metrics.recovery_seconds.observe(time.monotonic() - self._failed_at)
+            self._metrics.recovered(time.monotonic() - self._failed_at)
             self._failed_at = None
 
     def recover(self, error: BaseException, *, in_operation: bool | None = None) -> None:
@@ -631,8 +631,9 @@ class Formation:
                 # The members return to a checkpoint, and reach this boundary again with a complete
                 # state.
             else:
+                count = len(self._learners)
                 self._learners, self._outcomes_due = (), self._held.outcomes
-                self._metrics.join_seconds.observe(time.monotonic() - started)
+                self._metrics.joined(time.monotonic() - started, count=count)
         return peers_at
 
     # ----------------------------------------------------------------------------------- invariants

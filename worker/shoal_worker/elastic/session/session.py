@@ -244,6 +244,12 @@ class Session:
         return generation.number if generation is not None else 0
 
     @property
+    def newcomers(self) -> int:
+        """Number of ranks of this generation that had none in the previous generation."""
+        generation = self._generation
+        return len(generation.joining) if generation is not None else 0
+
+    @property
     def ranks_may_come(self) -> bool:
         """True if further processes may join the job."""
         return self._membership is not None and self._membership.only_backend is None

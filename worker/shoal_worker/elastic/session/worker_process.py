@@ -260,7 +260,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
             own.bound, announced=own.announced, secure=settings.calling_tls is not None
         )
         undo.callback(donor.close)
-        client = CoordinatorClient(settings.channel(coordinator))
+        client = CoordinatorClient(settings.channel(coordinator), interceptors=[metrics.calls])
         client.run = run_message(settings.run)
         identity = MemberIdentity(
             job_id=settings.job_id,

@@ -1,0 +1,130 @@
+"""Points, events, spans and log lines of one run, and the interface of a sink, which writes them.
+
+A sink writes to one tracker, such as MLflow. It does not queue, retry or use threads of its own:
+`delivery.py` does that for all sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, Self, TypeAlias
+
+from shoal_worker.elastic.session.session import Session
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Identifies a run to a sink, independent of the writing rank and of resumes."""
+
+    job: str
+    """Name of the job, for people; empty if it has none."""
+    key: str
+    """Unique key of the run."""
+    place: str = ""
+    """Host and slot of the writing process, which remain the same if its rank changes."""
+
+    @classmethod
+    def of(cls, session: Session) -> Self:
+        """Returns the run of a session."""
+        settings, key = session.settings, session.run
+        if session.is_asynchronous or not key:
+            # workers of async_sgd begin at any time; or the run restarted over what it had saved
+            # before
+            key = f"{settings.job_id} {settings.run}"
+        return cls(
+            job=settings.job_id if session.elastic else "",
+            key=key,
+            place=f"{settings.host}/{settings.local_index}",
+        )
+
+
+class EventKind(StrEnum):
+    """Kinds of annotations."""
+
+    FAULT = "fault"
+    """A fault aborted a step, which is repeated."""
+    JOIN = "join"
+    """Ranks joined."""
+    LEAVE = "leave"
+    """Ranks left: they died, or were drained."""
+    GENERATION = "generation"
+    """Training continues with a new list of ranks."""
+    RETURN = "return"
+    """Training continues from an earlier step, after a return to a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """Numbers of one committed step."""
+
+    step: int
+    time_ns: int
+    """Time of the commit, since the epoch."""
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """An annotation of a run."""
+
+    step: int
+    """The first step committed after the event."""
+    time_ns: int
+    kind: EventKind
+    text: str
+    """One line, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A period of one rank: some steps, a generation's formation, a checkpoint, a call."""
+
+    step: int
+    """Newest committed step at the end of the period."""
+    name: str
+    begin_ns: int
+    end_ns: int
+    attributes: Mapping[str, str | int | float] = field(default_factory=dict)
+    error: str = ""
+    """Reason why the work failed; empty if it succeeded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLine:
+    """A warning or an error of one rank's log."""
+
+    step: int
+    """Newest committed step."""
+    time_ns: int
+    level: int
+    """WARNING, ERROR or CRITICAL of `logging`."""
+    logger: str
+    text: str
+
+
+Report: TypeAlias = Points | Event | Span | LogLine
+
+
+class Sink(Protocol):
+    """Writes a run to one tracker. All calls of a process come from one thread, which may block:
+    training does not wait for it. If a call raises, it is repeated later with the same arguments;
+    `write` is then preceded by another `open`. New reports wait meanwhile."""
+
+    on_every_rank: bool
+    """True: each rank writes its own reports, including spans and log lines. False: one rank writes
+    at a time, without these."""
+
+    def open(self, *, run: TrackedRun, step: int) -> None:
+        """Opens the sink, or reopens it after an error. `run`: `key` and `job` are the same for
+        every opening of a run, by any rank. `step`: the next step to be written. If the tracker has
+        data of this or of later steps, the sink ensures that no step counts twice."""
+
+    def write(self, reports: Sequence[Report]) -> None:
+        """Writes reports in order. On return, the tracker has them. The numbers of one step may
+        come in several reports."""
+
+    def close(self, *, ended: bool) -> None:
+        """Closes the sink, which may be opened again. `ended`: True if this rank leaves the
+        run."""

@@ -116,6 +116,7 @@ class JoinerState:
             captured = held.capture() if receivers else {}
             captured["operations"] = held.operations.encode()
             captured["outcomes"] = held.outcomes
+            captured["built"] = dict(held.built)
             captured["state"] = list(name)
             captured["place"] = list(place) if held.phase.holds_state else None
             self._exchange_of_states.give(group, captured, until=lambda: group.exchange(b""))
@@ -127,6 +128,7 @@ class JoinerState:
             held.restore(state)
             held.operations.restart(state["operations"], passed=True)
             held.outcomes = state["outcomes"]
+            held.built = state["built"]
             held.name = StateName(*state["state"])
             peers_at = ScriptPosition(*state["place"]) if state["place"] is not None else None
         held.engine.reshard(group)

@@ -319,7 +319,8 @@ def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content
     version = _VERSION_WITH_FROZEN if "frozen" in content else _VERSION
     document = {"format": _FORMAT, "version": version, "xxh3_64": _digest_of(content), **content}
     manifest = directory / NAME
-    manifest.write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
+    lines = (f'"{key}":{_compact(value)}' for key, value in document.items())
+    manifest.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     sync_file(manifest)
     sync_directory(directory)
 
@@ -395,6 +396,8 @@ def _release(document: Mapping[str, Any]) -> str:
 
 
 def _digest_of(content: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(
-        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    )
+    return xxhash.xxh3_64_hexdigest(_compact(content, sort_keys=True).encode())
+
+
+def _compact(content: Any, *, sort_keys: bool = False) -> str:
+    return json.dumps(content, sort_keys=sort_keys, separators=(",", ":"), allow_nan=False)

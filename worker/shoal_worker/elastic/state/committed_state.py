@@ -139,14 +139,18 @@ class CommittedState:
         )
 
     def note_built(self) -> None:
-        """Records the frozen parameters of the engine's model, which all ranks have built."""
+        """Records the frozen parameters of the engine's model. A joiner receives the descriptions
+        from its peers instead."""
         self.frozen = tuple(self.engine.frozen())
-        self.built = {name: describe_values(value) for name, value in self.frozen_values().items()}
+        if self.phase.holds_state:
+            self.built = {
+                name: describe_values(value) for name, value in self.frozen_values().items()
+            }
 
     def frozen_values(self) -> Mapping[str, torch.Tensor]:
         """Returns the current values of the frozen parameters; none if this rank does not have all
         of them. The tensors share memory with the model."""
-        if self.engine.is_sharded or not self.engine.has_values():
+        if not self.frozen or self.engine.is_sharded or not self.engine.has_values():
             return {}
         current = self.engine.frozen()
         return {name: current[name] for name in self.frozen if name in current}

@@ -35,7 +35,8 @@ class Adapted(nn.Module):
         self.average = nn.Parameter(self.up.weight.detach().clone(), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+        adapted: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return adapted
 
 
 def train(

@@ -23,15 +23,11 @@ class Adapted(Model):
 
     def __init__(self, base: float, value: float, *, meta: bool = False) -> None:
         super().__init__(value, meta=meta)
-        with torch.device("meta" if meta else "cpu"):
-            self.module = nn.Sequential(
-                nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(2, 1)
-            )
+        self.module.base = nn.Linear(WIDTH, WIDTH, device="meta" if meta else "cpu")
+        self.module.base.requires_grad_(False)
         if not meta:
-            with torch.no_grad():
-                for layer, own in zip(self.module, (base, value), strict=True):
-                    for parameter in layer.parameters():
-                        parameter.fill_(own)
+            for parameter in self.module.base.parameters():
+                parameter.fill_(base)
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         return {
@@ -42,7 +38,9 @@ class Adapted(Model):
 
     @property
     def values(self) -> list[float]:
-        return [float(layer.weight.detach().unique()) for layer in self.module]  # type: ignore[arg-type]
+        """The value of all frozen weights, and that of all trained ones."""
+        weights = self.module.base.get_parameter("weight"), self.module.weight
+        return [float(weight.detach().unique()) for weight in weights]
 
 
 def member(base: float, value: float, *, meta: bool = False, joins: bool = False) -> Member:
@@ -61,7 +59,7 @@ def boundary(each: Member) -> Any:
 def received(caplog: pytest.LogCaptureFixture) -> list[float]:
     """Returns the megabytes that joiners have received, in ascending order."""
     return sorted(
-        record.args[0]
+        float(str(record.args[0]))
         for record in caplog.records
         if isinstance(record.args, tuple) and "MB of state" in record.msg
     )
@@ -97,7 +95,7 @@ def test_a_frozen_parameter_that_the_run_has_changed_is_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     members = [member(1.0, 5.0), member(1.0, 0.0, joins=True)]
-    members[0].model.module[0].bias.data.fill_(7.0)  # type: ignore[operator, union-attr, index]
+    members[0].model.module.get_parameter("base.bias").fill_(7.0)
     assert form(members, boundary) == [None, BORDER]
-    assert float(members[1].model.module[0].bias[0]) == 7.0  # type: ignore[index]
+    assert float(members[1].model.module.get_parameter("base.bias")[0]) == 7.0
     assert received(caplog)[0] < 0.01

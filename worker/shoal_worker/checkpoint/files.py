@@ -309,7 +309,8 @@ def read_model(
             f"there is no checkpoint in {path}; expected a directory passed to save_checkpoint, "
             "or a step-<n> in it"
         )
-    several = "models" in read_manifest(found)["structure"]
+    structure = read_manifest(found).get("structure")
+    several = isinstance(structure, dict) and "models" in structure
     where = ("models", number, "model") if several else ("model",)
     given = {join_path((*where, key)): value for key, value in base.items()}
     needed = join_path(where) + "/"

@@ -402,7 +402,8 @@ class _Copy:
 
     def decide_frozen(self) -> Frozen:
         """Returns the frozen parameters of the whole state."""
-        return self._decided(describe_all(flatten(self.whole)[1], self.session.frozen))
+        names = self.session.frozen
+        return self._decided(describe_all(flatten(self.whole)[1], names)) if names else NOTHING
 
     def _decided(self, found: Mapping[str, Any]) -> Frozen:
         if not found:

@@ -110,14 +110,16 @@ def part_digest(part: torch.Tensor, begin: int) -> int:
         _WHOLE[part.dtype.itemsize]
     )
     first = begin * (len(words) // max(1, len(plain)))
-    weights, factors, sums, at = _weights(words.device), [], [], 0
+    weights, at = _weights(words.device), 0
+    sums: list[torch.Tensor] = []
+    factors: list[int] = []
     while at < len(words):
         row, column = divmod(first + at, _ROW)
         chunk = words[at : at + _ROW - column].to(torch.int64, copy=True)
         sums.append(chunk.mul_(weights[column : column + len(chunk)]).sum())
         factors.append(pow(_ODD[1], row, 1 << 64))
         at += len(chunk)
-    totals = torch.stack(sums).tolist() if sums else []
+    totals: list[int] = torch.stack(sums).tolist() if sums else []
     return sum(total * factor for total, factor in zip(totals, factors, strict=True)) % (1 << 64)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,9 +67,13 @@ class SimulatedDonor:
         self._expected = nonce
 
     @contextlib.contextmanager
-    def offering(self, state: object, nonce: str) -> Iterator[None]:
+    def offering(self, state: object, nonce: str, without: Collection[str] = ()) -> Iterator[None]:
         """Implements `StateDonor.offering`."""
-        self._offers[nonce] = flatten(state)
+        structure, tensors = flatten(state)
+        self._offers[nonce] = (
+            structure,
+            {name: tensor for name, tensor in tensors.items() if name not in without},
+        )
         try:
             yield
         finally:
@@ -100,6 +105,7 @@ def take_state(
     timeout: timedelta,
     keys: Sequence[str] = (),
     guard: Callable[[Any], None] = lambda connection: None,
+    own: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[Any, int]:
     """Replaces `transfer.take_state`."""
     failpoint("transfer.before_taking")
@@ -137,14 +143,14 @@ def take_state(
         )
     offered = [donor.offers(nonce) for donor in donors]
     digests = {
-        digest(structure, {name: t.detach().contiguous() for name, t in tensors.items()})
+        digest(structure, {**own, **{n: t.detach().contiguous() for n, t in tensors.items()}})
         for structure, tensors in offered
     }
     if len(digests) > 1:
         world.violated("donors", f"{', '.join(addresses)} offer different states under one name")
     structure, tensors = offered[0]
     staged = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return unflatten(json.loads(json.dumps(structure)), staged), sum(
+    return unflatten(json.loads(json.dumps(structure)), {**own, **staged}), sum(
         t.nbytes for t in staged.values()
     )
 

@@ -482,6 +482,7 @@ def save_checkpoint(
     mode: Literal["min", "max"] | None = None,
     sharded: bool | None = None,
     every_steps: int | None = None,
+    frozen: Literal["write", "reference"] = "write",
 ) -> None:
     """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Called
     on every rank, between steps.
@@ -507,6 +508,11 @@ def save_checkpoint(
         every_steps: save only after a committed step whose number in the run is a multiple of
             this; for a call in every iteration, after `optimizer.step()`. All ranks decide
             equally, including joiners, and never twice for one step.
+        frozen: for parameters that were not trained at `as_distributed`, such as the base model of
+            an adapter. "write": their values are in files that the checkpoints of the directory
+            share (hard links, or else copies), so that they are written once and every checkpoint
+            is complete. "reference": only their digests are saved; `resume` then needs a model
+            with the same values from the script, and `load_full_state` needs `base`.
 
     Raises:
         PreconditionError (STEP_NOT_FINISHED): `every_steps` inside a step.
@@ -521,6 +527,10 @@ def save_checkpoint(
         raise ConfigurationError(
             f"save_checkpoint(keep={keep}): expected a whole number of at least 1"
         )
+    if frozen not in ("write", "reference"):
+        raise ConfigurationError(
+            f'save_checkpoint(frozen={frozen!r}): expected "write" or "reference"'
+        )
     metric = _metric(best, mode)
     session = current_session()
     if every_steps is not None and not is_due(session, every_steps, "save_checkpoint"):
@@ -530,6 +540,7 @@ def save_checkpoint(
         Path(directory),
         keep=keep,
         sharded=sharded,
+        frozen=frozen,
         best=metric,
         mode=mode if metric is not None and mode is not None else "",
     )
@@ -565,7 +576,8 @@ def resume(directory: str | Path) -> bool:
 
     Raises:
         CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release;
-            nothing is changed.
+            or it was saved with `frozen="reference"`, and the model's frozen parameters have other
+            values (BASE_MODEL_DIFFERS). Nothing is changed.
         ConfigurationError: `directory` is itself one checkpoint, or a file.
     """
     return load_newest(current_session(), Path(directory))
@@ -577,6 +589,7 @@ def load_full_state(
     model: int | None = None,
     best: bool = False,
     average: int | None = None,
+    base: nn.Module | Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Returns the state of the model, or of an average of it, in a checkpoint, under the original
     module's names, for `module.load_state_dict`. Needs no session and no ranks.
@@ -589,14 +602,18 @@ def load_full_state(
             of the newest: see `best` of `save_checkpoint`.
         average: index of the `AveragedModel` to read instead of the model, in the order in which
             the script created them: 0 for the only one.
+        base: for a checkpoint saved with `frozen="reference"`: the model as it was before
+            `as_distributed`, or its state dict. It provides the values of the frozen parameters.
 
     Raises:
         ConfigurationError: there is no checkpoint, or with `best` none with a metric; the
             checkpoint has several models and `model` names none of them; it has no such average;
             or both `model` and `average` are given.
-        CorruptDataError: the checkpoint is damaged, foreign or of a newer release.
+        CorruptDataError: the checkpoint is damaged, foreign or of a newer release; or it needs
+            values of frozen parameters that `base` lacks (BASE_MODEL_DIFFERS).
     """
-    return read_model(Path(path), model, of_best=best, average=average)
+    values = base.state_dict() if isinstance(base, nn.Module) else base
+    return read_model(Path(path), model, of_best=best, average=average, base=values or {})
 
 
 def report(**numbers: float | torch.Tensor) -> None:

@@ -324,7 +324,7 @@ def edited(pristine, tmp_path, **changes):
     return copy
 
 
-@pytest.mark.parametrize("changes", [{"version": 2}, {"layout": "dcp"}])
+@pytest.mark.parametrize("changes", [{"version": 3}, {"layout": "dcp"}])
 def test_a_newer_format_is_refused_naming_the_release_that_wrote_it(pristine, tmp_path, changes):
     with pytest.raises(CorruptDataError, match=r"the release that wrote it, 0\.1\.0") as raised:
         read_checkpoint(edited(pristine, tmp_path, **changes))

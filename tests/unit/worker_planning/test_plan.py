@@ -402,3 +402,21 @@ def test_roles_of_a_plan_are_what_ranks_hold(make: Any, labels: tuple[str, ...])
                 label,
                 role,
             )
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_frozen_parameters_have_no_gradients_state_mirrors_or_traffic(strategy: str) -> None:
+    def planned(*, frozen: bool) -> Any:
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+        net[0].requires_grad_(not frozen)
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+        every = plan(net, optimizer, world_size=4).strategies
+        return next(each for each in every if each.strategy == strategy)
+
+    adapter = 4 * (512 * 8 + 8)
+    few, whole = planned(frozen=True), planned(frozen=False)
+    assert few.memory.parameters == whole.memory.parameters
+    assert few.sent < whole.sent / 10
+    for role, factor in (("gradients", 1), ("optimizer", 2), ("mirrors", 3)):
+        assert getattr(few.memory, role) <= 1.1 * factor * adapter

@@ -9,6 +9,7 @@ One checkpoint is a directory. In the layout "whole", which one process writes:
       model.safetensors       the tensors under "model", by their path in that entry: for a model,
                               the names in its state_dict()
       optimizer.safetensors   ... one such file per top-level entry of the state with tensors
+      frozen-...              the values of frozen parameters (`frozen.py`)
       rows-...                the rows of sparse tables (`rows.py`)
 
 `shards.py` implements the layout "sharded", which the ranks write together. In both layouts the
@@ -23,12 +24,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 
 from shoal_worker.checkpoint import manifest
+from shoal_worker.checkpoint.frozen import KEY, NOTHING, Frozen, Given, given_values
 from shoal_worker.checkpoint.manifest import (
     SUFFIX,
     CheckpointInfo,
@@ -44,11 +47,10 @@ from shoal_worker.checkpoint.manifest import (
     write_tensors,
 )
 from shoal_worker.checkpoint.rows import SavedRows
-from shoal_worker.checkpoint.shards import SHARDED, Shards, read_shards
+from shoal_worker.checkpoint.shards import Shards, read_shards, write_pieces
 from shoal_worker.state.serial import STORED_DTYPES
-from shoal_worker.state.tree import Snapshot, unflatten
+from shoal_worker.state.tree import Snapshot, join_path, unflatten
 
-_WHOLE_LAYOUT = "whole"
 _STEP = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _AVERAGED = "module."
@@ -123,6 +125,7 @@ def write_checkpoint(
     keep: int,
     temporary: Path | None = None,
     rows: Callable[[Path], Mapping[str, Any]] = lambda temporary: {},
+    frozen: Frozen = NOTHING,
 ) -> Path:
     """Writes a checkpoint in the layout "whole" and returns its path. Publishes the checkpoint and
     removes older ones as `finish` does.
@@ -133,6 +136,8 @@ def write_checkpoint(
             create a directory.
         rows: ensures that the rows of sparse tables are in a directory, and returns their entry for
             the manifest.
+        frozen: frozen parameters of the state. The snapshot contains their values only if these are
+            to be written.
 
     Raises:
         ConfigurationError: `keep` below 1, a directory that cannot be created, or a top-level key
@@ -141,12 +146,12 @@ def write_checkpoint(
     """
     if keep < 1:
         raise ConfigurationError(f"keep={keep}: expected at least 1")
-    parts = _by_part(snapshot)
+    parts = _by_part(snapshot, frozen)
     temporary = temporary or begin(directory, info.step)
     info = _with_known_metric(directory, info)
     try:
         with disk_errors(directory / f"step-{info.step}"):
-            _fill(temporary, snapshot, parts, info, rows(temporary))
+            _fill(temporary, snapshot, parts, info, rows(temporary), frozen)
         return finish(temporary, info, fence=fence, keep=keep)
     finally:
         remove(temporary)
@@ -178,17 +183,19 @@ def write_sharded(
     try:
         with disk_errors(temporary.parent / f"step-{info.step}"):
             shards.write(temporary)
-            files = shards.collect(temporary, gone=gone)
-            if files is None:
+            collected = shards.collect(temporary, gone=gone)
+            if collected is None:
                 return None
+            files, once = collected
             info = _with_known_metric(temporary.parent, info)
             write_manifest(
                 temporary,
                 info,
-                SHARDED,
+                manifest.SHARDED,
                 files=files,
                 structure=shards.structure,
                 tensors=shards.described(),
+                **shards.frozen.entry(temporary, once),
             )
         return finish(temporary, info, fence=fence, keep=keep)
     finally:
@@ -202,7 +209,7 @@ def mark_stopped_early(path: Path, loader: str) -> None:
         CorruptDataError: as in `read_checkpoint`.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing; nothing has changed.
     """
-    content = read_manifest(path, (_WHOLE_LAYOUT, SHARDED))
+    content = read_manifest(path)
     info, layout = CheckpointInfo(**content.pop("info")), content.pop("layout")
     with disk_errors(path):
         write_manifest(path, dataclasses.replace(info, stopped_early=loader), layout, **content)
@@ -239,21 +246,31 @@ def check_place(directory: Path, step: int, run: str) -> None:
             )
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads one checkpoint (`.../step-<n>`) of either layout, and verifies every file.
+def read_checkpoint(path: Path, given: Given = dict, *, needed: str = "") -> Checkpoint:
+    """Reads one checkpoint (`.../step-<n>`) of either layout, and verifies every file. `given`:
+    called if the checkpoint lacks the values of frozen parameters. `needed`: prefix of the names of
+    those that the caller needs; the state has meta tensors in place of the others.
 
     Raises:
         CorruptDataError: the checkpoint is damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or
-            from a newer release (FILE_NEWER).
+            from a newer release (FILE_NEWER); or it needs values that differ from those of `given`
+            (BASE_MODEL_DIFFERS).
     """
-    content = read_manifest(path, (_WHOLE_LAYOUT, SHARDED))
+    content = read_manifest(path)
     try:
         info = CheckpointInfo(**content["info"])
         tensors = (
             read_shards(path, content)
-            if content["layout"] == SHARDED
+            if content["layout"] == manifest.SHARDED
             else _read_parts(path, content["files"])
         )
+        if KEY in content:
+            frozen = content[KEY]
+            tensors |= (
+                given_values(path, frozen["tensors"], given(), needed)
+                if frozen["mode"] == "reference"
+                else read_shards(path, frozen)
+            )
         return Checkpoint(
             info=info,
             state=unflatten(content["structure"], tensors),
@@ -272,7 +289,7 @@ def rows_of(path: Path) -> SavedRows:
         CorruptDataError: as in `read_checkpoint`.
     """
     try:
-        return SavedRows.of(path, read_manifest(path, (_WHOLE_LAYOUT, SHARDED)))
+        return SavedRows.of(path, read_manifest(path))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise damaged(path, f"its {manifest.NAME} is incomplete or invalid: {error!r}") from error
 
@@ -283,10 +300,12 @@ def read_model(
     *,
     of_best: bool = False,
     average: int | None = None,
+    base: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
     """Returns the model's state from one checkpoint, or from the newest checkpoint in a directory.
     `number`: index among several models. `of_best`: reads the best checkpoint of a directory
-    instead. `average`: index of the averaged model to return instead of the model.
+    instead. `average`: index of the averaged model to return instead of the model. `base`: the
+    model's values of frozen parameters that the checkpoint refers to.
 
     Raises:
         ConfigurationError: there is no checkpoint, it has several models and `number` selects none
@@ -308,7 +327,12 @@ def read_model(
             f"there is no checkpoint in {path}; expected a directory passed to save_checkpoint, "
             "or a step-<n> in it"
         )
-    state = read_checkpoint(found).state
+    structure = read_manifest(found).get("structure")
+    several = isinstance(structure, dict) and "models" in structure
+    where = ("models", number, "model") if several else ("model",)
+    given = {join_path((*where, key)): value for key, value in base.items()}
+    needed = join_path(where if average is None else ("registered",)) + "/"
+    state = read_checkpoint(found, lambda: given, needed=needed).state
     states = state.get("models", [state]) if isinstance(state, dict) else []
     if not states or not all(
         isinstance(each, dict) and isinstance(each.get("model"), dict) for each in states
@@ -368,8 +392,9 @@ def _average(
 # ------------------------------------------------------------------------------------------ writing
 
 
-def _by_part(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the tensors of each top-level key, by their name in that key's file."""
+def _by_part(snapshot: Snapshot, frozen: Frozen) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the tensors of each top-level key that are not frozen, by their name in that key's
+    file."""
     if not isinstance(snapshot.structure, Mapping) or not all(
         _PART.fullmatch(key) for key in snapshot.structure
     ):
@@ -379,6 +404,8 @@ def _by_part(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
         )
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in snapshot.tensors.items():
+        if name in frozen.tensors:
+            continue
         part, slash, rest = name.partition("/")
         parts.setdefault(part, {})[_RESERVED.get(rest, rest) if slash else _WHOLE] = tensor
     return parts
@@ -390,8 +417,9 @@ def _fill(
     parts: Mapping[str, Mapping[str, torch.Tensor]],
     info: CheckpointInfo,
     rows: Mapping[str, Any],
+    frozen: Frozen,
 ) -> None:
-    files = {}
+    files, once = {}, {}
     for part, tensors in parts.items():
         as_bytes = {
             name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
@@ -399,13 +427,18 @@ def _fill(
             if tensor.dtype not in STORED_DTYPES
         }
         files[part] = write_tensors(temporary / f"{part}{SUFFIX}", tensors) | {"as_bytes": as_bytes}
+    if frozen.written:
+        pieces = {name: (0, snapshot.tensors[name].reshape(-1)) for name in frozen.written}
+        name = frozen.file_name(0, 1)
+        once[name] = write_pieces(temporary / f"{name}{SUFFIX}", pieces)
     write_manifest(
         temporary,
         info,
-        _WHOLE_LAYOUT,
+        manifest.WHOLE,
         files=files,
         structure=snapshot.structure,
         **({"rows": rows} if rows else {}),
+        **frozen.entry(temporary, once),
     )
 
 
@@ -463,7 +496,7 @@ def _run_of(checkpoint: Path) -> str:
 def _info_of(checkpoint: Path) -> CheckpointInfo | None:
     """Returns the description of a checkpoint; None if the description is not readable."""
     try:
-        return manifest.read_info(checkpoint, (_WHOLE_LAYOUT, SHARDED))
+        return manifest.read_info(checkpoint)
     except CorruptDataError:
         return None
 

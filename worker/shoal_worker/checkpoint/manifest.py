@@ -19,7 +19,7 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -277,6 +277,11 @@ def _remove_tree(path: Path) -> None:
 NAME: Final = "checkpoint.json"
 _FORMAT = "shoal-checkpoint"
 _VERSION = 1
+_VERSION_WITH_FROZEN = 2
+"""Version of checkpoints with frozen parameters apart, which earlier releases cannot read."""
+WHOLE: Final = "whole"
+SHARDED: Final = "sharded"
+_LAYOUTS = (WHOLE, SHARDED)
 _ENVELOPE = frozenset({"format", "version", "xxh3_64"})
 
 
@@ -314,25 +319,27 @@ def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content
     """Writes or replaces the manifest atomically, and waits until the manifest and everything else
     in the directory are on the disk. Raises OSError."""
     content = {"info": asdict(info), "layout": layout, **content}
-    document = {"format": _FORMAT, "version": _VERSION, "xxh3_64": _digest_of(content), **content}
+    version = _VERSION_WITH_FROZEN if "frozen" in content else _VERSION
+    document = {"format": _FORMAT, "version": version, "xxh3_64": _digest_of(content), **content}
     manifest = directory / f".{NAME}"
-    manifest.write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
+    lines = (f'"{key}":{_compact(value)}' for key, value in document.items())
+    manifest.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     sync_file(manifest)
     manifest.replace(directory / NAME)
     sync_directory(directory)
 
 
-def read_info(path: Path, layouts: Collection[str]) -> CheckpointInfo:
+def read_info(path: Path) -> CheckpointInfo:
     """Reads the description of the checkpoint in `path`. Raises the same errors as
     `read_manifest`."""
     try:
-        return CheckpointInfo(**read_manifest(path, layouts)["info"])
+        return CheckpointInfo(**read_manifest(path)["info"])
     except (KeyError, TypeError) as error:
         raise damaged(path, f"its {NAME} is incomplete or invalid: {error!r}") from error
 
 
-def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
-    """Returns the content of an undamaged manifest. `layouts`: accepted layouts.
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Returns the content of an undamaged manifest.
 
     Raises:
         CorruptDataError: the manifest is damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or
@@ -351,11 +358,15 @@ def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
             f"{path} is not a Shoal checkpoint: its {NAME} lacks the format {_FORMAT!r}",
             reason="FILE_FOREIGN",
         )
-    if document.get("version") != _VERSION or document.get("layout") not in layouts:
+    if (
+        document.get("version") not in (_VERSION, _VERSION_WITH_FROZEN)
+        or document.get("layout") not in _LAYOUTS
+    ):
         raise CorruptDataError(
             f"checkpoint {path} has format version {document.get('version')!r} and layout "
-            f"{document.get('layout')!r}, but this release reads version {_VERSION} and layout "
-            f"{' or '.join(map(repr, layouts))}; load it with the release that wrote it, "
+            f"{document.get('layout')!r}, but this release reads versions up to "
+            f"{_VERSION_WITH_FROZEN} and layout "
+            f"{' or '.join(map(repr, _LAYOUTS))}; load it with the release that wrote it, "
             f"{_release(document)}",
             reason="FILE_NEWER",
         )
@@ -389,6 +400,8 @@ def _release(document: Mapping[str, Any]) -> str:
 
 
 def _digest_of(content: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(
-        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    )
+    return xxhash.xxh3_64_hexdigest(_compact(content, sort_keys=True).encode())
+
+
+def _compact(content: Any, *, sort_keys: bool = False) -> str:
+    return json.dumps(content, sort_keys=sort_keys, separators=(",", ":"), allow_nan=False)

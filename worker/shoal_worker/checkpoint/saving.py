@@ -43,9 +43,10 @@ from shoal_worker.checkpoint.files import (
     write_checkpoint,
     write_sharded,
 )
+from shoal_worker.checkpoint.frozen import NOTHING, Frozen, FrozenMode, FrozenValues, describe_all
 from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
 from shoal_worker.checkpoint.rows import Files, SavedRows, described, write_rows
-from shoal_worker.checkpoint.shards import Shards
+from shoal_worker.checkpoint.shards import Shards, describe_sums, own_sums
 from shoal_worker.checkpoint.writer import (
     DISK_PATIENCE,
     CheckpointWriter,
@@ -54,7 +55,7 @@ from shoal_worker.checkpoint.writer import (
     on_first,
 )
 from shoal_worker.elastic.contract.channel import LocalChannel
-from shoal_worker.state.tree import Snapshot, StatePart
+from shoal_worker.state.tree import Snapshot, StatePart, flatten
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel
@@ -88,6 +89,7 @@ class CheckpointSaver:
         """The newest save, if another rank completes it."""
         self._completed: tuple[Path, int] | None = None
         """Path and step of the newest save, if this rank completes it."""
+        self.frozen_values = FrozenValues()
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
@@ -105,6 +107,7 @@ class CheckpointSaver:
         *,
         keep: int,
         sharded: bool | None,
+        frozen: FrozenMode = "write",
         best: float | None = None,
         mode: str = "",
     ) -> None:
@@ -122,7 +125,7 @@ class CheckpointSaver:
             return
         session.warn_of_given_up()
         session.go_back_by(lambda: _go_back(session, directory))
-        copy = _Copy(session, directory, sharded)
+        copy = _Copy(session, directory, sharded, frozen, self.frozen_values)
 
         def take(channel: Channel) -> None:
             copy.drop()
@@ -185,7 +188,9 @@ class CheckpointSaver:
 
             self._submit(session, complete if copy.first else write_aside, what=what)
         elif copy.whole is not None and session.is_first:
-            snapshot, rows = Snapshot.take(copy.whole), copy.rows()
+            once = copy.decide_frozen()
+            snapshot = Snapshot.take(copy.whole, without=once.tensors.keys() - once.written)
+            rows = copy.rows()
 
             def write() -> bool:
                 write_checkpoint(
@@ -196,6 +201,7 @@ class CheckpointSaver:
                     keep=keep,
                     temporary=temporary,
                     rows=rows,
+                    frozen=once,
                 )
                 return True
 
@@ -343,6 +349,8 @@ class _Copy:
     session: Session
     directory: Path
     sharded: bool | None
+    frozen: FrozenMode
+    values: FrozenValues
     whole: dict[str, Any] | None = None
     """The whole state, on the first rank. Shares memory with the training state."""
     shards: Shards | None = None
@@ -420,21 +428,40 @@ class _Copy:
 
         self._rows = described(store, on_each(channel, work))
 
+    def decide_frozen(self) -> Frozen:
+        """Returns the frozen parameters of the whole state."""
+        names = self.session.frozen
+        return self._decided(describe_all(flatten(self.whole)[1], names)) if names else NOTHING
+
+    def _decided(self, found: Mapping[str, Any]) -> Frozen:
+        if not found:
+            return NOTHING
+        return self.values.decide(
+            self.frozen, found, built=self.session.built, newest=latest(self.directory)
+        )
+
     def is_gone(self, shard: int) -> bool:
         """Returns whether the rank that writes a shard has left the run. Callable from any
         thread."""
         return self.session.is_gone(self._writers[shard])
 
     def _take_part(self, part: StatePart, channel: Channel) -> None:
-        shards = Shards.take(
-            StatePart(
-                state=part.state.pop("replica") | part.state, count=part.count, shards=part.shards
-            )
+        part = StatePart(
+            state=part.state.pop("replica") | part.state, count=part.count, shards=part.shards
         )
-        report = {"member": self.session.member_id, "shards": sorted(shards.mine)}
+        names = self.session.frozen
+        report = {
+            "member": self.session.member_id,
+            "shards": sorted(part.shards),
+            "frozen": own_sums(part, frozenset(names)) if names else {},
+        }
         everyones = [json.loads(each) for each in channel.exchange(json.dumps(report).encode())]
         self._writers = {number: each["member"] for each in everyones for number in each["shards"]}
-        self.shards = shards
+        frozen = NOTHING
+        if found := describe_sums(part, names, [each["frozen"] for each in everyones]):
+            decided = self._decided(found) if channel.rank == 0 else NOTHING
+            frozen = Frozen.received(channel.exchange(decided.sent())[0])
+        self.shards = Shards.take(part, frozen)
 
     def _refused(self) -> str:
         """Returns the reason why nothing may be written to this directory; empty if writing is
@@ -535,6 +562,7 @@ def load_newest(session: Session, directory: Path) -> bool:
         if found["found"]:
             _take_up(session, channel, captured, Path(found["path"]))
             _resumed(session, found, named, first=channel.rank == 0)
+            saver.frozen_values.state_replaced()
         return bool(found["found"])
 
     return bool(session.operation("resume", body))
@@ -573,6 +601,7 @@ def _load_alone(session: Session, directory: Path) -> bool:
     if captured is not None:
         _take_up(session, LocalChannel(), captured, Path(found["path"]))
         _resumed(session, found, str(directory), first=True)
+        CheckpointSaver.of(session).frozen_values.state_replaced()
     return captured is not None
 
 
@@ -666,7 +695,7 @@ def _read(
     if found is None:
         return None, {"found": False, "error": None}
     try:
-        checkpoint = read_checkpoint(found)
+        checkpoint = read_checkpoint(found, session.frozen_values)
         store, state = session.row_store, checkpoint.state
         checkpoint.rows.check(store.declared() if store is not None else {})
     except CorruptDataError as error:

@@ -25,17 +25,18 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from shoal_common.errors import UnavailableError
 from shoal_common.failpoints import failpoint
 
+from shoal_worker.checkpoint.frozen import NOTHING, Frozen
 from shoal_worker.checkpoint.manifest import (
     SUFFIX,
     damaged,
@@ -44,12 +45,12 @@ from shoal_worker.checkpoint.manifest import (
     write_tensors,
 )
 from shoal_worker.state.device_reader import HostCopies
+from shoal_worker.state.digest import describe_values, part_digest
 from shoal_worker.state.serial import STORED_DTYPES, stored
-from shoal_worker.state.tree import Json, Run, StatePart, flatten
+from shoal_worker.state.tree import Json, StatePart, flatten
 
 _log = logging.getLogger(__name__)
 
-SHARDED: Final = "sharded"
 _TIMEOUT = timedelta(minutes=30)
 """Time allowed for the other ranks' shards."""
 _POLL = timedelta(milliseconds=20)
@@ -61,6 +62,8 @@ _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 Span = tuple[int, int]
 """First element and number of elements of a stored tensor."""
+Pieces = Mapping[str, tuple[int, torch.Tensor]]
+"""By tensor name: the index of the first element, and the elements from that index on, flat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,40 +74,55 @@ class Shards:
     outline: Mapping[str, torch.Tensor]
     """All tensors of the whole state, on the meta device."""
     count: int
-    mine: Mapping[int, Mapping[str, tuple[int, torch.Tensor]]]
-    """Data written by this rank, by shard number and tensor name: the index of the first element,
-    and a flat copy of the elements from that index on. The copy is filled once `copies` have
+    mine: Mapping[int, Pieces]
+    """Copies of the data written by this rank, by shard number. They are filled once `copies` have
     arrived."""
     copies: HostCopies
+    frozen: Frozen = NOTHING
+    """The frozen parameters, which are not part of the shards."""
 
     @classmethod
-    def take(cls, part: StatePart) -> Shards:
+    def take(cls, part: StatePart, frozen: Frozen = NOTHING) -> Shards:
         """Copies the data that this rank writes. The state may be changed as soon as this method
-        has returned, although copies from a device may still be in progress.
+        has returned, although copies from a device may still be in progress. `frozen`: the frozen
+        parameters of the state.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
         """
         structure, tensors = flatten(part.state, outlines=True)
         copies = HostCopies()
-        mine = {number: _cut_out(tensors, runs, copies) for number, runs in part.shards.items()}
-        if 0 in mine:
-            mine[0] |= {
-                name: (0, copies.of(tensor).reshape(-1))
-                for name, tensor in tensors.items()
-                if not tensor.is_meta
+        needed = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name not in frozen.tensors or name in frozen.written
+        }
+        mine = {
+            number: {
+                name: (begin, copies.of(values).reshape(-1))
+                for name, (begin, values) in _pieces(needed, part, number).items()
             }
+            for number in part.shards
+        }
         copies.begun()
         outline = {
             name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()
         }
-        return cls(structure=structure, outline=outline, count=part.count, mine=mine, copies=copies)
+        return cls(
+            structure=structure,
+            outline=outline,
+            count=part.count,
+            mine=mine,
+            copies=copies,
+            frozen=frozen,
+        )
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns the dtype and shape of every tensor, for the manifest."""
+        """Returns the dtype and shape of every tensor that is not frozen, for the manifest."""
         return {
             name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
             for name, t in self.outline.items()
+            if name not in self.frozen.tensors
         }
 
     def write(self, temporary: Path) -> None:
@@ -115,20 +133,16 @@ class Shards:
             RuntimeError: a device that has some of the data has failed.
         """
         self.copies.arrive()
-        for number, runs in self.mine.items():
-            tensors = {name: stored(run) for name, (_, run) in runs.items()}
-            spans = {
-                name: (begin * _width(run.dtype), tensors[name].numel())
-                for name, (begin, run) in runs.items()
-            }
-            offsets = {name: {_DCP_OFFSETS: [begin]} for name, (begin, _) in spans.items()}
-            about = write_tensors(
-                temporary / f"{self._name(number)}{SUFFIX}",
-                tensors,
-                {_DCP_KEY: json.dumps(offsets)},
-            )
+        written = self.frozen.written
+        for number, pieces in self.mine.items():
+            own = {name: piece for name, piece in pieces.items() if name not in written}
+            about = write_pieces(temporary / f"{self._name(number)}{SUFFIX}", own)
             failpoint("checkpoint.shard_written")
-            self._note(temporary, number, {**about, "spans": spans})
+            frozen = {}
+            if once := {name: piece for name, piece in pieces.items() if name in written}:
+                file = self.frozen.file_name(number, self.count)
+                frozen = {file: write_pieces(temporary / f"{file}{SUFFIX}", once)}
+            self._note(temporary, number, {"shard": about, "frozen": frozen})
 
     def write_aside(self, temporary: Path) -> None:
         """Runs `write` on a rank that does not complete the checkpoint, and reports failures to the
@@ -164,9 +178,12 @@ class Shards:
                 raise failure from error
             raise
 
-    def collect(self, temporary: Path, *, gone: Callable[[int], bool]) -> dict[str, Any] | None:
-        """Waits for all ranks' shards and returns the shards' entry for the manifest. Returns None
-        if a rank left without writing its shard.
+    def collect(
+        self, temporary: Path, *, gone: Callable[[int], bool]
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Waits for all ranks' shards. Returns the manifest's entries of the shards and of the new
+        files with frozen values, by file name. Returns None if a rank left without writing its
+        shard.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): a rank could not write, or is too slow.
@@ -209,9 +226,19 @@ class Shards:
                 )
             time.sleep(_POLL.total_seconds())
 
-    def _complete(self, temporary: Path, notes: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-        files = {self._name(number): notes[number] for number in sorted(notes)}
-        differing = _not_covered(_stored_sizes(self.outline), files.values())
+    def _complete(
+        self, temporary: Path, notes: Mapping[int, dict[str, Any]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        files = {self._name(number): notes[number]["shard"] for number in sorted(notes)}
+        frozen = {
+            file: about
+            for number in sorted(notes)
+            for file, about in notes[number]["frozen"].items()
+        }
+        sizes = _stored_sizes(self.outline)
+        own = {name: size for name, size in sizes.items() if name not in self.frozen.tensors}
+        once = {name: size for name, size in sizes.items() if name in self.frozen.written}
+        differing = _not_covered(own, files.values()) or _not_covered(once, frozen.values())
         if differing is not None:
             raise _not_written(
                 temporary,
@@ -220,7 +247,7 @@ class Shards:
             )
         for number in notes:
             self._note_path(temporary, number).unlink()
-        return files
+        return files, frozen
 
     def _name(self, number: int) -> str:
         return f"shard-{number + 1:05d}-of-{self.count:05d}"
@@ -252,8 +279,8 @@ class Shards:
 
 
 def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the whole tensors of a sharded checkpoint by name. `content`: the content of the
-    checkpoint's manifest.
+    """Returns the whole tensors of a sharded checkpoint by name. `content`: an entry with "tensors"
+    and "files": that of the manifest, or that of its frozen parameters.
 
     Raises:
         CorruptDataError: a file is damaged or missing, or the shards do not cover the tensors.
@@ -297,17 +324,57 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
     }
 
 
-def _cut_out(
-    tensors: Mapping[str, torch.Tensor], runs: Iterable[Run], copies: HostCopies
+def describe_sums(
+    part: StatePart, names: Iterable[str], sums: Iterable[Mapping[str, int]]
+) -> dict[str, dict[str, Any]]:
+    """Returns the descriptions of those of the tensors `names` that are in the state. `sums`: the
+    results of `own_sums` on all ranks."""
+    _, tensors = flatten(part.state, outlines=True)
+    everyones = list(sums)
+    return {
+        name: describe_values(tensors[name], sum(each.get(name, 0) for each in everyones))
+        for name in names
+        if name in tensors
+    }
+
+
+def own_sums(part: StatePart, names: Collection[str]) -> dict[str, int]:
+    """Returns the sums of `part_digest` over the elements of the tensors `names` that this rank
+    writes."""
+    _, tensors = flatten(part.state, outlines=True)
+    named = {name: tensor for name, tensor in tensors.items() if name in names}
+    sums: dict[str, int] = {}
+    for number in part.shards:
+        for name, (begin, values) in _pieces(named, part, number).items():
+            sums[name] = sums.get(name, 0) + part_digest(values, begin)
+    return sums
+
+
+def write_pieces(file: Path, pieces: Pieces) -> dict[str, Any]:
+    """Writes pieces of flattened tensors, and returns the file's entry for the manifest. Raises
+    OSError or SafetensorError."""
+    tensors = {name: stored(values) for name, (_, values) in pieces.items()}
+    spans = {
+        name: (begin * _width(values.dtype), tensors[name].numel())
+        for name, (begin, values) in pieces.items()
+    }
+    offsets = {name: {_DCP_OFFSETS: [begin]} for name, (begin, _) in spans.items()}
+    return write_tensors(file, tensors, {_DCP_KEY: json.dumps(offsets)}) | {"spans": spans}
+
+
+def _pieces(
+    tensors: Mapping[str, torch.Tensor], part: StatePart, number: int
 ) -> dict[str, tuple[int, torch.Tensor]]:
-    """Copies the elements of the tensors that belong to the runs. The tensors are views of the
-    runs' vectors."""
+    """Returns the elements of the tensors that belong to a shard, without copying. Sharded tensors
+    are views of the runs' vectors; the first shard has all others."""
     views: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    pieces: dict[str, tuple[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.is_meta:
             views.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
-    cut: dict[str, tuple[int, torch.Tensor]] = {}
-    for run in runs:
+        elif number == 0:
+            pieces[name] = (0, tensor)
+    for run in part.shards[number]:
         for name, view in views.get(run.vector.untyped_storage()._cdata, ()):
             lies = int(view.storage_offset())
             first, last = (
@@ -315,11 +382,8 @@ def _cut_out(
                 min(lies + view.numel(), run.begin + run.values.numel()),
             )
             if first < last:
-                cut[name] = (
-                    first - lies,
-                    copies.of(run.values[first - run.begin : last - run.begin]),
-                )
-    return cut
+                pieces[name] = first - lies, run.values[first - run.begin : last - run.begin]
+    return pieces
 
 
 def _width(dtype: torch.dtype) -> int:

@@ -43,7 +43,7 @@ from shoal_worker.engine.step.passes import Loss, call_module
 from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.modes import evaluating
 from shoal_worker.state.fits import check_fits
-from shoal_worker.state.tree import flatten
+from shoal_worker.state.tree import flatten, join_path
 from shoal_worker.torch_internals import _BatchNorm
 
 # --------------------------------------------------------------------------------------- the engine
@@ -476,6 +476,17 @@ class Engine(TrainingEngine):
     def consistency_check_every(self) -> int:
         """Number of steps after which ranks compare their state, from the configuration."""
         return self.config.consistency_check_every
+
+    @override
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        return {
+            join_path(("model", key)): tensor
+            for key, tensor in ModuleState(self.module).tensors.items()
+            # not those of other classes, whose values may be elsewhere, or not plain
+            if type(tensor) is nn.Parameter
+            and tensor.layout is torch.strided
+            and not tensor.requires_grad
+        }
 
     @override
     def check_optimizer_state(self) -> None:

@@ -178,6 +178,14 @@ class SeveralEngines(TrainingEngine):
         return {"models": [engine.capture() for engine in self._engines]}
 
     @override
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        return {
+            f"models/{number}/{name}": tensor
+            for number, engine in enumerate(self._engines)
+            for name, tensor in engine.frozen().items()
+        }
+
+    @override
     def assemble(self, channel: Channel) -> dict[str, Any]:
         return {"models": [engine.assemble(channel) for engine in self._engines]}
 

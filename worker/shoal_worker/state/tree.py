@@ -35,7 +35,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -483,16 +483,18 @@ class Snapshot:
         self._copies = copies
 
     @classmethod
-    def take(cls, state: object) -> Snapshot:
+    def take(cls, state: object, *, without: Collection[str] = ()) -> Snapshot:
         """Copies `state`, which may change after the return. Copies from a device may then still be
-        in progress.
+        in progress. `without`: names of tensors that are not copied.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
         """
         structure, tensors = flatten(state)
         copies = HostCopies()
-        copied = {name: copies.of(tensor) for name, tensor in tensors.items()}
+        copied = {
+            name: copies.of(tensor) for name, tensor in tensors.items() if name not in without
+        }
         copies.begun()
         return cls(structure, copied, copies)
 

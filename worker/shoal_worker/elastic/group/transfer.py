@@ -34,10 +34,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -131,14 +132,17 @@ class StateDonor:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def offering(self, state: object, nonce: str) -> Iterator[None]:
+    def offering(self, state: object, nonce: str, without: Collection[str] = ()) -> Iterator[None]:
         """Offers `state` to peers that send `nonce`, within the block. The caller must not change
-        the state's tensors meanwhile. Transfers that are incomplete at the end are cut off."""
+        the state's tensors meanwhile. Transfers that are incomplete at the end are cut off.
+        `without`: names of tensors that the peers have and do not receive."""
         structure, tensors = flatten(state)
         resolved = {
-            name: t.resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()
+            name: t.resolve_conj().resolve_neg().contiguous()
+            for name, t in tensors.items()
+            if name not in without
         }
-        header = _encode_header(structure, resolved)
+        header = _encode_header(structure, resolved, tensors.keys() - resolved.keys())
         for device in {t.device for t in resolved.values()}:
             if (lane := device_reader.lane_of(device)) is not None:
                 lane.fence()()  # the serving threads must read finished values
@@ -293,9 +297,11 @@ def take_state(
     timeout: timedelta,
     keys: Sequence[str] = (),
     guard: Callable[[socket.socket], None] = lambda connection: None,
+    own: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[Any, int]:
     """Fetches the state that the `donors` (host:port) offer under `nonce`. Returns the state and
-    its size in bytes. Does not change this process's state.
+    the number of bytes received. Does not change this process's state. `own`: tensors that the
+    donors do not send, by name.
 
     `keys`: each donor's key (`StateDonor.key`), for TLS; empty: plain text. `guard`: receives each
     new connection; shutting a connection down ends the transfer. `timeout`: time until all donors
@@ -336,13 +342,14 @@ def take_state(
                 timeout=left,
                 keys=[keys[number] for number in alike] if keys else (),
                 guard=guard,
+                own=own,
             )
         staged = {
             name: torch.empty(shape, dtype=dtype) for name, dtype, shape in headers[0].tensors
         }
         pieces = [bytes_in(t) for t in staged.values()]
         list(pool.map(lambda part: part.read_into(pieces), parts))
-    return unflatten(headers[0].structure, staged), sum(piece.nbytes for piece in pieces)
+    return unflatten(headers[0].structure, {**own, **staged}), sum(piece.nbytes for piece in pieces)
 
 
 class _Part:
@@ -472,12 +479,15 @@ class _Header:
             ) from error
 
 
-def _encode_header(structure: Any, tensors: dict[str, torch.Tensor]) -> bytes:
+def _encode_header(
+    structure: Any, tensors: Mapping[str, torch.Tensor], left_out: Collection[str] = ()
+) -> bytes:
     described = [
         {"name": n, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
         for n, t in tensors.items()
     ]
-    digest_text = f"{digest(structure, tensors, digest_in_place):016x}"
+    nothing = dict.fromkeys(left_out, torch.empty(0))
+    digest_text = f"{digest(structure, {**tensors, **nothing}, digest_in_place):016x}"
     places = " ".join(t.device.type for t in tensors.values())
     return json.dumps(
         {"structure": structure, "tensors": described, "digest": digest_text, "places": places}
@@ -565,19 +575,31 @@ class StateExchange:
         """Restricts requests for state to peers of `group` from here on."""
         self._donor.expect(group.generation.nonce)
 
-    def give(self, group: Group, captured: object, *, until: Callable[[], object]) -> None:
+    def give(
+        self,
+        group: Group,
+        captured: object,
+        *,
+        until: Callable[[], object],
+        without: Collection[str] = (),
+    ) -> None:
         """Offers `captured` to the group's ranks while `until` runs. `until`: waits for the
-        receivers.
+        receivers. `without`: names of tensors that the receivers have.
 
         Raises:
             MembershipChanged: the group has ended.
         """
-        with self._donor.offering(captured, group.generation.nonce):
+        with self._donor.offering(captured, group.generation.nonce, without):
             until()
 
-    def take(self, group: Group, donors: Sequence[int]) -> Any:
+    def take(
+        self,
+        group: Group,
+        donors: Sequence[int],
+        own: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> Any:
         """Fetches the state from the ranks `donors` and returns it. Does not change this process's
-        state.
+        state. `own`: tensors that the donors do not send, by name.
 
         Raises:
             UnavailableError: a donor failed, or damaged data arrived. The peers' state is intact,
@@ -600,6 +622,7 @@ class StateExchange:
                         timeout=self._settings.collective_timeout,
                         keys=keys,
                         guard=guard,
+                        own=own,
                     ),
                     f"for the state of ranks {list(asked)}",
                 )

@@ -10,8 +10,10 @@ from __future__ import annotations
 import enum
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 
@@ -24,6 +26,8 @@ from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import GroupChannel, follow_as_learner
 from shoal_worker.elastic.group.transfer import StateExchange
 from shoal_worker.elastic.state.committed_state import CommittedState
+from shoal_worker.state.digest import describe_values
+from shoal_worker.state.tree import flatten
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +49,10 @@ class _Offer(enum.IntEnum):
     LEFT_OVER = 5
     """No state: the rank is a spare, or about to become one, and its script runs with a state that
     is lost."""
+
+
+_REPLICA = "replica/"
+"""Prefix of the names of the engine's tensors in a captured state."""
 
 
 class JoinerState:
@@ -82,7 +90,9 @@ class JoinerState:
         offer = self._rendezvous(group, learners, place)
         peers_at = None
         failpoint("session.at_border")
-        offers = [_Offer(row[0]) for row in group.all_gather_integers([offer])]
+        own = held.frozen_values() if offer is _Offer.NOTHING else {}
+        rows = group.all_gather_integers([offer, len(own)])
+        offers, owns = [_Offer(row[0]) for row in rows], [row[1] for row in rows]
         if offer is _Offer.LEFT_OVER:
             raise LeftOver(
                 "all ranks that held parts of the model are gone, and this rank has passed the "
@@ -111,22 +121,36 @@ class JoinerState:
             )
         if anew:
             self._check_may_begin_anew()
+        takers = [r for r, each in enumerate(offers) if r not in donors and each is not _Offer.FED]
+        has_frozen = bool(takers) and all(owns[r] for r in takers)
         if group.rank in donors:
             name = held.name or held.begin(group.generation.number, None)
             captured = held.capture() if receivers else {}
             captured["operations"] = held.operations.encode()
             captured["outcomes"] = held.outcomes
+            captured["built"] = dict(held.built)
             captured["state"] = list(name)
             captured["place"] = list(place) if held.phase.holds_state else None
-            self._exchange_of_states.give(group, captured, until=lambda: group.exchange(b""))
+            here = _frozen_in(captured, held.frozen) if has_frozen else {}
+            alike = _alike(group, donors[0], takers, here) if has_frozen else ()
+            self._exchange_of_states.give(
+                group, captured, until=lambda: group.exchange(b""), without=alike
+            )
         elif offer is _Offer.FED:
+            if has_frozen:
+                _alike(group, donors[0], takers, {})
             group.exchange(b"")
         else:
-            state = self._exchange_of_states.take(group, donors)
+            here = {f"{_REPLICA}{name}": value for name, value in own.items()}
+            alike = _alike(group, donors[0], takers, here) if has_frozen else ()
+            state = self._exchange_of_states.take(
+                group, donors, own={name: here[name].detach().cpu().clone() for name in alike}
+            )
             group.exchange(b"")
             held.restore(state)
             held.operations.restart(state["operations"], passed=True)
             held.outcomes = state["outcomes"]
+            held.built = state["built"]
             held.name = StateName(*state["state"])
             peers_at = ScriptPosition(*state["place"]) if state["place"] is not None else None
         held.engine.reshard(group)
@@ -186,3 +210,25 @@ class JoinerState:
     def _exchange_of_states(self) -> StateExchange:
         assert self._exchange is not None
         return self._exchange
+
+
+def _frozen_in(captured: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Returns those of the frozen parameters `names` that a captured state contains, by their names
+    in that state."""
+    tensors = flatten(captured)[1]
+    return {name: tensors[name] for each in names if (name := f"{_REPLICA}{each}") in tensors}
+
+
+def _alike(
+    group: Group, donor: int, receivers: Sequence[int], here: Mapping[str, torch.Tensor]
+) -> Collection[str]:
+    """Returns the names of the frozen parameters whose values all receivers already have, so that
+    the donors need not send them. `here`: this rank's values. Called by all ranks."""
+    told = group.rank == donor or group.rank in receivers
+    own = {name: describe_values(value) for name, value in here.items()} if told else {}
+    described = [json.loads(each) for each in group.exchange(json.dumps(own).encode())]
+    return [
+        name
+        for name, value in described[donor].items()
+        if all(described[receiver].get(name) == value for receiver in receivers)
+    ]

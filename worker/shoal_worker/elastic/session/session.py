@@ -341,6 +341,7 @@ class Session:
             self.progress.tally_writer.strategy(engine.strategy)
         if membership is None or formation is None:
             held.begin(0, secrets.token_hex(8))
+            held.note_built()
             return
         membership.serve(engine)
         if engine.asynchronous:
@@ -353,6 +354,7 @@ class Session:
                 formation.synchronize_first()
             except StopTraining as stop:
                 self._departure.exit_drained(str(stop))  # as in _await_rank
+        held.note_built()
 
     def _await_rank(self, membership: Member) -> None:
         membership.link.ready()
@@ -552,6 +554,23 @@ class Session:
         sharded. Part of an operation."""
         part = self._held.engine.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the parameters that were not trained at `as_distributed`, in the flattened state
+        of `assemble`."""
+        return self._held.frozen
+
+    @property
+    def built(self) -> Mapping[str, Mapping[str, Any]]:
+        """Descriptions (`describe_values`) of the frozen parameters as the run's script built them;
+        without those that are unknown."""
+        return self._held.built
+
+    def frozen_values(self) -> Mapping[str, torch.Tensor]:
+        """Returns this rank's current values of the frozen parameters; none if these are sharded.
+        The tensors share memory with the model."""
+        return self._held.frozen_values()
 
     def warn_of_given_up(self) -> None:
         """Warns if a state saved at this point abandons the rest of an epoch, or repeats a part of

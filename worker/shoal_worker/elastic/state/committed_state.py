@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
@@ -29,6 +30,7 @@ from shoal_worker.elastic.state.batches_compared import BatchComparison, Evaluat
 from shoal_worker.elastic.state.early_stop import EarlyStop
 from shoal_worker.elastic.state.schedulers_and_scalers import Place, RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
+from shoal_worker.state.digest import describe_values
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
 
@@ -71,6 +73,11 @@ class CommittedState:
         self.compared = 0
         """Number of committed steps at the last commit all-reduce: see
         `StepLifecycle._compare_replicas`."""
+        self.frozen: tuple[str, ...] = ()
+        """Names of the parameters that are not trained, in the flattened state."""
+        self.built: Mapping[str, Mapping[str, Any]] = {}
+        """Descriptions of their values as the run's script built them, before any other state was
+        loaded; empty if the model had no values."""
         self.agreed = 0
         """Step after which this rank last found that all ranks agree; 0 if never. Not part of the
         state, because after a failed comparison only some ranks know the result."""
@@ -136,6 +143,23 @@ class CommittedState:
         self.registered.number_by(
             lambda: held_now.place_in_epochs() if (held_now := held()) is not None else Place()
         )
+
+    def note_built(self) -> None:
+        """Records the frozen parameters of the engine's model. A joiner receives the descriptions
+        from its peers instead."""
+        self.frozen = tuple(self.engine.frozen())
+        if self.phase.holds_state:
+            self.built = {
+                name: describe_values(value) for name, value in self.frozen_values().items()
+            }
+
+    def frozen_values(self) -> Mapping[str, torch.Tensor]:
+        """Returns the current values of the frozen parameters; none if this rank does not have all
+        of them. The tensors share memory with the model."""
+        if not self.frozen or self.engine.is_sharded or not self.engine.has_values():
+            return {}
+        current = self.engine.frozen()
+        return {name: current[name] for name in self.frozen if name in current}
 
     @property
     def sources(self) -> list[StepSource]:

@@ -203,6 +203,12 @@ class TrainingEngine(abc.ABC):
         `leaving`: ranks about to leave, whose copies do not count.
         """
 
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        """Returns the parameters that do not require gradients, by their names in the flattened
+        result of `capture`. They have values on this rank unless the state is sharded, or the
+        engine has none."""
+        return {}
+
     @property
     def row_store(self) -> RowStore | None:
         """Rows of the model's sparse tables; None if there are none."""

@@ -100,6 +100,14 @@ class Member:
     """Last values of the other numbers that the member reports (`shoal.report`), by name."""
     steps_in_all: int | None = None
     """Number of steps that the run will have committed at its end; None if unknown."""
+    script_line: str | None = None
+    """Line of the script that the member executes, and what the line waits for, if the member has
+    made no progress for a while; otherwise None."""
+    last_wait: str | None = None
+    """Last collective, or other wait for peers, that the member completed."""
+    stacks: str | None = None
+    """Python stacks of the member, innermost call first, while a step is stalled; otherwise
+    None. The coordinator keeps those of at most 32 members."""
 
 
 @dataclass(frozen=True, kw_only=True)

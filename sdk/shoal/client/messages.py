@@ -95,6 +95,9 @@ def member_of(message: pb.MemberStatus) -> Member:
         waiting_in=progress.waiting_in or None,
         staleness=progress.staleness,
         note=message.note or None,
+        script_line=progress.script_line or None,
+        last_wait=progress.last_wait or None,
+        stacks=progress.stacks or None,
     )
 
 

@@ -36,6 +36,7 @@ from shoal_common.settings import parse_address
 from shoal_worker.backends.base import Traffic
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.generation import Generation, Peer
+from shoal_worker.elastic.coordinator.hang_report import HangReport, neighbour_stacks
 from shoal_worker.elastic.coordinator.link import CoordinatorLink
 from shoal_worker.elastic.coordinator.progress import BusyLink
 from shoal_worker.elastic.group.group import Group
@@ -105,12 +106,17 @@ class StallWatch:
     """Watches the waits of one member, and probes its peers."""
 
     def __init__(
-        self, link: CoordinatorLink, waits: Waits, group: Callable[[], Group | None]
+        self,
+        link: CoordinatorLink,
+        waits: Waits,
+        group: Callable[[], Group | None],
+        hangs: HangReport | None = None,
     ) -> None:
-        """`group`: returns the group formed last."""
+        """`group`: returns the group formed last. `hangs`: reports the stacks of this process while
+        it makes no progress; None: nobody asks for them."""
         self._link = link
         self._waits = waits
-        self._group = group
+        self._group, self._hangs = group, hangs
         self._closed = threading.Event()
         self._lines: WaitingLines | None = None
         self._looked_at = 0.0
@@ -137,6 +143,12 @@ class StallWatch:
 
     def _run(self) -> None:
         while not self._closed.wait(_TICK_S):
+            if self._hangs is not None:
+                self._hangs.look()
+            if silent := self._link.silent_neighbours():
+                self._link.observed(
+                    [seen for each in silent if (seen := neighbour_stacks(*each)) is not None]
+                )
             group = self._group()
             if group is None or group.broken is not None:
                 self._lines = None

@@ -89,7 +89,7 @@ HANGS: Final[dict[str, list[Variant]]] = {
         Variant(line="lock.acquire()", cause=_WORKER + ".*" + _LOCK, place=DATA,
                 before="lock = threading.Lock(); lock.acquire()"),
         Variant(line="os.kill(os.getpid(), signal.SIGKILL)", place=DATA, seeds=2,
-                cause=r"DataLoader worker \(pid.*killed by signal"),
+                cause=r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)"),
     ],
     "disk": [
         Variant(line="open(fifo).read()", before=_FIFO, cause="opening fifo", seeds=2),
@@ -110,7 +110,7 @@ HANGS: Final[dict[str, list[Variant]]] = {
                 before="{full}"),
     ],
     "debugger": [
-        Variant(line="pdb.Pdb(stdin=os.fdopen(os.open(fifo, os.O_RDWR))).set_trace()", before=_FIFO, seeds=2,
+        Variant(line="pdb.Pdb(stdin=os.fdopen(os.open(fifo, os.O_RDWR)), stdout=sys.stdout).set_trace()", before=_FIFO, seeds=2,
                 cause="in the debugger"),
     ],
     "network": [
@@ -149,9 +149,9 @@ HANGS: Final[dict[str, list[Variant]]] = {
     "diverged": [
         Variant(line="optimizer.step()", cause=r"optimizer.step\(\) was not called", place=ALL,
                 names_rank=False),
-        Variant(line="shoal.barrier()", cause=r"ranks diverged \(rank \d is in", names_rank=False,
+        Variant(line="shoal.barrier()", cause=r"ranks diverged \(rank \d(:| is in) ", names_rank=False,
                 seeds=2),
-        Variant(line="order", cause=r"ranks diverged \(rank 0 is in \w+, rank \d is in \w+",
+        Variant(line="order", cause=r"ranks diverged \(rank 0(:| is in) \w+, rank \d(:| is in) \w+",
                 place=ALL, names_rank=False, seeds=2),
         Variant(line="break", cause="ranks diverged", place=ALL, names_rank=False),
     ],

@@ -50,10 +50,12 @@ def _fault_in(script: Script, command: Command) -> str:
         found = _STALL.findall(text)
         if found and not diagnosed:
             diagnosed, until = True, min(until, time.monotonic() + _NEXT_LINE_S)
-        if script.rank is None or not found:
-            if re.search(script.cause, text) and "has stalled" not in script.cause:
-                return ""
-        elif _is_right(script, found[-1]):
+        if found and script.rank is not None:
+            is_right = _is_right(script, found[-1])
+        else:  # the run has failed before: the launcher names the first failure
+            failed = "" if script.rank is None else rf"rank +: {script.rank} \((.|\n)*"
+            is_right = re.search(failed + script.cause, text) is not None
+        if is_right:
             return ""
         if ended:
             break

@@ -42,9 +42,9 @@ _AARCH64: Final = {
 }
 _CALLS: Final = {
     number: kind
-    for kind, numbers in {"x86_64": _X86_64, "aarch64": _AARCH64}
-    .get(platform.machine(), {})
-    .items()
+    for kind, numbers in {"x86_64": _X86_64, "aarch64": _AARCH64}.get(
+        platform.machine(), {}
+    ).items()
     for number in numbers
 }
 """Kinds of system calls by their numbers; empty on other machines."""

@@ -24,8 +24,9 @@ class LoopWatch:
     """Watches the running event loop on a thread of its own, until `close`.
 
     The loop sets a mark several times per `after`. If the mark is older than `after`, the thread
-    logs what the loop's thread executes, innermost call first, at most once a minute. A call that holds Python's lock
-    blocks the watching thread too, and is logged without a stack when it returns.
+    logs what the loop's thread executes, innermost call first, at most once a minute. A call that
+    holds Python's lock blocks the watching thread too, and is logged without a stack when it
+    returns.
     """
 
     def __init__(self, name: str, *, after: timedelta = timedelta(seconds=5)) -> None:

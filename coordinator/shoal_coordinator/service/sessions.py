@@ -93,9 +93,7 @@ class Sessions:
                     ).SerializeToString()
                     self._tell(effect.member_id, Slot.PLACEMENT, message)
                 case SendNotice(generation=generation):
-                    message = pb.MemberDirective(
-                        notice=notice_message(effect)
-                    ).SerializeToString()
+                    message = pb.MemberDirective(notice=notice_message(effect)).SerializeToString()
                     for rank in generation.ranks:
                         self._tell(rank.member_id, Slot.NOTICE, message)
                 case SendDrain():

@@ -110,7 +110,8 @@ HANGS: Final[dict[str, list[Variant]]] = {
                 before="{full}"),
     ],
     "debugger": [
-        Variant(line="pdb.Pdb(stdin=os.fdopen(os.open(fifo, os.O_RDWR)), stdout=sys.stdout).set_trace()", before=_FIFO, seeds=2,
+        Variant(line="pdb.Pdb(stdin=typed, stdout=sys.stdout).set_trace()", seeds=2,
+                before=f"{_FIFO}; typed = os.fdopen(os.open(fifo, os.O_RDWR))",
                 cause="in the debugger"),
     ],
     "network": [
@@ -149,13 +150,25 @@ HANGS: Final[dict[str, list[Variant]]] = {
     "diverged": [
         Variant(line="optimizer.step()", cause=r"optimizer.step\(\) was not called", place=ALL,
                 names_rank=False),
-        Variant(line="shoal.barrier()", cause=r"ranks diverged \(rank \d(:| is in) ", names_rank=False,
-                seeds=2),
+        Variant(line="shoal.barrier()", cause=r"ranks diverged \(rank \d(:| is in) ",
+                names_rank=False, seeds=2),
         Variant(line="order", cause=r"ranks diverged \(rank 0(:| is in) \w+, rank \d(:| is in) \w+",
                 place=ALL, names_rank=False, seeds=2),
         Variant(line="break", cause="ranks diverged", place=ALL, names_rank=False),
     ],
 }  # fmt: skip
+
+
+_BODIES: Final = {
+    "optimizer.step()": """{here} pass
+        else: optimizer.step(); optimizer.zero_grad()""",
+    "break": """optimizer.step(); optimizer.zero_grad()
+        {here} break""",
+    "order": """optimizer.step(); optimizer.zero_grad()
+        calls = [shoal.barrier, lambda: shoal.gather(1)]
+        if loader.global_step == {step}: [call() for call in calls[:: 1 - 2 * (RANK == {rank})]]""",
+}
+"""Ends of the training loop's body for the variants at the place ALL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,18 +198,10 @@ def _script(name: str, variant: Variant) -> Script:
     rank, strategy = draw.randrange(ranks), draw.choice(["ddp", "zero2"])
     before_step = variant.place == LOOP and variant.names_rank and draw.random() < 0.5
     in_data = variant.place == DATA
-    hang = f"if shoal.rank() == {rank} and loader.global_step == {step}: hang()"
-    steps = "optimizer.step(); optimizer.zero_grad()"
-    after = f"        {hang}"
+    here = f"if shoal.rank() == {rank} and loader.global_step == {step}:"
+    steps, after = "optimizer.step(); optimizer.zero_grad()", f"        {here} hang()"
     if variant.place == ALL:
-        after, steps = "", {
-            "optimizer.step()": f"if shoal.rank() != {rank} or loader.global_step != {step}: "
-            + steps,
-            "order": f"{steps}; calls = [shoal.barrier, lambda: shoal.gather(1)]\n        "
-            f"if loader.global_step == {step}: [call() for call in calls[:: 1 - 2 * (RANK == {rank})]]",
-            "break": f"{steps}\n        if shoal.rank() == {rank} and loader.global_step == {step}:"
-            " break",
-        }[variant.line]
+        after, steps = "", _BODIES[variant.line].format(here=here, rank=rank, step=step)
     at_start = f"if RANK == {rank}: hang()" if variant.place == START else ""
     if variant.place == START:
         after = ""

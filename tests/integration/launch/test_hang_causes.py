@@ -115,9 +115,7 @@ def run(chosen: list[Script], directory: Path, zygote: Zygote) -> dict[str, str]
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         found = threads.map(one, chosen)
-        return {
-            each.name: fault for each, fault in zip(chosen, found, strict=True) if fault
-        }
+        return {each.name: fault for each, fault in zip(chosen, found, strict=True) if fault}
 
 
 def report(faults: dict[str, str]) -> str:

@@ -17,7 +17,6 @@ from shoal_coordinator.membership.model.state import (
     ServerRole,
 )
 
-
 _MOST_EXPLAINED: Final = 32
 """Number of members whose stacks are shown."""
 

@@ -125,9 +125,7 @@ def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pu
 
 def located(pulse: Pulse, script_line: str, stacks: str) -> Pulse:
     """Returns the pulse of a silent member whose stacks another member has read."""
-    return replace(
-        pulse, progress=replace(pulse.progress, script_line=script_line, stacks=stacks)
-    )
+    return replace(pulse, progress=replace(pulse.progress, script_line=script_line, stacks=stacks))
 
 
 def attached(pulse: Pulse | None, now_ms: int) -> Pulse:

@@ -69,4 +69,3 @@ def stacks(
                 thread = f", thread {number}" if number else ""
                 shown = stack if every_thread else folded(parse_calls(stack))
                 typer.echo(f"{what} (pid {pid} on {member.host}){thread}:\n{shown}\n")
-

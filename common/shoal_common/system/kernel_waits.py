@@ -1,4 +1,4 @@
-"""What a thread waits for, according to the kernel: the file, pipe or lock of its system call.
+"""Waits of threads, according to the kernel: the file, pipe or lock of a thread's system call.
 
 Reads only /proc, so it never waits for the file system or the lock in which the thread hangs. Works
 for threads of this process and, where the kernel lets this user trace them, of its descendants.

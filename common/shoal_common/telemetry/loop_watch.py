@@ -73,7 +73,8 @@ class LoopWatch:
                 self._report(blocked_s)
 
     def _report(self, blocked_s: float) -> None:
-        frame, stack = sys._current_frames().get(self._ident), []
+        frame = sys._current_frames().get(self._ident)
+        stack: list[str] = []
         while frame is not None and len(stack) < _MOST_FRAMES:
             code = frame.f_code
             stack.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')

@@ -109,7 +109,7 @@ class ProgressMeter:
         """Time of the last `entered`, and the training thread, which called it, with its ids."""
         self._kernel_wait = KernelWait()
         self.data_worker = ""
-        """What a data worker does for which the training thread waits, for people; empty if that is
+        """Line of the data worker for which the training thread waits, for people; empty if it is
         unknown. Set by the hang report."""
         self._steps = 0
         self._samples = 0

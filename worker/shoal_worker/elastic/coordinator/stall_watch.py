@@ -145,10 +145,7 @@ class StallWatch:
         while not self._closed.wait(_TICK_S):
             if self._hangs is not None:
                 self._hangs.look()
-            if silent := self._link.silent_neighbours():
-                self._link.observed(
-                    [seen for each in silent if (seen := neighbour_stacks(*each)) is not None]
-                )
+                self._look_at_neighbours()
             group = self._group()
             if group is None or group.broken is not None:
                 self._lines = None
@@ -171,6 +168,12 @@ class StallWatch:
                 self._looked_at = time.monotonic()
             if not self._link.notice:  # the link has logged the notice, which says more
                 self._lines.say(f"peers in {what}", self._why)
+
+    def _look_at_neighbours(self) -> None:
+        """Reads the stacks of members on this machine for which the coordinator has asked."""
+        if silent := self._link.silent_neighbours():
+            found = [neighbour_stacks(member_id, pid) for member_id, pid in silent]
+            self._link.observed([each for each in found if each is not None])
 
     def _why(self) -> str:
         _, missed = self._missed

@@ -17,6 +17,7 @@ from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.settings import Address
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, serve_metrics
+from shoal_common.telemetry.loop_watch import LoopWatch
 
 from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.spec import Policy
@@ -42,6 +43,7 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
     ShoalError if this one cannot start."""
     server_settings = _servable(settings)
     async with AsyncExitStack() as stack:
+        stack.callback(LoopWatch("the coordinator").close)
         store = await _open_store(redis_url, settings, stop)
         if store is None:
             return

@@ -30,6 +30,7 @@ from shoal_common.formats.runs import Run
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import HttpServer, serve_metrics
+from shoal_common.telemetry.loop_watch import LoopWatch
 
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import ConsistencyMode
@@ -217,6 +218,7 @@ class ParameterServer:
         if a change in the journal could not be applied.
         """
         async with AsyncExitStack() as stack:
+            stack.callback(LoopWatch(f"parameter server {self._settings.server_id}").close)
             rpc = RpcServer(
                 self._server_settings(),
                 service_name=SERVICE,

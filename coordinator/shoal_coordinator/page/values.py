@@ -157,6 +157,9 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "waiting_s": progress.waiting_s,
         "waiting_in": progress.waiting_in,
         "silent_s": None if pulse is None else pulse.silent_ms(job.now.ms) / 1000,
+        "script_line": progress.script_line or None,
+        "last_wait": progress.last_wait or None,
+        "stacks": progress.stacks if member.member_id in job.explained else None,
         "note": note_of(job.state, member, pulse, job.now.ms) or None,
     }
 

@@ -30,7 +30,7 @@ from shoal_coordinator.membership.model.events import (
     MemberReady,
     StreamBroken,
 )
-from shoal_coordinator.membership.model.pulse import attached, beaten, detached
+from shoal_coordinator.membership.model.pulse import attached, beaten, detached, located
 from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.transition import Granted, Outcome
 from shoal_coordinator.metrics import CoordinatorMetrics
@@ -44,6 +44,7 @@ from shoal_coordinator.service.requests import (
     parse_heartbeat,
     parse_join,
     parse_leave,
+    parse_observed,
 )
 from shoal_coordinator.service.responses import run_message, spec_message
 from shoal_coordinator.service.streams import first_message
@@ -241,5 +242,16 @@ class MemberSessions:
             )
         self._heartbeats.inc()
         job.set_pulse(member_id, beaten(before, self._clock.now().ms, generation, progress))
+        if message.observed:
+            self._locate(job, member_id, message)
         if generation > before.generation:
             job.poke()
+
+    @staticmethod
+    def _locate(job: JobLoop, reader: str, message: pb.Heartbeat) -> None:
+        """Records stacks of silent members that this reader was asked for."""
+        stall = job.state.stall
+        for member_id, script_line, stacks in parse_observed(message):
+            pulse = job.pulses.members.get(member_id)
+            if stall is not None and pulse is not None and stall.readers.get(member_id) == reader:
+                job.set_pulse(member_id, located(pulse, script_line, stacks))

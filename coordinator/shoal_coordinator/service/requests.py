@@ -78,7 +78,9 @@ _REPORTED_CONDITIONS: Final = {
     pb.MACHINE_CONDITION_UNHEALTHY: MachineCondition.UNHEALTHY,
 }
 _LONGEST_NAME: Final = 64
-_LONGEST_SCRIPT_LINE: Final = 256
+_LONGEST_SCRIPT_LINE: Final = 384
+_LONGEST_STACKS: Final = 4096
+_MOST_OBSERVED: Final = 16
 _MOST_OUT_OF_REACH: Final = 64
 _MOST_METRICS: Final = 16
 _NO_METRICS: Final[Mapping[str, float]] = {}
@@ -210,6 +212,8 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         awaited_server=received.awaited_server[:_LONGEST_NAME] or "a parameter server",
         script_line=received.script_line[:_LONGEST_SCRIPT_LINE],
         share=_seconds(received.share),
+        last_wait=received.last_wait[:_LONGEST_NAME],
+        stacks=received.stacks[:_LONGEST_STACKS],
         busy_link=(received.busy_link.rank, received.busy_link.bytes_per_s)
         if received.HasField("busy_link")
         else None,
@@ -219,6 +223,19 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         out_of_reach=tuple(message.out_of_reach[:_MOST_OUT_OF_REACH]),
     )
     return message.generation, progress
+
+
+def parse_observed(message: pb.Heartbeat) -> list[tuple[str, str, str]]:
+    """Returns member id, line of the script and stacks of the members that the sender of a
+    heartbeat has looked at."""
+    return [
+        (
+            each.member_id,
+            each.script_line[:_LONGEST_SCRIPT_LINE],
+            each.stacks[:_LONGEST_STACKS],
+        )
+        for each in message.observed[:_MOST_OBSERVED]
+    ]
 
 
 def _seconds(value: float) -> float:

@@ -10,7 +10,7 @@ from typing import Final
 from shoal_common.formats.rank_table import MOST_SENT_WHOLE, runs
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.model.effects import SendMove, SendPlace
+from shoal_coordinator.membership.model.effects import SendMove, SendNotice, SendPlace
 from shoal_coordinator.membership.model.events import Ending
 from shoal_coordinator.membership.model.observation import ObservedJob
 from shoal_coordinator.membership.model.pulse import Progress, Pulse, Pulses
@@ -74,6 +74,19 @@ CAUSES: Final = {
 def run_message(run: RunId) -> pb.RunId:
     """Converts a run's id to a message."""
     return pb.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
+
+
+def notice_message(effect: SendNotice) -> pb.Notice:
+    """Returns the message that tells members what they wait for."""
+    return pb.Notice(
+        text=effect.text,
+        silent=[
+            pb.SilentMember(
+                member_id=each.member_id, pid=each.pid, read_by=each.read_by, logs=each.logs
+            )
+            for each in effect.silent
+        ],
+    )
 
 
 def past_run_message(past: PastRun) -> pb.RunStatus:
@@ -232,7 +245,15 @@ def job_message(
         phase=JOB_PHASES[state.phase],
         generation=generation,
         members=[
-            _member_message(m, places.get(m.member_id, -1), state, pulses, now_ms) for m in members
+            _member_message(
+                m,
+                places.get(m.member_id, -1),
+                state,
+                pulses,
+                now_ms,
+                explained=seen is not None and m.member_id in seen.explained,
+            )
+            for m in members
         ],
         servers=server_messages(state),
         now_unix_ms=now_unix_ms,
@@ -389,9 +410,10 @@ def note_of(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -
 
 
 def _member_message(
-    member: Member, rank: int, state: JobState, pulses: Pulses, now_ms: int
+    member: Member, rank: int, state: JobState, pulses: Pulses, now_ms: int, *, explained: bool
 ) -> pb.MemberStatus:
     identity, pulse = member.identity, pulses.members.get(member.member_id)
+    progress = Progress() if pulse is None else pulse.progress
     return pb.MemberStatus(
         member_id=identity.member_id,
         phase=MEMBER_PHASES[member.phase],
@@ -399,14 +421,14 @@ def _member_message(
         host=identity.host,
         pid=identity.pid,
         metrics_address=identity.metrics_address,
-        progress=_progress_message(pulse.progress if pulse is not None else Progress()),
+        progress=_progress_message(progress, stacks=progress.stacks if explained else ""),
         joined_unix_ms=member.joined_unix_ms,
         launcher_id=identity.launcher_id,
         note=note_of(state, member, pulse, now_ms),
     )
 
 
-def _progress_message(progress: Progress) -> pb.Progress:
+def _progress_message(progress: Progress, *, stacks: str) -> pb.Progress:
     return pb.Progress(
         step=progress.step,
         steps_in_all=progress.steps_in_all,
@@ -425,6 +447,8 @@ def _progress_message(progress: Progress) -> pb.Progress:
         awaited_server=progress.awaited_server,
         script_line=progress.script_line,
         share=progress.share,
+        last_wait=progress.last_wait,
+        stacks=stacks,
         metrics=progress.metrics,
         busy_link=None
         if progress.busy_link is None

@@ -34,6 +34,7 @@ from shoal_coordinator.service.mailbox import Mailbox, Slot
 from shoal_coordinator.service.responses import (
     announcement,
     move_message,
+    notice_message,
     place_message,
     ranks_message,
 )
@@ -92,9 +93,7 @@ class Sessions:
                     ).SerializeToString()
                     self._tell(effect.member_id, Slot.PLACEMENT, message)
                 case SendNotice(generation=generation):
-                    message = pb.MemberDirective(
-                        notice=pb.Notice(text=effect.text)
-                    ).SerializeToString()
+                    message = pb.MemberDirective(notice=notice_message(effect)).SerializeToString()
                     for rank in generation.ranks:
                         self._tell(rank.member_id, Slot.NOTICE, message)
                 case SendDrain():

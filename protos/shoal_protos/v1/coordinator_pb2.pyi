@@ -329,7 +329,7 @@ class Welcome(_message.Message):
     def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., heartbeat_interval_ms: _Optional[int] = ..., joining: _Optional[bool] = ..., store_url: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "epoch", "sequence", "samples_per_s", "loss", "step_time_s", "samples", "staleness", "waiting_s", "waiting_in", "busy_time_s", "cpu_s", "busy_link", "server_wait_s", "awaited_server", "metrics", "steps_in_all", "script_line", "share")
+    __slots__ = ("step", "epoch", "sequence", "samples_per_s", "loss", "step_time_s", "samples", "staleness", "waiting_s", "waiting_in", "busy_time_s", "cpu_s", "busy_link", "server_wait_s", "awaited_server", "metrics", "steps_in_all", "script_line", "share", "last_wait", "stacks")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +356,8 @@ class Progress(_message.Message):
     STEPS_IN_ALL_FIELD_NUMBER: _ClassVar[int]
     SCRIPT_LINE_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    LAST_WAIT_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
     step: int
     epoch: int
     sequence: int
@@ -375,7 +377,9 @@ class Progress(_message.Message):
     steps_in_all: int
     script_line: str
     share: float
-    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., samples: _Optional[int] = ..., staleness: _Optional[float] = ..., waiting_s: _Optional[float] = ..., waiting_in: _Optional[str] = ..., busy_time_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., busy_link: _Optional[_Union[BusyLink, _Mapping]] = ..., server_wait_s: _Optional[float] = ..., awaited_server: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_in_all: _Optional[int] = ..., script_line: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
+    last_wait: str
+    stacks: str
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., samples: _Optional[int] = ..., staleness: _Optional[float] = ..., waiting_s: _Optional[float] = ..., waiting_in: _Optional[str] = ..., busy_time_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., busy_link: _Optional[_Union[BusyLink, _Mapping]] = ..., server_wait_s: _Optional[float] = ..., awaited_server: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_in_all: _Optional[int] = ..., script_line: _Optional[str] = ..., share: _Optional[float] = ..., last_wait: _Optional[str] = ..., stacks: _Optional[str] = ...) -> None: ...
 
 class BusyLink(_message.Message):
     __slots__ = ("rank", "bytes_per_s")
@@ -386,18 +390,30 @@ class BusyLink(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("generation", "progress", "in_reach", "spare", "out_of_reach")
+    __slots__ = ("generation", "progress", "in_reach", "spare", "out_of_reach", "observed")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     IN_REACH_FIELD_NUMBER: _ClassVar[int]
     SPARE_FIELD_NUMBER: _ClassVar[int]
     OUT_OF_REACH_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     progress: Progress
     in_reach: bool
     spare: bool
     out_of_reach: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, generation: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., in_reach: _Optional[bool] = ..., spare: _Optional[bool] = ..., out_of_reach: _Optional[_Iterable[int]] = ...) -> None: ...
+    observed: _containers.RepeatedCompositeFieldContainer[ObservedStacks]
+    def __init__(self, generation: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., in_reach: _Optional[bool] = ..., spare: _Optional[bool] = ..., out_of_reach: _Optional[_Iterable[int]] = ..., observed: _Optional[_Iterable[_Union[ObservedStacks, _Mapping]]] = ...) -> None: ...
+
+class ObservedStacks(_message.Message):
+    __slots__ = ("member_id", "script_line", "stacks")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCRIPT_LINE_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    script_line: str
+    stacks: str
+    def __init__(self, member_id: _Optional[str] = ..., script_line: _Optional[str] = ..., stacks: _Optional[str] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ()
@@ -587,10 +603,24 @@ class Standby(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., apart_from: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("text",)
+    __slots__ = ("text", "silent")
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
     text: str
-    def __init__(self, text: _Optional[str] = ...) -> None: ...
+    silent: _containers.RepeatedCompositeFieldContainer[SilentMember]
+    def __init__(self, text: _Optional[str] = ..., silent: _Optional[_Iterable[_Union[SilentMember, _Mapping]]] = ...) -> None: ...
+
+class SilentMember(_message.Message):
+    __slots__ = ("member_id", "pid", "read_by", "logs")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    READ_BY_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    pid: int
+    read_by: str
+    logs: bool
+    def __init__(self, member_id: _Optional[str] = ..., pid: _Optional[int] = ..., read_by: _Optional[str] = ..., logs: _Optional[bool] = ...) -> None: ...
 
 class ReportExitRequest(_message.Message):
     __slots__ = ("job_id", "member_id", "exit_code", "signal", "failure", "finished", "run")

@@ -116,6 +116,14 @@ class Member:
     share: float | None = None
     """Number of micro-batches of the member in each step, relative to an equal part, if they are
     dealt by speed; otherwise None."""
+    script_line: str | None = None
+    """Line of the script that the member executes, and what the line waits for, if the member has
+    made no progress for a while; otherwise None."""
+    last_wait: str | None = None
+    """Last collective, or other wait for peers, that the member completed."""
+    stacks: str | None = None
+    """Python stacks of the member, innermost call first, while a step is stalled; otherwise
+    None. The coordinator keeps those of at most 32 members."""
 
 
 @dataclass(frozen=True, kw_only=True)

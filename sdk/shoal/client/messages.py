@@ -99,6 +99,9 @@ def member_of(message: pb.MemberStatus) -> Member:
         staleness=progress.staleness,
         share=progress.share or None,
         note=message.note or None,
+        script_line=progress.script_line or None,
+        last_wait=progress.last_wait or None,
+        stacks=progress.stacks or None,
     )
 
 

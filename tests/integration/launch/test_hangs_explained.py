@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import textwrap
+import urllib.request
 from typing import Any
 
 Shell = Any  # of tests/integration/conftest.py
@@ -41,7 +43,19 @@ def test_the_line_in_which_a_rank_hangs_is_named_to_the_others_and_in_the_status
     command.wait_for(lambda: "has stalled at step 5" in command.stderr, "the explanation")
     stalled = f"for rank 1 ({socket.gethostname()}), which is at {LINE}, with no progress"
     assert stalled in command.stderr
-    assert LINE in " ".join(shell.run("status")[1].split())
+    shown = shell.run("status")[1]
+    assert LINE in " ".join(shown.split())
+    # in the diagnosis, the rank for which others wait comes first
+    hung, waiting = (re.search(rf"^ranks? {rank} \(.*", shown, re.M) for rank in (1, 0))
+    assert hung is not None
+    assert waiting is not None
+    assert hung.start() < waiting.start()
+    assert ": waiting in allreduce; last completed: " in shown[waiting.start() :]
+    assert "line 5 in wait_for_data" in " ".join(shown.split())
+    record = shell.cluster()
+    page = json.load(urllib.request.urlopen(f"http://{record.http}/api/job?job={record.job_id}"))
+    assert "in wait_for_data" in page["members"][1]["stacks"]
+    assert page["members"][1]["script_line"].startswith(LINE)
 
     status, both, err = shell.run("stacks")
     assert (status, err) == (0, "")

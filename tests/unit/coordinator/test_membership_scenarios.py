@@ -54,6 +54,7 @@ from shoal_coordinator.membership.model.pulse import (
     beaten,
     detached,
     expired,
+    located,
 )
 from shoal_coordinator.membership.model.replicas import Replicas
 from shoal_coordinator.membership.model.shards import Piece, ShardLayout, TensorSpec
@@ -374,6 +375,13 @@ class Story:
             self.pulses[member] = beaten(self.pulses[member], self.ms, int(generation), progress)
         self.happen()
 
+    def locates(self, reader: str, member: str, line: str) -> None:
+        """Reports the stacks of a silent member, as the service does it (member_sessions.py)."""
+        assert self.state.stall is not None
+        assert self.state.stall.readers[member] == reader
+        self.pulses[member] = located(self.pulses[member], line.replace("_", " "), "stacks")
+        self.happen()
+
     def does(self, what: str, *members: str, **heartbeat: str) -> None:
         """Sets what the members do from now on while time passes in `live`: train (steps end), work
         (no steps end), hang (no processor time either), wait for peers, or cut (no heartbeats).
@@ -648,7 +656,12 @@ def format_effect(effect: fx.Effect) -> str | None:
         case fx.SendStandby():
             return f"{effect.member_id}: standby, {effect.reason}"
         case fx.SendNotice():
-            return f"all: {effect.text or 'it goes on'}"
+            silent = [
+                f"; {each.read_by} reads the stacks of {each.member_id}"
+                f"{' and logs' if each.logs else ''}"
+                for each in effect.silent
+            ]
+            return f"all: {effect.text or 'it goes on'}{''.join(silent)}"
         case fx.SendDrain():
             return f"{effect.member_id}: drain, {effect.reason}"
         case fx.SendStop():

@@ -6,7 +6,7 @@ import threading
 
 from shoal_worker.elastic.coordinator.coordinator_messages import progress_message
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
-from shoal_worker.elastic.coordinator.script_lines import script_line
+from shoal_worker.elastic.coordinator.script_lines import calls_of, script_line
 from shoal_worker.metrics import WorkerMetrics
 
 from tests.unit.worker_elastic.test_progress import Clock
@@ -17,10 +17,10 @@ def test_a_thread_without_a_line_of_the_script_has_no_position() -> None:
     thread = threading.Thread(target=ended.wait, daemon=True)
     thread.start()
     assert thread.ident is not None
-    assert script_line(thread.ident) == ""
+    assert script_line(calls_of(thread.ident)) == ""
     ended.set()
     thread.join()
-    assert script_line(thread.ident) == ""
+    assert script_line(calls_of(thread.ident)) == ""
 
 
 def test_heartbeats_have_the_position_once_there_was_no_progress_for_five_seconds() -> None:

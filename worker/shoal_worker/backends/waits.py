@@ -23,7 +23,7 @@ class Waits:
         self._clock = clock
         self._since: tuple[float, str] | None = None
         self._total_s = 0.0
-        self._last_s = 0.0
+        self._last_s, self._last = 0.0, ""
         self._held = False
 
     def of(self, what: str) -> AbstractContextManager[object]:
@@ -39,7 +39,7 @@ class Waits:
         """Ends the current wait and records its duration."""
         since, self._since = self._since, None
         if since is not None:  # else another thread's wait has ended this one
-            self._last_s = self._clock() - since[0]
+            self._last_s, self._last = self._clock() - since[0], since[1]
             self._total_s += self._last_s
 
     def hold(self, what: str | None) -> None:
@@ -64,6 +64,11 @@ class Waits:
     def last_s(self) -> float:
         """Duration of the last finished wait in seconds."""
         return self._last_s
+
+    @property
+    def last(self) -> str:
+        """Description of the last finished wait; empty if there was none."""
+        return self._last
 
     @property
     def total_s(self) -> float:

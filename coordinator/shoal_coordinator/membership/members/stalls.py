@@ -22,12 +22,13 @@ from shoal_coordinator.membership.members.stragglers import (
     find_stragglers,
 )
 from shoal_coordinator.membership.model.draft import Draft
-from shoal_coordinator.membership.model.effects import Record, SendNotice
+from shoal_coordinator.membership.model.effects import Record, SendNotice, SilentMember
 from shoal_coordinator.membership.model.events import Ending, MemberLost
 from shoal_coordinator.membership.model.pulse import Pulse
 from shoal_coordinator.membership.model.state import Generation, JobPhase, Stall
 
 _MOST_NAMED: Final = 4
+_AT: Final = ", which is at "
 _SURELY_WAITS_MS: Final = 1_000
 """Wait at its last heartbeat from which a member counts as waiting; a shorter wait may be one of
 many in a normal step."""
@@ -76,7 +77,8 @@ def stalls_due(draft: Draft) -> None:
         if draft.incident is not None
         else _explain(draft, places, reach)
     )
-    _tell(draft, generation, text, reach)
+    silent = _silent_members(draft, places) if text else ()
+    _tell(draft, generation, text, reach, silent)
     if not text:
         find_stragglers(draft, generation)
 
@@ -166,14 +168,38 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
         )
     blamed = [
         f"{place.name}, no heartbeat for {place.silent_ms // 1000} s"
+        + (f"{_AT}{line}" if (line := place.pulse.progress.script_line) else "")
         for place in silent[:_MOST_NAMED]
     ]
     blamed += [
-        f"{place.name}, {_what_it_does(draft, place)}"
+        f"{place.name}{_what_it_does(draft, place)}"
         for place in working[: max(0, _MOST_NAMED - len(blamed))]
     ]
     more = len(silent) + len(working) - len(blamed)
     return f"{head} for {' and for '.join(blamed)}{f' and {more} more' if more else ''}{reach}"
+
+
+def _silent_members(draft: Draft, places: Sequence[Place]) -> tuple[SilentMember, ...]:
+    """Returns the silent members that share their machine with another one, which can read their
+    stacks."""
+    _, _, silent = _divide(draft, places)
+    if not silent:
+        return ()
+    readers: dict[str, str] = {}
+    for place in places:
+        if place not in silent:
+            readers.setdefault(place.host, place.member_id)
+    return tuple(
+        SilentMember(
+            member_id=place.member_id,
+            pid=identity.pid,
+            read_by=readers[place.host],
+            logs=identity.local_index == 0,
+        )
+        for place in silent[:_MOST_NAMED]
+        if place.host in readers
+        and (identity := draft.members[place.member_id].identity) is not None
+    )
 
 
 def _what_it_does(draft: Draft, place: Place) -> str:
@@ -182,15 +208,15 @@ def _what_it_does(draft: Draft, place: Place) -> str:
         (draft.now.ms - place.pulse.active_ms) // 1000,
     )
     if place.pulse.generation < draft.number:
-        return f"which is still in generation {place.pulse.generation}"
+        return f", which is still in generation {place.pulse.generation}"
     if (waited_s := int(place.pulse.progress.server_wait_s)) > 0:
-        return f"which has waited {waited_s} s for {place.pulse.progress.awaited_server}"
+        return f", which has waited {waited_s} s for {place.pulse.progress.awaited_server}"
     idle = (
         f" and no CPU time for {idle_s} s" if idle_s >= 5 and place.pulse.progress.cpu_s > 0 else ""
     )
     where = place.pulse.progress.script_line
-    what = f"at {where}" if where else "running its own code"
-    return f"which is {what}, with no progress for {still_s} s{idle}"
+    what = f"{_AT}{where}" if where else ", which is running its own code"
+    return f"{what}, with no progress for {still_s} s{idle}"
 
 
 def _out_of_reach(places: Sequence[Place]) -> str:
@@ -231,13 +257,20 @@ def _names(places: Sequence[Place]) -> str:
     )
 
 
-def _tell(draft: Draft, generation: Generation | None, text: str, reach: str = "") -> None:
+def _tell(
+    draft: Draft,
+    generation: Generation | None,
+    text: str,
+    reach: str = "",
+    silent: Sequence[SilentMember] = (),
+) -> None:
     """Sends an explanation to the log, to the event log, and to all members of the generation."""
     before = draft.stall
     if generation is None or (not text and before is None):
         draft.stall = None
         return
-    news = before is None or (reach and not before.reach)
+    located = text.count(_AT)
+    news = before is None or (reach and not before.reach) or located > before.located
     if (
         text
         and before is not None
@@ -245,8 +278,18 @@ def _tell(draft: Draft, generation: Generation | None, text: str, reach: str = "
         and draft.now.ms < before.reported_ms + draft.policy.explain_again_ms
     ):
         return
-    draft.stall = Stall(text=text, reach=reach, reported_ms=draft.now.ms) if text else None
-    draft.effects.append(SendNotice(generation=generation, text=text))
+    draft.stall = (
+        Stall(
+            text=text,
+            reach=reach,
+            reported_ms=draft.now.ms,
+            located=located,
+            readers={each.member_id: each.read_by for each in silent},
+        )
+        if text
+        else None
+    )
+    draft.effects.append(SendNotice(generation=generation, text=text, silent=silent))
     if text:
         draft.reasons.append(text)
     if text and before is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal_common.errors import ShoalError
@@ -36,11 +36,23 @@ class SendStandby:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SilentMember:
+    """A member without heartbeats, and the member on its machine that reads its stacks."""
+
+    member_id: str
+    pid: int
+    read_by: str
+    logs: bool
+    """True if `read_by` logs notices instead of this member, which is the first on its machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SendNotice:
     """Tells the members of a generation what they are waiting for; an empty text ends the wait."""
 
     generation: Generation
     text: str
+    silent: Sequence[SilentMember] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from shoal_coordinator.membership.model.pulse import Pulses
 from shoal_coordinator.membership.model.state import (
@@ -15,6 +16,9 @@ from shoal_coordinator.membership.model.state import (
     Server,
     ServerRole,
 )
+
+_MOST_EXPLAINED: Final = 32
+"""Number of members whose stacks are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,21 @@ class ObservedJob:
             default=self.pulses.newest,
         )
         return newest.steps_in_all
+
+    @cached_property
+    def explained(self) -> frozenset[str]:
+        """Members whose stacks explain a stalled step: at most `_MOST_EXPLAINED`, those that others
+        wait for first. Empty if no step is stalled."""
+        if self.state.stall is None:
+            return frozenset()
+        found = [
+            (pulse.progress.waiting_s > 0, rank, member_id)
+            for member_id, pulse in self.pulses.members.items()
+            if pulse.progress.stacks
+            and self.state.generation is not None
+            and (rank := self.state.generation.rank_of.get(member_id)) is not None
+        ]
+        return frozenset(member_id for *_, member_id in sorted(found)[:_MOST_EXPLAINED])
 
     @property
     def without_progress_s(self) -> float:

@@ -38,6 +38,8 @@ class Progress:
     awaited_server: str = ""
     script_line: str = ""
     share: float = 0.0
+    last_wait: str = ""
+    stacks: str = ""
     busy_link: tuple[int, float] | None = None
     """Rank at the other end of the busy connection, and bytes per second."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -109,6 +111,8 @@ def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pu
     heartbeats of an older stream may arrive late."""
     moved = progress.sequence > pulse.progress.sequence
     active = moved or progress.cpu_s >= pulse.active_cpu_s + BUSY_CPU_S
+    if pulse.progress.stacks and not progress.stacks and not moved:
+        progress = replace(progress, stacks=pulse.progress.stacks)  # not sent again
     return Pulse(
         heard_ms=now_ms,
         moved_ms=now_ms if moved else pulse.moved_ms,
@@ -118,6 +122,11 @@ def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pu
         generation=max(generation, pulse.generation),
         progress=progress if progress.sequence >= pulse.progress.sequence else pulse.progress,
     )
+
+
+def located(pulse: Pulse, script_line: str, stacks: str) -> Pulse:
+    """Returns the pulse of a silent member whose stacks another member has read."""
+    return replace(pulse, progress=replace(pulse.progress, script_line=script_line, stacks=stacks))
 
 
 def attached(pulse: Pulse | None, now_ms: int) -> Pulse:

@@ -406,6 +406,10 @@ class Stall:
     reach: str
     """Part of the text that names the members that cannot reach each other."""
     reported_ms: int
+    located: int = 0
+    """Number of members named in the text with the line of the script that they execute."""
+    readers: Mapping[str, str] = field(default_factory=dict)
+    """Silent member -> member on its machine that reads its stacks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated
 
 import typer
@@ -24,11 +23,12 @@ def stacks(
     """Show what the workers of a job execute: their Python stacks.
 
     Innermost call first. Includes data workers that a worker has forked. Needs no debugger and no
-    privileges. Only for workers on this machine.
+    privileges. Workers on other machines are shown while a step is stalled.
     """
     import socket
 
     from shoal_common.errors import ShoalError, UnknownResourceError
+    from shoal_worker.elastic.coordinator.script_lines import folded, parse_calls
 
     from shoal.cli.target import target
     from shoal.launcher.processes.members import member_stacks
@@ -45,8 +45,13 @@ def stacks(
             )
     for member in chosen:
         assert member.rank is not None, "those without a rank are left out"
-        if rank is None and member.host != socket.gethostname():
-            typer.echo(f"rank {member.rank} runs on {member.host}: run `shoal stacks` there\n")
+        if member.host != socket.gethostname() and (rank is None or member.stacks):
+            what = (
+                f" ({member.host}, while the step is stalled):\n{member.stacks}"
+                if member.stacks
+                else f" runs on {member.host}: run `shoal stacks` there"
+            )
+            typer.echo(f"rank {member.rank}{what}\n")
             continue
         try:
             processes = member_stacks(
@@ -62,24 +67,5 @@ def stacks(
             what = of if pid == member.pid else f"child process of {of}"
             for number, stack in enumerate(threads if every_thread else threads[:1]):
                 thread = f", thread {number}" if number else ""
-                shown = stack if every_thread else _brief(stack)
+                shown = stack if every_thread else folded(parse_calls(stack))
                 typer.echo(f"{what} (pid {pid} on {member.host}){thread}:\n{shown}\n")
-
-
-def _brief(stack: str) -> str:
-    """Returns the stack with one line for each series of frames of libraries."""
-    from shoal_worker.elastic.coordinator.script_lines import libraries
-
-    foreign, lines = libraries(), []
-    for is_foreign, frames in itertools.groupby(
-        stack.splitlines(), key=lambda line: _file_of(line).startswith(foreign)
-    ):
-        innermost, *others = frames
-        lines += [innermost, *([] if is_foreign else others)]
-        if is_foreign and others:
-            lines.append(f"  ... {len(others)} more of libraries")
-    return "\n".join(lines)
-
-
-def _file_of(line: str) -> str:
-    return line.strip().removeprefix('File "').partition('"')[0]

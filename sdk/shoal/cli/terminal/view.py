@@ -58,6 +58,7 @@ def job_view(job: Job) -> RenderableType:
         # a note shared by several ranks is shown once
         notes = dict.fromkeys(_note(member) for member in job.members if member.note)
         parts += [Text(note, style="yellow") for note in notes]
+        parts += _diagnosis(job)
     elif job.phase is JobPhase.WAITING:
         hint = (
             "no members yet: workers join when their script calls shoal.init(); a plain "
@@ -180,6 +181,27 @@ def _note(member: Member) -> str:
         else f"member {member.member_id} ({member.host})"
     )
     return member.note or "" if who in (member.note or "") else f"{who}: {member.note}"
+
+
+def _diagnosis(job: Job) -> list[RenderableType]:
+    """Returns what each rank does and its stacks while a step is stalled: first the ranks for which
+    others wait. Ranks with equal stacks are shown together."""
+    groups: dict[tuple[bool, str, str], list[str]] = {}
+    for member in job.members:
+        if member.stacks and member.rank is not None:
+            does = (member.waiting > timedelta(), _what_it_does(member), member.stacks)
+            groups.setdefault(does, []).append(f"{member.rank} ({member.host})")
+    parts: list[RenderableType] = []
+    for (_, what, stacks), ranks in sorted(groups.items()):
+        parts.append(Text(f"rank{'s'[: len(ranks) > 1]} {', '.join(ranks)}: {what}", style="bold"))
+        parts.append(Text(stacks, style="dim"))
+    return parts
+
+
+def _what_it_does(member: Member) -> str:
+    waits = f"waiting in {member.waiting_in}" if member.waiting else ""
+    after = f"; last completed: {member.last_wait}" if member.last_wait else ""
+    return f"{waits or member.script_line or 'running its own code'}{after}"
 
 
 def _phase(phase: MemberPhase | JobPhase) -> Text:
@@ -402,5 +424,8 @@ def _member_json(member: Member) -> dict[str, Any]:
         "busy_time_s": member.busy_time.total_seconds(),
         "waiting_s": member.waiting.total_seconds(),
         "waiting_in": member.waiting_in,
+        "script_line": member.script_line,
+        "last_wait": member.last_wait,
+        "stacks": member.stacks,
         "note": member.note,
     }

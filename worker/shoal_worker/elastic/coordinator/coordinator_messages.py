@@ -16,6 +16,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract.generation import AskedPeers, Generation, Peer, Topology
 from shoal_worker.elastic.contract.last_state import LastState
+from shoal_worker.elastic.coordinator.hang_report import Neighbour
 from shoal_worker.elastic.coordinator.member import LeaveReason
 from shoal_worker.elastic.coordinator.progress import Progress
 
@@ -161,6 +162,13 @@ def leave_message(
     return message
 
 
+def observed_message(seen: Neighbour) -> pb.ObservedStacks:
+    """Returns the part of a heartbeat that describes another member."""
+    return pb.ObservedStacks(
+        member_id=seen.member_id, script_line=seen.script_line, stacks=seen.stacks
+    )
+
+
 def progress_message(progress: Progress) -> pb.Progress:
     """Returns the progress part of a heartbeat."""
     busy = progress.busy_link
@@ -182,6 +190,8 @@ def progress_message(progress: Progress) -> pb.Progress:
         awaited_server=progress.awaited_server,
         script_line=progress.script_line,
         share=progress.share,
+        last_wait=progress.last_wait,
+        stacks=progress.stacks,
         metrics=progress.metrics,
         busy_link=pb.BusyLink(rank=busy.rank, bytes_per_s=busy.bytes_per_s)
         if busy is not None

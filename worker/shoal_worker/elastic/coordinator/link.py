@@ -44,6 +44,7 @@ from shoal_worker.elastic.coordinator.coordinator_messages import (
     parse_generation,
     parse_ranks,
 )
+from shoal_worker.elastic.coordinator.hang_report import Neighbour
 from shoal_worker.elastic.coordinator.member import LeaveReason
 from shoal_worker.elastic.coordinator.outbox import Outbox, failure_message
 from shoal_worker.elastic.coordinator.progress import Progress
@@ -102,6 +103,8 @@ class CoordinatorLink:
         self._finished_steps: int | None = None
         self._standby: str | None = None
         self._notice = ""
+        self._silent: list[tuple[str, int]] = []
+        """Member ids and pids of processes whose stacks this member has to read."""
         self._apart_from = ""
         self._fatal: ShoalError | None = None
         self._apart = ""
@@ -286,6 +289,16 @@ class CoordinatorLink:
         """Records the ranks that accepted no connection when this member probed them during a
         stall, for heartbeats."""
         self._outbox.out_of_reach = tuple(ranks)
+
+    def silent_neighbours(self) -> list[tuple[str, int]]:
+        """Returns member ids and pids of processes on this machine whose heartbeats have stopped,
+        and whose stacks this member has to read. Returns each of them once per notice."""
+        silent, self._silent = self._silent, []
+        return silent
+
+    def observed(self, neighbours: Sequence[Neighbour]) -> None:
+        """Reports the stacks of neighbours with the next heartbeat."""
+        self._outbox.observed = tuple(neighbours)
 
     def reaches(self, reached: bool) -> None:
         """Records whether this member can again reach the member from which it is separated, for
@@ -581,12 +594,15 @@ class CoordinatorLink:
                 )
             elif kind == "notice":
                 self._notice = directive.notice.text
+                silent = [
+                    each
+                    for each in directive.notice.silent
+                    if each.read_by == self.identity.member_id
+                ]
+                self._silent = [(each.member_id, each.pid) for each in silent]
                 if self._notice:  # sent to all members: one worker per machine logs it
-                    _log.log(
-                        logging.WARNING if self.identity.local_index == 0 else logging.INFO,
-                        "%s",
-                        self._notice,
-                    )
+                    logs = self.identity.local_index == 0 or any(each.logs for each in silent)
+                    _log.log(logging.WARNING if logs else logging.INFO, "%s", self._notice)
         if generation is not None:
             self._on_generation(generation)
         if kind == "stop" and directive.stop.behind:

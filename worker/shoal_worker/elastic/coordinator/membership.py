@@ -34,6 +34,7 @@ from shoal_worker.backends.registry import backend_class
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.generation import Generation, MemberIdentity
 from shoal_worker.elastic.contract.last_state import LastState
+from shoal_worker.elastic.coordinator.hang_report import HangReport
 from shoal_worker.elastic.coordinator.link import CoordinatorLink
 from shoal_worker.elastic.coordinator.member import LeaveReason
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
@@ -206,6 +207,7 @@ class Membership:
             away_limit=settings.away_timeout,
         )
         self._watch: StallWatch | None = None
+        self._hangs: HangReport | None = None
         self.make_backend: Callable[[], CommunicationBackend] | None = None
         """Creates the backend of the next group; set before the first `form`."""
 
@@ -214,7 +216,7 @@ class Membership:
         `CoordinatorLink.connect`."""
         self._tell_launcher("joined")
         joining = self.link.connect(self._settings.rendezvous_timeout)
-        self._watch = StallWatch(self.link, self.waits, lambda: self._group)
+        self._watch = StallWatch(self.link, self.waits, lambda: self._group, self._hangs)
         self._watch.start()
         return joining
 
@@ -222,9 +224,12 @@ class Membership:
         """Registers `progress`, which heartbeats report to the coordinator. Called before
         `join`."""
         self.waits = progress.waits
+        self._hangs = hangs = HangReport(progress)
         self.link.reports(
             lambda: dataclasses.replace(
-                progress.snapshot(), busy_link=self._watch.busy_link if self._watch else None
+                progress.snapshot(),
+                busy_link=self._watch.busy_link if self._watch else None,
+                stacks=hangs.take(),
             )
         )
 

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.elastic.coordinator.coordinator_messages import progress_message
+from shoal_worker.elastic.coordinator.coordinator_messages import (
+    observed_message,
+    progress_message,
+)
+from shoal_worker.elastic.coordinator.hang_report import Neighbour
 from shoal_worker.elastic.coordinator.progress import Progress
 
 
@@ -48,6 +52,8 @@ class Outbox:
         """Final message of the member."""
         self.out_of_reach: tuple[int, ...] = ()
         """Ranks that accepted no connection when this member probed them."""
+        self.observed: tuple[Neighbour, ...] = ()
+        """Stacks of other members on this machine, for the next heartbeat."""
         self.in_reach = False
         """True if the member can reach the member from which it is separated."""
         self._changed = changed
@@ -96,6 +102,9 @@ class Outbox:
             out_of_reach=self.out_of_reach,
         )
         heartbeat.in_reach, heartbeat.spare = self.in_reach, self.spare
+        if self.observed:
+            heartbeat.observed.extend(map(observed_message, self.observed))
+            self.observed = ()
         return pb.MemberMessage(heartbeat=heartbeat)
 
     def _is_heartbeat_due(self, said: _Said) -> bool:

@@ -17,17 +17,18 @@ from dataclasses import dataclass, field
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_common.formats.tally import MOST_METRICS, Counts, TallyWriter
+from shoal_common.system.kernel_waits import KernelWait
 from shoal_common.system.processes import children_cpu_s
 
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.reported_loss import ReportedLoss
-from shoal_worker.elastic.coordinator.script_lines import script_line
+from shoal_worker.elastic.coordinator.script_lines import DATA_WORKER, calls_of, script_line
 from shoal_worker.metrics import WorkerMetrics
 
 _WINDOW_S = 1.0
 _MEDIAN_OF = 31
 _LONGEST_NAME = 64
-_LOCATE_AFTER_S = 5.0
+LOCATE_AFTER_S = 5.0
 """Time without progress after which heartbeats contain the line of the script."""
 _CPU_OF_CHILDREN_S = 5.0
 """Interval at which the processor time of child processes is summed; the sum has to inspect each
@@ -86,6 +87,11 @@ class Progress:
     script_line: str = ""
     """Line of the script that the training thread executes, if there was no progress for a while;
     otherwise empty."""
+    last_wait: str = ""
+    """Name of the last collective, or other wait for peers, that the training thread completed."""
+    stacks: str = ""
+    """Stacks of this process, if there was no progress for a while and they are due; otherwise
+    empty."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers other than the loss that the loop reported last, by name."""
 
@@ -102,8 +108,12 @@ class ProgressMeter:
         self._clock = clock
         self._lock = threading.Lock()
         self._sequence = 0
-        self._moved_at, self._thread = clock(), 0
-        """Time of the last `entered`, and the training thread, which called it."""
+        self._moved_at, self._thread, self._native_id = clock(), 0, 0
+        """Time of the last `entered`, and the training thread, which called it, with its ids."""
+        self._kernel_wait = KernelWait()
+        self.data_worker = ""
+        """Line of the data worker for which the training thread waits, for people; empty if it is
+        unknown. Set by the hang report."""
         self._steps = 0
         self._samples = 0
         self.loss = ReportedLoss()
@@ -178,7 +188,9 @@ class ProgressMeter:
         """Records that the training thread reached a boundary, a step or an operation, and so is
         not stuck."""
         self._sequence += 1
-        self._moved_at, self._thread = self._clock(), threading.get_ident()
+        self._moved_at = self._clock()
+        if self._thread != threading.get_ident():
+            self._thread, self._native_id = threading.get_ident(), threading.get_native_id()
 
     @property
     def staleness(self) -> float:
@@ -327,11 +339,34 @@ class ProgressMeter:
         """All numbers that the loop reports, by name, including the loss."""
         return {"loss": self.loss, **self._reported}
 
+    @property
+    def still_s(self) -> float:
+        """Seconds since the training thread reached the last boundary, step or operation; 0 before
+        the first."""
+        return self._clock() - self._moved_at if self._thread else 0.0
+
+    @property
+    def sequence(self) -> int:
+        """Value of `Progress.sequence`."""
+        return self._sequence
+
+    @property
+    def thread(self) -> int:
+        """Identifier of the training thread; 0 before the first step."""
+        return self._thread
+
+    def _script_line(self) -> str:
+        line = script_line(calls_of(self._thread), self._kernel_wait.look(self._native_id))
+        if line.endswith(DATA_WORKER) and self.data_worker:
+            line += f", which is {self.data_worker}"
+        return line
+
     def snapshot(self) -> Progress:
         """Returns this worker's current progress. While a step does not end, the rate falls and the
         step time grows."""
         waiting_s, waiting_in = self.waits.now
         server_wait_s, awaited_server = self.server_waits()
+        line = self._script_line() if self.still_s >= LOCATE_AFTER_S else ""
         with self._lock:
             now = self._clock()
             running_s = now - self._last_commit if self._last_commit is not None else 0.0
@@ -362,9 +397,8 @@ class ProgressMeter:
                 server_wait_s=server_wait_s,
                 awaited_server=awaited_server,
                 share=self.share,
-                script_line=script_line(self._thread)
-                if self._thread and now - self._moved_at >= _LOCATE_AFTER_S
-                else "",
+                script_line=line,
+                last_wait=self.waits.last,
                 metrics={name: reported.value for name, reported in self._reported.items()},
             )
 

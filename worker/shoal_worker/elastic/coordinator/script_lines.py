@@ -1,19 +1,22 @@
 """Finds the line of the script that a thread executes, and what that line waits for, so that a
-stalled step names its cause.
+stalled step names its cause. Shortens stacks for people.
 
-Reads no file when it is asked, since a script may hang in a file system: `remember_source` loads
-the main script's lines beforehand.
+Reads no file but /proc when it is asked, since a script may hang in a file system:
+`remember_source` loads the main script's lines beforehand.
 """
 
 from __future__ import annotations
 
+import itertools
 import linecache
+import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
 _OWN = ("shoal", "shoal_worker", "shoal_common", "shoal_protos")
 """Packages whose lines are not the script's, in addition to installed packages."""
@@ -21,9 +24,12 @@ _LONGEST: Final = 160
 """Maximum length of the result of `script_line` in characters."""
 _MOST_SOURCE: Final = 60
 """Maximum length of a line of source in characters."""
+DATA_WORKER: Final = "waiting for a DataLoader worker"
 _WAITS: Final = (
-    ("torch/utils/data/dataloader.py", "_try_get_data", "waiting for a DataLoader worker"),
+    ("torch/utils/data/dataloader.py", "_try_get_data", DATA_WORKER),
     ("/pdb.py", "", "in the debugger"),
+    ("/bdb.py", "", "in the debugger"),
+    ("/debugpy/", "", "in the debugger"),
     ("/subprocess.py", "", "waiting for a child process"),
     ("/multiprocessing/popen_fork.py", "", "waiting for a child process"),
     ("/multiprocessing/", "", "waiting for another process"),
@@ -34,6 +40,19 @@ _WAITS: Final = (
 )
 """Part of a file's path, function (empty: any), and what its callers wait for. The first match with
 any frame of a library counts."""
+_FRAME: Final = re.compile(r'^\s*File "(.*)", line (\d+) in (.*)$')
+
+
+class Call(NamedTuple):
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """Returns the frame in the format of faulthandler."""
+        return f'  File "{self.file}", line {self.line} in {self.function}'
 
 
 def libraries() -> tuple[str, ...]:
@@ -55,32 +74,61 @@ def remember_source() -> None:
         linecache.getlines(file)
 
 
-def script_line(thread: int) -> str:
-    """Returns the innermost line of the script on the thread's stack, for example
-    "train.py:41 in load (batch = queue.get()), waiting for a queue"; empty if there is none, or if
-    the thread has ended. Never blocks."""
-    frame, foreign = sys._current_frames().get(thread), libraries()
-    inside: list[FrameType] = []
-    while frame is not None and frame.f_code.co_filename.startswith(foreign):
-        inside.append(frame)
+def calls_of(thread: int) -> list[Call]:
+    """Returns the calls of a thread of this process, innermost first; empty if it has ended."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    calls = []
+    while frame is not None:
+        calls.append(Call(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    if frame is None:
+    return calls
+
+
+def parse_calls(stack: str) -> list[Call]:
+    """Returns the calls of a stack in the format of faulthandler, innermost first."""
+    found = map(_FRAME.match, stack.splitlines())
+    return [Call(each[1], int(each[2]), each[3]) for each in found if each is not None]
+
+
+def script_line(calls: Sequence[Call], waits_for: str = "") -> str:
+    """Returns the innermost line of the script on a stack, for example
+    "train.py:41 in load (batch = queue.get()), waiting for a queue"; empty if there is none. Never
+    blocks. `calls`: innermost first. `waits_for`: reason of the wait if no library on the stack
+    tells it; empty if unknown."""
+    foreign = libraries()
+    inside = list(itertools.takewhile(lambda call: call.file.startswith(foreign), calls))
+    if len(inside) == len(calls):
         return ""
-    code, line = frame.f_code, frame.f_lineno
-    function = "" if code.co_name == "<module>" else f" in {code.co_name}"
-    source = _source(code.co_filename, line)
+    at = calls[len(inside)]
+    function = "" if at.function == "<module>" else f" in {at.function}"
     reason = next(
         (
-            f", {reason}"
+            reason
             for part, of, reason in _WAITS
-            if any(
-                part in each.f_code.co_filename and of in ("", each.f_code.co_name)
-                for each in inside
-            )
+            if any(part in call.file and of in ("", call.function) for call in inside)
         ),
-        "",
+        waits_for,
     )
-    return f"{_shown(code.co_filename)}:{line}{function}{source}"[: _LONGEST - len(reason)] + reason
+    reason = f", {reason}" if reason else ""
+    text = f"{_shown(at.file)}:{at.line}{function}{_source(at.file, at.line)}"
+    return text[: _LONGEST - len(reason)] + reason
+
+
+def folded(calls: Sequence[Call]) -> str:
+    """Returns a stack with one line for each series of frames of libraries."""
+    foreign, lines = libraries(), []
+    for is_foreign, frames in itertools.groupby(calls, key=lambda c: c.file.startswith(foreign)):
+        innermost, *others = map(str, frames)
+        lines += [innermost, *([] if is_foreign else others)]
+        if is_foreign and others:
+            lines.append(f"  ... {len(others)} more of libraries")
+    return "\n".join(lines)
+
+
+def runs_script(calls: Sequence[Call]) -> bool:
+    """Returns whether a stack contains a line of the script."""
+    foreign = libraries()
+    return any(not call.file.startswith(foreign) for call in calls)
 
 
 def _source(file: str, line: int) -> str:

@@ -36,6 +36,7 @@ from shoal_common.settings import parse_address
 from shoal_worker.backends.base import Traffic
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.generation import Generation, Peer
+from shoal_worker.elastic.coordinator.hang_report import HangReport, neighbour_stacks
 from shoal_worker.elastic.coordinator.link import CoordinatorLink
 from shoal_worker.elastic.coordinator.progress import BusyLink
 from shoal_worker.elastic.group.group import Group
@@ -105,12 +106,17 @@ class StallWatch:
     """Watches the waits of one member, and probes its peers."""
 
     def __init__(
-        self, link: CoordinatorLink, waits: Waits, group: Callable[[], Group | None]
+        self,
+        link: CoordinatorLink,
+        waits: Waits,
+        group: Callable[[], Group | None],
+        hangs: HangReport | None = None,
     ) -> None:
-        """`group`: returns the group formed last."""
+        """`group`: returns the group formed last. `hangs`: reports the stacks of this process while
+        it makes no progress; None: nobody asks for them."""
         self._link = link
         self._waits = waits
-        self._group = group
+        self._group, self._hangs = group, hangs
         self._closed = threading.Event()
         self._lines: WaitingLines | None = None
         self._looked_at = 0.0
@@ -137,6 +143,9 @@ class StallWatch:
 
     def _run(self) -> None:
         while not self._closed.wait(_TICK_S):
+            if self._hangs is not None:
+                self._hangs.look()
+                self._look_at_neighbours()
             group = self._group()
             if group is None or group.broken is not None:
                 self._lines = None
@@ -159,6 +168,12 @@ class StallWatch:
                 self._looked_at = time.monotonic()
             if not self._link.notice:  # the link has logged the notice, which says more
                 self._lines.say(f"peers in {what}", self._why)
+
+    def _look_at_neighbours(self) -> None:
+        """Reads the stacks of members on this machine for which the coordinator has asked."""
+        if silent := self._link.silent_neighbours():
+            found = [neighbour_stacks(member_id, pid) for member_id, pid in silent]
+            self._link.observed([each for each in found if each is not None])
 
     def _why(self) -> str:
         _, missed = self._missed

@@ -1,0 +1,89 @@
+"""Logs the stack of an event loop that is blocked, so that a service that does not answer names the
+line in which it hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.system.kernel_waits import kernel_wait
+
+logger = logging.getLogger(__name__)
+
+_MOST_FRAMES: Final = 20
+_AGAIN_S: Final = 60.0
+"""Minimum interval between two reports."""
+
+
+class LoopWatch:
+    """Watches the running event loop on a thread of its own, until `close`.
+
+    The loop sets a mark several times per `after`. If the mark is older than `after`, the thread
+    logs what the loop's thread executes, innermost call first, at most once a minute. A call that
+    holds Python's lock blocks the watching thread too, and is logged without a stack when it
+    returns.
+    """
+
+    def __init__(self, name: str, *, after: timedelta = timedelta(seconds=5)) -> None:
+        """Starts to watch. Called on the loop's thread. `name`: name of the service, used in
+        logs."""
+        self._name, self._after_s = name, after.total_seconds()
+        self._loop = asyncio.get_running_loop()
+        self._native_id, self._ident = threading.get_native_id(), threading.get_ident()
+        self._reported_at = -_AGAIN_S
+        self._closed = threading.Event()
+        self._turned_at = time.monotonic()
+        self._turns = self._loop.call_soon(self._turn)
+        self._thread = threading.Thread(target=self._watch, name="shoal-loop-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the watch. Called on the loop's thread."""
+        self._turns.cancel()
+        self._closed.set()
+        self._thread.join()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        blocked_s = now - self._turned_at
+        self._turned_at = now
+        if blocked_s > self._after_s:
+            logger.warning(
+                "the event loop of %s was blocked, or its process stopped, for %.1f s",
+                self._name,
+                blocked_s,
+            )
+        self._turns = self._loop.call_later(self._after_s / 4, self._turn)
+
+    def _watch(self) -> None:
+        looked_at = time.monotonic()
+        while not self._closed.wait(self._after_s / 4):
+            now = time.monotonic()
+            blocked_s, late = now - self._turned_at, now > looked_at + self._after_s
+            looked_at = now
+            if late:  # the process was stopped, or a call held Python's lock: the stack is another
+                continue
+            if blocked_s > self._after_s and now >= self._reported_at + _AGAIN_S:
+                self._reported_at = now
+                self._report(blocked_s)
+
+    def _report(self, blocked_s: float) -> None:
+        frame = sys._current_frames().get(self._ident)
+        stack: list[str] = []
+        while frame is not None and len(stack) < _MOST_FRAMES:
+            code = frame.f_code
+            stack.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+            frame = frame.f_back
+        waits_for = kernel_wait(self._native_id)
+        logger.warning(
+            "the event loop of %s has been blocked for %.1f s%s:\n%s",
+            self._name,
+            blocked_s,
+            f", {waits_for}" if waits_for else "",
+            "\n".join(stack),
+        )

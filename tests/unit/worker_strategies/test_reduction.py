@@ -62,6 +62,7 @@ class OneStepSession:
 
     def __init__(self, group: ScriptedGroup, micro_batches: int | None = None) -> None:
         self.group = group
+        self.lifecycle = self
         share = Share(weight=1.0, total_weight=2.0, micro_batches=micro_batches)
         self.step = Step(
             placement=Placement(generation=1, rank=0, world_size=2), source=None, share=share

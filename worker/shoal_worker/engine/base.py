@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -333,7 +334,7 @@ class Engine(TrainingEngine):
             scaled: a GradScaler has left its scale for gradients that are not unscaled yet.
             inspected: a GradScaler has looked for infinities.
         """
-        return self._session.finish_step(lambda: self.apply(update))
+        return self._session.lifecycle.finish_step(partial(self.apply, update))
 
     def apply(self, update: Callable[[], None]) -> None:
         """Calls `update`, with this rank's gradients available to the optimizer. Called once every

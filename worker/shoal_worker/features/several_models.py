@@ -273,7 +273,7 @@ class SeveralEngines(TrainingEngine):
                 step.loss,
             )
             if step.lost is None:
-                self._session.prepare_step()
+                self._session.lifecycle.prepare_step()
 
     @override
     def sum_commit(

@@ -276,7 +276,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def _begin_pass(self) -> bool:
         """Prepares the passes of training. Returns True if the passes are part of a step."""
-        step = self._session.ensure_step()
+        step = self._session.lifecycle.ensure_step()
         if step is not self._session.step:
             return False  # a joiner's pass before its loop
         self._refuse_reduced(step)
@@ -683,7 +683,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             step.writes = self._digest_of_buffers(mesh)
             if mesh.cut.axes.pipeline == 1:  # ranks of other stages have other parameters
                 step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
-            session.prepare_step()
+            session.lifecycle.prepare_step()
 
     @torch.no_grad()
     @override

@@ -460,7 +460,7 @@ class AccumulatedReduction:
                 else mean
             )
         if not self._alone:
-            session.prepare_step()
+            session.lifecycle.prepare_step()
 
     def _check_complete(self) -> None:
         """Checks that the gradients of all parameters were added; otherwise raises

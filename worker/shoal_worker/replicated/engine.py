@@ -123,7 +123,7 @@ class ReplicatedEngine(Engine):
             raise PreconditionError(
                 "this model is a clone for evaluation; train the model that as_distributed returned"
             )
-        step = self._session.ensure_step()
+        step = self._session.lifecycle.ensure_step()
         if step.source is not None:  # otherwise it may be a dry run before the loop
             check_reproducible(self.config, step)
         if self._in_micro_batches:
@@ -164,7 +164,7 @@ class ReplicatedEngine(Engine):
         returned, and `shoal status` shows the ranks' mean over the step.
         """
         session = self._session
-        step = session.ensure_step()
+        step = session.lifecycle.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         reported = read_later(loss)
         step.loss = (
@@ -175,7 +175,7 @@ class ReplicatedEngine(Engine):
         loss.backward()
         if not self.config.auto_sync_gradients and not self._in_micro_batches:
             self.synchronize_gradients()
-        session.reduce_if_whole()
+        session.lifecycle.reduce_if_whole()
         return (
             loss.detach()
             if step.loss_of_all is None
@@ -190,7 +190,7 @@ class ReplicatedEngine(Engine):
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clips the gradients and returns their norm. First finishes the reduction, if necessary.
         The gradients are complete on every rank."""
-        self._session.reduce_and_commit()
+        self._session.lifecycle.reduce_and_commit()
         return super().clip_grad_norm_(max_norm, norm_type)
 
     # -------------------------------------------------------------- TrainingEngine: for the session
@@ -451,7 +451,7 @@ class ReplicatedEngine(Engine):
                 )
             self._accumulation().finish()
         elif not self._session.elastic:
-            self._session.prepare_step()
+            self._session.lifecycle.prepare_step()
         elif step.phase is StepPhase.OPEN or self._reduction().pending:
             self._reduction().synchronize()
         else:

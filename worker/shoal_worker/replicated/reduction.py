@@ -323,7 +323,7 @@ class OverlappedReduction:
             if slot.parameter.grad is not None and slot.parameter.grad._nnz() == 0:
                 slot.parameter.grad = None
         self._buffer_changes = self._changes
-        self._session.prepare_step()
+        self._session.lifecycle.prepare_step()
 
     @property
     def _share(self) -> Share:

@@ -239,7 +239,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         all ranks."""
         self._frozen_pass = False
         if self._trains:
-            step = self._session.ensure_step()
+            step = self._session.lifecycle.ensure_step()
             if step.source is not None:  # otherwise it may be a dry run, and no step
                 check_reproducible(self.config, step)
             if step is self._session.step:
@@ -613,7 +613,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             return
         with LosingStep(self._session):
             failpoint("reduction.completed")
-            self._session.prepare_step()
+            self._session.lifecycle.prepare_step()
 
     def _updated(self) -> None:
         """Fetches the other ranks' pieces of unsharded parameters after an update."""

@@ -105,6 +105,32 @@ def _digest_word(digest: int) -> list[float]:
     return [*digits, *(digit * digit for digit in digits)]
 
 
+class Requests(NamedTuple):
+    """Requests of the ranks for the next step boundary, from a summed step vote."""
+
+    boundary: bool
+    """True if a rank wants a membership change."""
+    stop: bool
+    """True if a rank knows that the job stops. All ranks stop at the next boundary, including those
+    that learn of the stop later."""
+    all_leave: bool
+    """True if every rank was asked to leave, for example because an allocation is reclaimed. All
+    ranks stop together at the next boundary."""
+
+
+class Difference(enum.Enum):
+    """Difference between ranks that a summed step vote shows."""
+
+    POSITION = "position"
+    """The ranks are at different steps, or in steps of different models."""
+    SETTINGS = "settings"
+    """The ranks' optimizers have different settings."""
+    WRITES = "writes"
+    """The ranks' passes made different writes to parameters."""
+    WRITES_BETWEEN = "writes between steps"
+    """The ranks made different writes between steps. Their values may still be equal."""
+
+
 class StepPhase(enum.Enum):
     """Phase of a step on this rank."""
 
@@ -258,42 +284,30 @@ class Step:
         return self.lost is not None and self.phase is StepPhase.PREPARED
 
     @property
-    def boundary_wanted(self) -> bool:
-        """True if a rank wants a membership change at the next step boundary."""
-        return self.control is not None and self.control[_BOUNDARY] > 0
+    def requests(self) -> Requests:
+        """Requests of the ranks in the summed step vote, for the next step boundary."""
+        if self.control is None:
+            return Requests(boundary=False, stop=False, all_leave=False)
+        return Requests(
+            boundary=self.control[_BOUNDARY] > 0,
+            stop=self.control[_STOP] > 0,
+            all_leave=self.control[_LEAVING] == self.control[_PLACE],
+        )
 
     @property
-    def stop_announced(self) -> bool:
-        """True if a rank knows that the job stops. All ranks stop at the next boundary, including
-        those that learn of the stop later."""
-        return self.control is not None and self.control[_STOP] > 0
-
-    @property
-    def all_leave(self) -> bool:
-        """True if every rank was asked to leave, for example because an allocation is reclaimed.
-        All ranks stop together at the next boundary."""
-        return self.control is not None and self.control[_LEAVING] == self.control[_PLACE]
-
-    @property
-    def ranks_agree(self) -> bool:
-        """True if all participating ranks were at the same step."""
-        return self.control is None or agree(self.control[_PLACE:])
-
-    @property
-    def settings_agree(self) -> bool:
-        """True if the optimizers of all participating ranks have the same settings."""
-        return self._agree(_SETTINGS)
-
-    @property
-    def writes_agree(self) -> bool:
-        """True if all participating ranks made the same writes to parameters in their passes, or
-        none."""
-        return self._agree(_WRITES)
-
-    @property
-    def between_agrees(self) -> bool:
-        """True if all participating ranks made the same writes between steps, or none."""
-        return self._agree(_BETWEEN)
+    def difference(self) -> Difference | None:
+        """First difference between the ranks according to the summed step vote; None if the
+        participating ranks agree in all respects."""
+        if self.control is None:
+            return None
+        if not agree(self.control[_PLACE:]):
+            return Difference.POSITION
+        compared = (
+            (_SETTINGS, Difference.SETTINGS),
+            (_WRITES, Difference.WRITES),
+            (_BETWEEN, Difference.WRITES_BETWEEN),
+        )
+        return next((what for begins, what in compared if not self._agree(begins)), None)
 
     @property
     def evaluated_alike(self) -> bool:

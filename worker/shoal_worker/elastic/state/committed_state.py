@@ -82,7 +82,8 @@ class CommittedState:
         self.operations = Operations()
         self.batches = BatchComparison()
         self.evaluations = EvaluationComparison()
-        self._engine: TrainingEngine | None = None
+        self.attached: TrainingEngine | None = None
+        """The engine; None before `as_distributed`."""
         self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Any] = {}
         """Cursors of loaders that the script has not created yet."""
@@ -105,27 +106,27 @@ class CommittedState:
     @property
     def engine(self) -> TrainingEngine:
         """The engine with model and optimizer. Raises PreconditionError before `as_distributed`."""
-        if self._engine is None:
+        if self.attached is None:
             raise PreconditionError(
                 "call shoal.as_distributed(model, optimizer, ...) before the training loop"
             )
-        return self._engine
+        return self.attached
 
     @property
     def has_engine(self) -> bool:
         """True after `as_distributed` was called."""
-        return self._engine is not None
+        return self.attached is not None
 
     def set_engine(self, engine: TrainingEngine) -> None:
         """Sets the engine. Raises PreconditionError if there already is one."""
-        if self._engine is not None:
+        if self.attached is not None:
             raise PreconditionError(
                 "as_distributed was called twice; call it once per process. For several models "
                 "with one optimizer each, pass tuples: as_distributed((model_a, model_b), "
                 "(optimizer_a, optimizer_b)). Put modules that share one optimizer into one "
                 "nn.Module"
             )
-        self._engine = engine
+        self.attached = engine
         held = weakref.ref(self)
         self.registered.number_by(
             lambda: held_now.place_in_epochs() if (held_now := held()) is not None else Place()

@@ -64,5 +64,5 @@ class LosingStep:
         ):
             return False
         self.failed = True
-        self._session.mark_lost(error)
+        self._session.lifecycle.mark_lost(error)
         return True

@@ -140,7 +140,7 @@ class ReplicatedEngine(Engine):
         ):
             self._uncleared_in = None
         if self._session.elastic:
-            self._reduction().prepare()
+            self._reduction().prepare(step)
         return self._session.elastic
 
     @uncompiled
@@ -185,7 +185,9 @@ class ReplicatedEngine(Engine):
     def synchronize_gradients(self) -> None:
         """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after
         the backward pass. Gradients that are already reduced are not reduced again."""
-        self._reduce_what_is_left()
+        step = self._session.step
+        if step is not None:
+            self._reduce_what_is_left(step)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clips the gradients and returns their norm. First finishes the reduction, if necessary.
@@ -361,13 +363,13 @@ class ReplicatedEngine(Engine):
 
     @override
     def reduce(self, step: Step) -> None:
-        by_hand = not self.config.auto_sync_gradients and not self._in_micro_batches
+        by_hand = not self.config.auto_sync_gradients and not step.in_micro_batches
         if by_hand and step.phase is StepPhase.OPEN:
             raise PreconditionError(
                 "auto_sync_gradients=False: call model.synchronize_gradients() after the backward "
                 "pass, before clipping and optimizer.step()"
             )
-        self._reduce_what_is_left()
+        self._reduce_what_is_left(step)
         if step.phase is StepPhase.PREPARED and step.lost is None:
             if self._tables is not None:
                 self._tables.reduce()
@@ -389,9 +391,10 @@ class ReplicatedEngine(Engine):
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
     def _agree_on_extremes(self, step: Step) -> None:
-        extremes, group = self._step_buffers.extremes, self._session.group
+        extremes = self._step_buffers.extremes
         if not extremes:
             return
+        group = self._session.group
         made = extremes.made(counted=self._counts(step))
         step.issues(EXTREMES)
         with LosingStep(self._session):
@@ -414,13 +417,13 @@ class ReplicatedEngine(Engine):
         group = self._session.group
         if group is None:
             raise MembershipChanged("there is no group")
-        if self._in_micro_batches or not self._step_buffers.size:
+        if step.in_micro_batches or not self._step_buffers.size:
             return group.sum_numbers(vote), {}
         while True:
             *summed, touched = group.sum_numbers([*vote, float(self._step_buffers.touched)])
             if not touched:
                 return summed, {}
-            self._reduction().sum_buffers_again(group)
+            self._reduction().sum_buffers_again(group, step)
 
     @property
     def holds_unreduced_gradients(self) -> bool:
@@ -434,15 +437,14 @@ class ReplicatedEngine(Engine):
         )
 
     @torch.no_grad()
-    def _reduce_what_is_left(self) -> None:
+    def _reduce_what_is_left(self, step: Step) -> None:
         """Finishes the step's reduction: all of it after micro-batches, otherwise what the hooks of
         backward passes have not done."""
-        step = self._session.step
-        if step is None or step.share is None or step.lost is not None:
+        if step.share is None or step.lost is not None:
             return
         check_reproducible(self.config, step)
         self._members.check()
-        if self._in_micro_batches:
+        if step.in_micro_batches:
             if step.micro_batch is not None:
                 raise PreconditionError(
                     "gradients are reduced after the inner loop, but this call is inside the "
@@ -453,7 +455,7 @@ class ReplicatedEngine(Engine):
         elif not self._session.elastic:
             self._session.lifecycle.prepare_step()
         elif step.phase is StepPhase.OPEN or self._reduction().pending:
-            self._reduction().synchronize()
+            self._reduction().synchronize(step)
         else:
             self._reduction().check_complete()
 
@@ -516,10 +518,8 @@ class ReplicatedEngine(Engine):
                 "have joined since then do not have. %s",
                 _CLEAR,
             )
-        carries = (
-            not self._in_micro_batches
-            and not self._setup.several
-            and any(p.grad is not None for p in self.module.parameters())
+        carries = not self._setup.several and any(
+            p.grad is not None for p in self.module.parameters()
         )
         self._uncleared_in = now if carries else None
 

@@ -189,7 +189,7 @@ class LocalSGDEngine(ReplicatedEngine):
         """Sums micro-batches on this rank. At the end of a round, also averages parameters and
         buffers over all ranks."""
         if self._in_micro_batches and not self._reduced:
-            self._reduce_what_is_left()
+            self._reduce_what_is_left(step)
             self._reduced = True
         if not self._averaging:
             self._step_buffers.extremes.agree(

@@ -197,7 +197,8 @@ class ProgressMeter:
             while len(self._recent) > 2 and self._recent[0][0] < now - _WINDOW_S:
                 self._recent.popleft()
             last, self._last_commit = self._last_commit, now
-            waited_s, self._waited_s = self.waits.total_s - self._waited_s, self.waits.total_s
+            total_s = self.waits.total_s
+            waited_s, self._waited_s = total_s - self._waited_s, total_s
             if last is not None:
                 self._step_times.append(now - last)
                 self._busy_times.append(max(0.0, now - last - waited_s))

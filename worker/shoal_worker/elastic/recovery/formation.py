@@ -92,8 +92,8 @@ class Formation:
         self.syncing = JoinerState(
             held, exchange, allow_restart=settings.allow_restart_from_scratch
         )
-        self.where: Callable[[], Where | None] = lambda: None
-        """Returns the script's current position; see `Waiting.where`."""
+        self.where: Callable[[], Where | None] | None = None
+        """Function that returns the script's current position; see `Waiting.where`."""
         self.boundary_due = False
         """True if the last step vote showed a newer generation, which is adopted at the next step
         boundary; the same on all ranks."""

@@ -36,7 +36,7 @@ from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
 from shoal_worker.elastic.contract.generation import Generation
-from shoal_worker.elastic.contract.loader_interface import StateLostError, StopTraining
+from shoal_worker.elastic.contract.loader_interface import Placement, StateLostError, StopTraining
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.reconcile import StateName
 from shoal_worker.elastic.contract.row_store import RowStore
@@ -197,14 +197,21 @@ class Session:
         return generation.world_size if generation is not None else 1
 
     @property
-    def script_place(self) -> tuple[int, int]:
-        """Rank and number of ranks, for scripts. (-1, -1) while this process replays its script and
-        has no rank, as in torch for a process outside of a group. After `close` the last values
-        remain, so that a script that has left its job does not mistake itself for rank 0."""
-        left = self._left_from
-        if left is not None:
-            return left.rank, left.world_size
-        return (-1, -1) if self._held.phase.replaying else (self.rank, self.world_size)
+    def script_placement(self) -> Placement:
+        """Generation, rank and number of ranks, for scripts. The rank and the number are -1 while
+        this process replays its script and has no rank, as in torch for a process outside of a
+        group. After `close` their last values remain, so that a script that has left its job does
+        not mistake itself for rank 0."""
+        generation = self._generation
+        number = generation.number if generation is not None else 0
+        ranked = self._left_from or generation
+        if self._left_from is None and self._held.phase.replaying:
+            return Placement(generation=number, rank=-1, world_size=-1)
+        return Placement(
+            generation=number,
+            rank=ranked.rank if ranked is not None else 0,
+            world_size=ranked.world_size if ranked is not None else 1,
+        )
 
     @property
     def when_written(self) -> WhenWritten | None:

@@ -221,10 +221,9 @@ class CommittedState:
         """Returns the script's position in a step of `source`."""
         if source is None:
             return ScriptPosition("", 0, 0, 0)
-        dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {source.step}".encode())
-        return ScriptPosition(
-            source.name, self._numbers[source.name], source.epoch, source.step, dealing
-        )
+        name, step = source.name, source.step
+        dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {step}".encode())
+        return ScriptPosition(name, self._numbers[name], source.epoch, step, dealing)
 
     def place_in_epochs(self) -> Place:
         """Returns the script's position in its loops over epochs, as far as a resumed script and a

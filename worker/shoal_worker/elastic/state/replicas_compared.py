@@ -89,13 +89,13 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 def compare_after_step(held: CommittedState, group: Group | None) -> str | None:
     """Compares the ranks' state if a comparison has become due since the last call. Returns the
     difference, the same on all ranks, or None if none was found."""
-    every, before = held.engine.consistency_check_every, held.compared
-    held.compared = held.steps
+    every, before, steps = held.engine.consistency_check_every, held.compared, held.steps
+    held.compared = steps
     if (
         every == 0
         or group is None
         or group.world_size == 1
-        or held.steps // every == before // every
+        or steps // every == before // every
     ):
         return None
     try:

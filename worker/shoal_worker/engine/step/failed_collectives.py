@@ -3,12 +3,15 @@ tensor-parallel layers, see `mesh/step_group.py`.)"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final
 
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
+from shoal_common.failpoints import failpoint
 
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import StrategySession
 
@@ -66,3 +69,19 @@ class LosingStep:
         self.failed = True
         self._session.lifecycle.mark_lost(error)
         return True
+
+
+def await_reductions(
+    session: StrategySession, works: Sequence[tuple[Group, dist.Work]], step: Step | None
+) -> bool:
+    """Waits for all reductions of `step`, even if one fails: none may still write to memory that
+    the step's repetition uses. Returns True if the step is not lost, so that all sums are
+    available."""
+    for group, work in works:
+        with LosingStep(session):
+            group.wait(work)
+    if step is None or step.lost is not None:
+        return False
+    with LosingStep(session) as completing:
+        failpoint("reduction.completed")
+    return not completing.failed

@@ -182,7 +182,7 @@ def test_a_step_is_lost_only_when_nothing_of_it_is_in_flight(
 def test_a_backward_pass_that_raised_leaves_nothing_in_flight_once_the_step_is_discarded() -> None:
     group = ScriptedGroup()
     net = deep()
-    reduction = overlapped(net, OneStepSession(group))
+    reduction = overlapped(net, session := OneStepSession(group))
     net[2].weight.register_hook(_explode)
     logits = net(torch.ones(2, 530))
     reduction.follow(logits)

@@ -118,6 +118,9 @@ class Gradients(Protocol):
 class PartitionedEngine(Engine, Generic[State, Closed]):
     """Engine of a model that no rank needs to hold entirely."""
 
+    _payload_type: type[Closed]
+    """Type of the data about a committed step."""
+
     @property
     @override
     def updates_parts(self) -> bool:
@@ -176,10 +179,6 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def _updated(self) -> None:
         """Runs after the optimizer has updated this rank's part, for example to gather
         parameters."""
-
-    @abc.abstractmethod
-    def _parse_commit(self, received: Mapping[str, Any]) -> Closed:
-        """Restores the result of `commit_payload` that a peer has sent."""
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -353,7 +352,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     @torch.no_grad()
     @override
     def take_commit(self, payload: Mapping[str, Any]) -> None:
-        self._commit_payload = self._parse_commit(payload)
+        self._commit_payload = self._payload_type(**payload)
         self._hand_out(self._commit_payload)
         with inside():
             self._handed_out = self._gradients.norm_here() if self._shown else 0.0

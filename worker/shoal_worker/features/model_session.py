@@ -75,12 +75,9 @@ class ModelSession:
         step, own = self._session.step, self._own
         if step is None or own is None:
             return None
-        own.share, own.handed_out, own.taken, own.micro_batch = (
-            step.share,
-            step.handed_out,
-            step.taken,
-            step.micro_batch,
-        )
+        own.handed_out, own.taken, own.micro_batch = step.handed_out, step.taken, step.micro_batch
+        if step.share is not None:
+            own.assign(step.share)
         if step.lost is not None:
             own.lost = own.lost or step.lost
         return own

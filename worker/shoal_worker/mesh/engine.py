@@ -30,9 +30,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
-from shoal_worker.elastic.contract.collective_trace import COMMIT, EXTREMES, FORWARD, SUM
 from shoal_worker.elastic.contract.loader_interface import Share, StepStatus
-from shoal_worker.elastic.contract.step import Step
+from shoal_worker.elastic.contract.step import COMMIT, EXTREMES, FORWARD, SUM, Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.partitioned import CommitPayload, PartitionedEngine
@@ -65,6 +64,8 @@ from shoal_worker.torch_internals import after_backward, pytree
 
 class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     """State and steps of a model that is split over several ranks."""
+
+    _payload_type = CommitPayload
 
     def __init__(self, setup: Setup, plan: MeshPlan) -> None:
         super().__init__(setup)
@@ -527,9 +528,6 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self.layouts.divide_alike(
             [each.layouts for each in several if isinstance(each, MeshEngine)]
         )
-
-    def _parse_commit(self, received: Mapping[str, Any]) -> CommitPayload:
-        return CommitPayload(**received)
 
     @torch.no_grad()
     @override

@@ -20,11 +20,10 @@ from torch import nn
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.contract.collective_trace import COMMIT, EXTREMES
 from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.contract.reported_loss import read_later
 from shoal_worker.elastic.contract.row_store import RowStore
-from shoal_worker.elastic.contract.step import Step, StepPhase
+from shoal_worker.elastic.contract.step import COMMIT, EXTREMES, Step, StepPhase
 from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.state.module_state import ModuleState, load_captured

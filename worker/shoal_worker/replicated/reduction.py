@@ -33,7 +33,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal_worker.elastic.contract.collective_trace import GRADIENTS
+from shoal_worker.elastic.contract.step import GRADIENTS
 from shoal_worker.engine.step.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.engine.step.passes import half_a_pass, tensors_in
 from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
@@ -89,9 +89,9 @@ class OverlappedReduction:
     # --------------------------------------------------------------------------- the wrapper's part
 
     def prepare(self, step: Step) -> None:
-        """Prepares a forward pass of `step`. Rebuilds the layout if parameters were frozen, unfrozen or moved
-        since the last pass. torch drops the hooks of a parameter whose dtype changed, and `.grad`,
-        a view of the bucket, may have been moved too."""
+        """Prepares a forward pass of `step`. Rebuilds the layout if parameters were frozen,
+        unfrozen or moved since the last pass. torch drops the hooks of a parameter whose dtype
+        changed, and `.grad`, a view of the bucket, may have been moved too."""
         if not in_backward():
             # otherwise a checkpointed block runs again, in the middle of a backward pass
             self._refuse_half_a_pass()
@@ -273,7 +273,7 @@ class OverlappedReduction:
             if factor == 0.0:
                 self._changes.zero_()
                 self._buffers.leave_out(self._changes)
-            elif self._buffers.size:
+            elif self._changes.numel():
                 self._changes.copy_(self._buffers.changes(self._changes, factor, share.weight))
         if self._compression is None:
             self._flight.send(step, bucket.flat)

@@ -38,9 +38,8 @@ from shoal_worker.engine.state.hidden_parameters import (
     HiddenParameter,
     Leaves,
     Whereabouts,
-    drop_gradient,
-    gradient_of,
     is_hidden,
+    take_gradient,
 )
 from shoal_worker.engine.step.pass_writes import same, some_of, written_in_vain
 from shoal_worker.sharding.collectives import Collectives, Pending
@@ -447,10 +446,10 @@ class Unit:
     def add_gradient(self, index: int, factor: float) -> None:
         """Adds the gradient of one parameter, weighted by `factor`. If the factor is zero, the
         gradient may contain anything, even NaN."""
-        gradient = taken_gradient(self.leaves[index])
+        gradient = self.hidden.take_gradient(index)
         if gradient is None:
             return
-        self.hidden.gradient_taken(index)
+        gradient = _local_part(self.leaves[index], gradient)
         if factor == 0.0:
             return
         self.touched[index] = True
@@ -517,11 +516,14 @@ class Reducing:
 
 
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-    """Removes this rank's part of the gradient that autograd accumulated, and returns it. A
-    DTensor's gradient may be summed over the ranks of its mesh, which is a collective of these
-    ranks."""
-    gradient = gradient_of(leaf)
-    drop_gradient(leaf)
+    """Removes this rank's part of the gradient that autograd accumulated, and returns it."""
+    gradient = take_gradient(leaf)
+    return None if gradient is None else _local_part(leaf, gradient)
+
+
+def _local_part(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a gradient. A DTensor's gradient may be summed over the ranks of
+    its mesh, which is a collective of these ranks."""
     if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):
         if gradient.placements != leaf.placements:
             gradient = gradient.redistribute(placements=leaf.placements)

@@ -275,7 +275,7 @@ class Room:
             return
         first = meeting.calls[meeting.first]
         call = meeting.calls[rank]
-        if call.signature != first.signature:
+        if not call.matches(first):
             error = UnmatchedCollectiveError(
                 f"collective {meeting.number} of group {self.name} is {first} on rank "
                 f"{meeting.first}, but {call} on rank {rank}; expected the same collective on all "

@@ -1,4 +1,5 @@
-"""The step in progress, and the step vote that its commit all-reduce sums.
+"""The step in progress, the trace of its collectives, and the step vote that its commit all-reduce
+sums.
 
 A step ends in the same way under every strategy. First the gradients are summed. A rank that has
 everything it needs to apply the step has *prepared* it. A small commit all-reduce follows. A rank
@@ -14,12 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
-from typing import Final, NamedTuple, SupportsFloat
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, SupportsFloat
 
 from shoal_common.errors import PreconditionError, ShoalError
 
-from shoal_worker.elastic.contract.collective_trace import CollectiveTrace
 from shoal_worker.elastic.contract.loader_interface import Placement, Share, StepSource, WeighRows
 
 _BASE = 1 << 20
@@ -79,6 +79,65 @@ def agree(summed: Sequence[float]) -> bool:
 def _digits(value: int, count: int) -> list[int]:
     """Returns the last `count` digits of `value` in base `_BASE`, the last digit first."""
     return [value // _BASE**index % _BASE for index in range(count)]
+
+
+# ------------------------------------------------------------------- the trace of its collectives
+#
+# When ranks wait, the traces of their collectives in a step are compared. All ranks issue the same
+# collectives, so of two ranks' traces one is a prefix of the other. If two traces differ at one
+# position, the scripts diverged: for example, one rank called an optimizer's `step` while another
+# omitted it and continued with the next pass. Each rank then waits in a collective that the other
+# rank never issues.
+#
+# The training thread writes the trace, and so do the threads of backward passes while the training
+# thread waits. The desync detector's thread reads it.
+
+GRADIENTS = "reduces gradients of a backward pass"
+FORWARD = "runs a forward pass of the model"
+EXTREMES = "reduces buffers that hold minima and maxima"
+SUM = "reduces the step's gradients"
+COMMIT = (
+    "commits the step (optimizer.step(), or train_step, clip_grad_norm_ and others that commit "
+    "early)"
+)
+BATCH = "ends the batch (steps the last of all optimizers, or requests the next batch)"
+
+
+class CollectiveTrace:
+    """Collectives that this rank has issued in the current step of one generation."""
+
+    def __init__(self) -> None:
+        self._place: tuple[int, ...] = ()
+        self._issued: list[str] = []
+
+    def begin(self, *place: int) -> None:
+        """Begins the trace of a step at `place`. If an abandoned step began at the same place, the
+        next step continues its trace."""
+        if place != self._place:
+            self._place, self._issued = place, []
+
+    def add(self, what: str, of: str = "") -> None:
+        """Adds a collective that is about to be issued. `what`: the action, starting with a verb.
+        `of`: name of the model, if there are several."""
+        self._issued.append(f"{what}, of {of}" if of else what)
+
+    def encode(self, *, passes: bool) -> dict[str, Any]:
+        """Returns the trace as JSON, for `apart` on another rank. Each distinct text is included
+        once. `passes`: include the forward passes, which the ranks of one replica have in
+        common."""
+        issued = [each for each in list(self._issued) if passes or not each.startswith(FORWARD)]
+        texts = list(dict.fromkeys(issued))
+        numbers = {text: number for number, text in enumerate(texts)}
+        return {"texts": texts, "issued": [numbers[text] for text in issued]}
+
+
+def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Compares two ranks' traces (results of `CollectiveTrace.encode`). Returns both actions at the
+    first position with different collectives, or None if the ranks did not diverge."""
+    lists = ([each["texts"][number] for number in each["issued"]] for each in (one, other))
+    return next(
+        ((mine, theirs) for mine, theirs in zip(*lists, strict=False) if mine != theirs), None
+    )
 
 
 # ----------------------------------------------------------------------------- the step in progress
@@ -158,6 +217,8 @@ class Step:
     trace: CollectiveTrace = dataclasses.field(default_factory=CollectiveTrace)
     """Trace of this rank's collectives in the step, and in an abandoned step before it."""
     share: Share | None = None
+    in_micro_batches: bool = dataclasses.field(init=False, default=False)
+    """True if the step is split into micro-batches instead of one plain batch per rank."""
     handed_out: bool = False
     touched: bool = False
     """True if the script has called the model in this step."""
@@ -203,10 +264,13 @@ class Step:
     """Numbers of the leased batches that count with this step: all batches of its round in the
     round's last step, none before. None: only the step's own batch."""
 
-    @property
-    def in_micro_batches(self) -> bool:
-        """True if the step is split into micro-batches instead of one plain batch per rank."""
-        return self.share is not None and self.share.micro_batches is not None
+    def __post_init__(self) -> None:
+        if self.share is not None:
+            self.assign(self.share)
+
+    def assign(self, share: Share) -> None:
+        """Stores this rank's share of the step."""
+        self.share, self.in_micro_batches = share, share.micro_batches is not None
 
     def issues(self, what: str) -> None:
         """Records a collective of the step that is about to be issued. `what`: see

@@ -33,7 +33,8 @@ def reduce_and_commit(owner: StepOwner, engine: TrainingEngine, step: Step) -> N
         engine.reduce(step)
         if step.phase is StepPhase.PREPARED and step.lost is None:
             _commit(owner, engine, step)
-    owner.settle_step(step)
+    if step.lost is not None:
+        owner.settle_step(step)
 
 
 def _commit(owner: StepOwner, engine: TrainingEngine, step: Step) -> None:

@@ -210,7 +210,7 @@ class StepLifecycle:
             share = dataclasses.replace(
                 share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0)
             )
-        step.share = share
+        step.assign(share)
         step.handed_out = True
         may_be_lost = self._elastic and not self._held.engine.asynchronous
         self._held.registered.step_taken(
@@ -385,8 +385,9 @@ class StepLifecycle:
         return self.require()
 
     def step_vote(self, step: Step) -> list[float]:
-        """Returns this rank's part of the step vote. `step`: the run's step, or one model's if there
-        are several. Raises PreconditionError if this rank's part of the step is incomplete."""
+        """Returns this rank's part of the step vote. `step`: the run's step, or one model's if
+        there are several. Raises PreconditionError if this rank's part of the step is
+        incomplete."""
         step.check_whole()
         step.evaluated = self._held.evaluations.digest
         return self._boundaries.step_vote(step)
@@ -394,7 +395,7 @@ class StepLifecycle:
     def settle_collectives(self) -> None:
         """Waits until all collectives issued in the step have ended (`Group.settle`). If one has
         failed, marks the step as lost."""
-        group = self._group
+        group = self._formation.group if self._formation is not None else None
         if group is not None and self.require().lost is None:
             try:
                 group.settle()
@@ -488,7 +489,7 @@ class StepLifecycle:
         self._check_state_travels()
         failpoint("session.after_commit")
         if step.control is not None:
-            self._compare_ranks(step)
+            self._compare_ranks(step, engine)
         self._end(engine, updated=True)
         return StepStatus.COMMITTED
 
@@ -605,7 +606,7 @@ class StepLifecycle:
         if self.diverged is not None:
             raise self._divergence(self.diverged)
 
-    def _compare_ranks(self, step: Step) -> None:
+    def _compare_ranks(self, step: Step, engine: TrainingEngine) -> None:
         """Compares batches in the first steps of a loop without a Shoal loader, evaluations since
         the last step, and every few steps the ranks' state. Raises PreconditionError (SAME_BATCHES,
         REPLICAS_DIVERGED), on all ranks."""
@@ -617,13 +618,8 @@ class StepLifecycle:
             and group is not None
         ):
             held.batches.compare(group, step.placement)
-        held.evaluations.conclude(
-            step.evaluated,
-            replicas=step.placement.world_size,
-            alike=step.evaluated_alike,
-            warns=group is not None and group.rank == 0,
-        )
-        self.diverged = compare_after_step(held, group)
+        held.evaluations.conclude(step, warns=group is not None and group.rank == 0)
+        self.diverged = compare_after_step(held, engine, group)
         if self.diverged is not None:
             raise self._divergence(self.diverged)
 

@@ -44,17 +44,15 @@ from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.coordinator.member import LeaveReason, Member
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.group.operations import Body, GroupChannel, Operations
+from shoal_worker.elastic.group.operations import Body, GroupChannel
 from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.group.waiting import Where
 from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.recovery.step_boundaries import Departure
 from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.session.files_written import WhenWritten
-from shoal_worker.elastic.state.batches_compared import EvaluationComparison
 from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.elastic.state.replicas_compared import apart_at_the_end
-from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings

@@ -18,12 +18,11 @@ from typing import Any, Final
 import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
-from shoal_worker.elastic.contract.collective_trace import CollectiveTrace
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.loader_interface import Placement, StepSource
 from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
 from shoal_worker.elastic.contract.reconcile import Interrupted, RankStatus, StateName
-from shoal_worker.elastic.contract.step import ScriptPosition, Step
+from shoal_worker.elastic.contract.step import CollectiveTrace, ScriptPosition, Step
 from shoal_worker.elastic.group.operations import Operations
 from shoal_worker.elastic.state.batches_compared import BatchComparison, EvaluationComparison
 from shoal_worker.elastic.state.schedulers_and_scalers import Place, RegisteredState

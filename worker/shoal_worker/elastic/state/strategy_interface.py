@@ -1,9 +1,10 @@
 """Interface between the session and a strategy's engine, in both directions.
 
 The session calls the engine by `TrainingEngine`. The engine calls the session only by
-`StrategySession`, and its step lifecycle only by `StepControl`. (The engine of async_sgd, which has no common step, also opens a job of its own.)
-A new engine therefore depends only on this file and its base class (`engine/base.py`). Loaders use
-another interface of the session, `loader_interface.py`, and know no strategy.
+`StrategySession`, and its step lifecycle only by `StepControl`. (The engine of async_sgd, which has
+no common step, also opens a job of its own.) A new engine therefore depends only on this file and
+its base class (`engine/base.py`). Loaders use another interface of the session,
+`loader_interface.py`, and know no strategy.
 
 The order of calls in one step, all on the training thread:
 

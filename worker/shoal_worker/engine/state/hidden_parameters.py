@@ -476,9 +476,13 @@ class Leaves:
         for leaf, place in self._leaves:
             show(leaf, place)
 
-    def gradient_taken(self, index: int) -> None:
-        """Records that the gradient of parameter number `index` was moved elsewhere."""
-        self._leaves[index][1].gradient = True
+    def take_gradient(self, index: int) -> torch.Tensor | None:
+        """Removes and returns the gradient that autograd has left in parameter number `index`, and
+        records that it is elsewhere. None if there is none."""
+        leaf, place = self._leaves[index]
+        gradient = take_gradient(leaf)
+        place.gradient |= gradient is not None
+        return gradient
 
     def hide_gradients(self) -> None:
         """Hides the gradients that were moved elsewhere, after a backward pass."""
@@ -564,6 +568,13 @@ def gradient_of(tensor: Any) -> torch.Tensor | None:
         return tensor.grad  # type: ignore[no-any-return]  # any tensor's
     with inside():
         return _GRADIENT.__get__(tensor)  # type: ignore[no-any-return]  # a getset descriptor's
+
+
+def take_gradient(tensor: Any) -> torch.Tensor | None:
+    """Removes and returns the gradient that autograd has left in a parameter, hidden or not."""
+    gradient = gradient_of(tensor)
+    drop_gradient(tensor)
+    return gradient
 
 
 def drop_gradient(tensor: Any, place: HiddenParameter | None = None) -> None:

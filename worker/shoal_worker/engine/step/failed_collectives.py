@@ -80,8 +80,22 @@ def await_reductions(
     for group, work in works:
         with LosingStep(session):
             group.wait(work)
-    if step is None or step.lost is not None:
+    return step is not None and completes(session, step)
+
+
+def completes(session: StrategySession, step: Step) -> bool:
+    """Passes the failpoint after the last reduction of `step`. Returns True if the step is not
+    lost."""
+    if step.lost is not None:
         return False
     with LosingStep(session) as completing:
         failpoint("reduction.completed")
     return not completing.failed
+
+
+def await_ordered(session: StrategySession, group: Group, work: dist.Work) -> bool:
+    """Calls `come_after`, and returns whether the collective has not failed. In a step a failure
+    marks the step as lost. Between steps it raises MembershipChanged."""
+    with LosingStep(session, raises_outside=True) as waiting:
+        come_after(session, group, work)
+    return not waiting.failed

@@ -70,6 +70,8 @@ class AsyncEngine(Engine):
         self._own = cast(Session, setup.session)
         """The full session: this engine also needs its membership, metrics and shutdown."""
         self._async_options = AsyncOptions(**self._options)
+        # otherwise this worker updates the parameters itself in inner steps
+        self.updates_parts = not self._async_options.inner_steps
         self._servers: ParameterServers | None = None
         self._participation: Participation | None = None
         self._optimizers: Optimizers | None = None
@@ -295,12 +297,6 @@ class AsyncEngine(Engine):
         """Does nothing: `optimizer.step()` pushes each worker's gradients separately."""
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
-
-    @property
-    def updates_parts(self) -> bool:
-        """True if the servers update the parameters; False if this worker updates them in inner
-        steps."""
-        return not self._async_options.inner_steps
 
     def groups_are_read(self) -> None:
         """Records changes of the optimizer's settings."""

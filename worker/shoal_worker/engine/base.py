@@ -308,11 +308,9 @@ class Engine(TrainingEngine):
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
-    @property
-    def updates_parts(self) -> bool:
-        """True if this process's optimizer updates only parts of the parameters, or none. Step
-        hooks would then see other tensors than in a single process."""
-        return False
+    updates_parts = False
+    """True if this process's optimizer updates only parts of the parameters, or none. Step hooks
+    would then see other tensors than in a single process."""
 
     # True: when the ranks are assigned their parts, other objects replace the parameters in the
     # module

@@ -118,13 +118,9 @@ class Gradients(Protocol):
 class PartitionedEngine(Engine, Generic[State, Closed]):
     """Engine of a model that no rank needs to hold entirely."""
 
+    updates_parts = True
     _payload_type: type[Closed]
     """Type of the data about a committed step."""
-
-    @property
-    @override
-    def updates_parts(self) -> bool:
-        return True
 
     # ------------------------------------------------------------------------- what is cut, and how
 

@@ -44,8 +44,9 @@ from shoal_worker.engine.state.hidden_parameters import (
 from shoal_worker.engine.state.module_state import ModuleState
 from shoal_worker.engine.state.parameter_groups import check_forward_passes, own_forward
 from shoal_worker.engine.state.parameters import take_unsaved
+from shoal_worker.engine.step.buffers import joined
 from shoal_worker.engine.step.failed_collectives import LosingStep
-from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
+from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters
 from shoal_worker.engine.step.passes import Loss, call_module, loss_of, when_gradients_come
 from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.mesh.data_axis import Replicated

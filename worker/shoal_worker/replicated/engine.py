@@ -40,7 +40,7 @@ from shoal_worker.engine.state.parameters import (
 from shoal_worker.engine.step.buffers import CommittedBuffers
 from shoal_worker.engine.step.compressed import compression_of
 from shoal_worker.engine.step.failed_collectives import LosingStep
-from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
+from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters
 from shoal_worker.engine.step.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.features.synchronized_norms import synchronize_norms
@@ -377,12 +377,12 @@ class ReplicatedEngine(Engine):
     def _prepare_vote(self, step: Step) -> None:
         """Prepares the step vote: adds digests of the passes' writes, and agrees on extremes with
         the other ranks. If that fails, the step is marked as lost."""
-        step.writes, step.written_between = self._digest_of_writes(), self._digest_between()
+        self._report_writes(step)
         if step.lost is None:
             self._agree_on_extremes(step)
 
-    def _digest_of_writes(self) -> int:
-        return joined(self._writes.digest(), self._step_buffers.exact_digest())
+    def _report_writes(self, step: Step) -> None:
+        self._step_buffers.report_writes(step, self._writes)
 
     def _counts(self, step: Step) -> bool:
         """Returns whether this rank's plain batch has a weight above 0, so that its extremes
@@ -398,9 +398,6 @@ class ReplicatedEngine(Engine):
         step.issues(EXTREMES)
         with LosingStep(self._session):
             extremes.agree(group.exchange(made) if group is not None else [made])
-
-    def _digest_between(self) -> int:
-        return joined(self._writes.between, self._step_buffers.between)
 
     @torch.no_grad()
     @override

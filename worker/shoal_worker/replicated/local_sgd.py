@@ -333,11 +333,8 @@ class LocalSGDEngine(ReplicatedEngine):
         if self._round.steps == 0:
             self._attributes.begin()
 
-    def _digest_of_writes(self) -> int:
-        return 0
-
-    def _digest_between(self) -> int:
-        return 0
+    def _report_writes(self, step: Step) -> None:
+        """Reports no writes, because ranks have different values within a round."""
 
     def _undo_writes(self) -> None:
         self._writes.forget()

@@ -82,6 +82,8 @@ class OverlappedReduction:
         """Parameters, followed by the views for their gradients."""
         self._addresses: list[int] = []
         self._buffer_changes: torch.Tensor | None = None
+        self._begun_in: Step | None = None
+        """Step of a backward pass that has begun and not ended; None outside of passes."""
         self.pending = False
         """True if there are gradients of this step that are not reduced yet."""
         self._lay_out()
@@ -196,11 +198,11 @@ class OverlappedReduction:
     def _arrived(self, number: int) -> None:
         """Records that the gradient of parameter `number` is complete, in this or a nested backward
         pass."""
-        step = self._session.step
-        if step is None or step.share is None or step.share.micro_batches is not None:
+        step = self._begun_in or self._session.step
+        if step is None or step.share is None or step.in_micro_batches:
             return
         sends = self._automatic and step.lost is None
-        if sends and not self._began:
+        if sends and self._begun_in is None:
             self._include_unfrozen(step)
         self.pending = True
         found = self._slots[number]
@@ -210,7 +212,7 @@ class OverlappedReduction:
     def _completed(self, bucket: Bucket | None, slot: Slot, step: Step) -> None:
         """Adds a complete gradient to its bucket, and sends buckets that have all their gradients.
         `bucket`: None for a sparse gradient."""
-        self._began = True
+        self._begun_in = step
         if not self._end_awaited:
             self._await_end()
         if bucket is None:
@@ -246,17 +248,17 @@ class OverlappedReduction:
 
     def _pass_ended(self) -> None:
         self._end_awaited = False
-        step = self._session.step
-        if self._began and step is not None:
-            self._reduce(step)
+        if self._begun_in is not None:
+            self._reduce(self._begun_in)
 
     def _refuse_half_a_pass(self) -> None:
-        if self._began:
+        if self._begun_in is not None:
             raise half_a_pass()
 
     def _forget_pass(self) -> None:
         self._next = 0
-        self._began = self.pending = self._end_awaited = False
+        self._begun_in = None
+        self.pending = self._end_awaited = False
         for bucket in self._buckets:
             bucket.open()
 

@@ -43,7 +43,7 @@ from shoal_worker.engine.state.parameters import take_unsaved
 from shoal_worker.engine.step.buffers import CommittedBuffers
 from shoal_worker.engine.step.compressed import check_floating, compression_of
 from shoal_worker.engine.step.failed_collectives import LosingStep, completes
-from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
+from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters
 from shoal_worker.engine.step.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.features.synchronized_norms import synchronize_norms
@@ -475,14 +475,14 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
                 [u.layout.padded_numel for u in trained],
             )
             self._compression.step_begins()
-        self._watch_units(not self._carries_writes)
+        self._watch_units(self._held.units, not self._carries_writes)
         self._step_buffers.step_begins()
         self._writes.begin()
         if self._session.elastic:
             self._attributes.begin()
 
-    def _watch_units(self, in_step: bool) -> None:
-        for unit in self._held.units:
+    def _watch_units(self, units: Sequence[Unit], in_step: bool) -> None:
+        for unit in units:
             unit.in_step, unit.watched = in_step, in_step and not self._looked
             unit.is_lost, unit.proves_lost = self._is_lost, self._proves_lost
 
@@ -508,6 +508,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @torch.no_grad()
     def _reduce(self, step: Step, share: Share) -> None:
+        held = self._held
         check_reproducible(self.config, step)
         self._refuse_half_a_pass(step)
         self._refuse_carried()
@@ -519,15 +520,19 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         if step.lost is None:  # failed collectives may have left any values
             if not self._carries_writes:
                 self._writes.refuse(unless=self._proves_lost)
-                for unit in self._held.units:
+                for unit in held.units:
                     if unit.resident:
                         unit.refuse_written()
-            step.writes = joined(self._writes.digest(), self._step_buffers.exact_digest())
-            step.written_between = joined(self._writes.between, self._step_buffers.between)
+            self._step_buffers.report_writes(step, self._writes)
         self._agree_on_extremes(step, share)
         step.issues(COMMIT)
-        if step.lost is None:
-            self._prepare(step)
+        # the mirror holder receives the sums before the step is prepared
+        if (
+            step.lost is None
+            and self._gradients.pass_on(self._collectives, held.division)
+            and completes(self._session, step)
+        ):
+            self._session.lifecycle.prepare_step()
 
     @torch.no_grad()
     @override
@@ -600,14 +605,6 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._refuse_half_a_pass(step)
         self._execution.drop_gradients()
 
-    def _prepare(self, step: Step) -> None:
-        """Sends the summed gradients to the mirror holder and prepares the step. On a failure the
-        step is marked lost."""
-        if self._gradients.pass_on(self._collectives, self._held.division) and completes(
-            self._session, step
-        ):
-            self._session.lifecycle.prepare_step()
-
     def _updated(self) -> None:
         """Fetches the other ranks' pieces of unsharded parameters after an update."""
         self._held.updated()
@@ -616,7 +613,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     @torch.no_grad()
     @override
     def discard_step(self) -> None:
-        self._watch_units(False)
+        self._watch_units(self._held.units, False)
         self._execution.forget()
         self._step_buffers.put_back()
         step = self._session.step
@@ -637,9 +634,10 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._execution.forget()
         self._step_buffers.step_committed()
         self._writes.commit()
-        self._watch_units(False)
+        held = self._held
+        self._watch_units(held.units, False)
         self._looked = True
-        self._held.committed()
+        held.committed()
         if self._compression is not None:
             self._compression.commit(unusable=self._skipped)
 

@@ -38,7 +38,7 @@ from shoal_worker.engine.state.hidden_parameters import (
     HiddenParameter,
     Leaves,
     Whereabouts,
-    is_hidden,
+    find_moved,
     take_gradient,
 )
 from shoal_worker.engine.step.pass_writes import same, some_of, written_in_vain
@@ -420,14 +420,8 @@ class Unit:
     def moved(self) -> str | None:
         """Name of a parameter that was moved away from the memory that receives the ranks' values;
         None if there is none."""
-        for name, view, parameter in zip(
-            self.parameter_names, self._views, self.parameters, strict=True
-        ):
-            if not is_hidden(parameter) and (
-                parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype
-            ):
-                return name
-        return None
+        index = find_moved(self.parameters, self._views)
+        return self.parameter_names[index] if index is not None else None
 
     def changed(self) -> None:
         """Marks gathered values as stale after an optimizer step, except for untrained

@@ -535,6 +535,17 @@ def is_hidden(tensor: Any) -> bool:
     return isinstance(tensor, _Absent)
 
 
+def find_moved(parameters: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> int | None:
+    """Returns the index of a parameter whose values are here, but not in the tensor of `memory`
+    that belongs to it; None if there is none."""
+    for index, (parameter, own) in enumerate(zip(parameters, memory, strict=True)):
+        if not is_hidden(parameter) and (
+            parameter.data_ptr() != own.data_ptr() or parameter.dtype != own.dtype
+        ):
+            return index
+    return None
+
+
 def refuse_loading(module: nn.Module) -> None:
     """Makes `load_state_dict` of the module, or of a part of it, raise if the state dict contains
     values of hidden parameters. The error is raised before anything changes."""

@@ -128,10 +128,6 @@ class Collectives(Protocol):
     """Communication of units. All ranks issue the same calls in the same order."""
 
     @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
     def lost(self) -> bool:
         """True if a collective of the step has failed, so that no more collectives are issued in
         the step."""
@@ -170,16 +166,6 @@ class SessionCollectives:
 
     def __init__(self, session: StrategySession) -> None:
         self._session = session
-
-    @property
-    def rank(self) -> int:
-        """This process's rank among the ranks that share the model."""
-        return self._session.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that share the model."""
-        return self._session.world_size
 
     @property
     def lost(self) -> bool:
@@ -267,11 +253,6 @@ class PartCollectives(SessionCollectives):
     def rank(self) -> int:
         """This process's rank in the part."""
         return self._part.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the part."""
-        return self._part.world_size
 
     @property
     def _group(self) -> Group:

@@ -242,13 +242,12 @@ class ProgressMeter:
         known: bool = False,
         pushed: bool = True,
     ) -> None:
-        """Writes the last committed step to the launcher's file. `steps`, `samples`: totals of the
-        run. `step_samples`: samples of this step. `generation`: the rank's current generation.
-        `known`: the servers already had the step's batch, or its round. `pushed`: False for an
-        inner step of an unfinished round."""
+        """Writes the last committed step to `tally_writer`, which must be set. `steps`, `samples`:
+        totals of the run. `step_samples`: samples of this step. `generation`: the rank's current
+        generation. `known`: the servers already had the step's batch, or its round. `pushed`: False
+        for an inner step of an unfinished round."""
         writer = self.tally_writer
-        if writer is None:
-            return
+        assert writer is not None
         round_steps, round_samples = self._unpushed[0] + 1, self._unpushed[1] + step_samples
         self._unpushed = (0, 0) if pushed else (round_steps, round_samples)
         if pushed:

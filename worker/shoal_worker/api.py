@@ -809,13 +809,13 @@ def rank() -> int:
     Returns -1 in a joiner that replays its script (`is_joining`): it has no rank yet, and must not
     do what rank 0 does for all. After `shutdown()`, returns the rank that the process had.
     """
-    return current_session().script_place[0]
+    return current_session().script_placement.rank
 
 
 def world_size() -> int:
     """Returns the number of ranks in this process's newest generation; -1 in a joiner that replays
     its script. After `shutdown()`, returns the last number."""
-    return current_session().script_place[1]
+    return current_session().script_placement.world_size
 
 
 def generation() -> int:

@@ -46,7 +46,7 @@ def test_compressed_pushes_move_the_values_by_all_gradients_in_the_end(
     optimizer = GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.01), compression)
     _, optimizer = shoal.as_distributed(net, optimizer, strategy="async_sgd")
     for _ in range(steps):
-        session.ensure_step()
+        session.lifecycle.ensure_step()
         net.weight.grad = gradient.clone()
         assert optimizer.step()
     moved = (before - net.weight.detach()) / 0.01 / steps
@@ -75,7 +75,7 @@ def test_a_worker_has_rounded_values_and_the_servers_keep_full_precision(
         net, plain, strategy="async_sgd", pull_compression=compression
     )
     for _ in range(3):
-        session.ensure_step()
+        session.lifecycle.ensure_step()
         for name, parameter in net["used"].named_parameters():
             parameter.grad = torch.full_like(parameter, 0.1)
             exact[f"used.{name}"] -= 0.1

@@ -263,7 +263,7 @@ def test_parameters_without_gradient_and_frozen_ones_stay_as_they_are(session: S
         torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], 0.1, weight_decay=0.5),
         strategy="async_sgd",
     )
-    session.ensure_step()
+    session.lifecycle.ensure_step()
     model.module["used"](torch.ones(1, FEATURES)).sum().backward()
     optimizer.step()
     after = model.full_state_dict()
@@ -288,7 +288,7 @@ def test_a_server_may_hold_nothing_but_frozen_parameters(
         net, torch.optim.SGD(net["used"].parameters(), 0.1), strategy="async_sgd", **options
     )
     for _ in range(3):
-        session.ensure_step()
+        session.lifecycle.ensure_step()
         model.module["used"](torch.ones(1, FEATURES)).sum().backward()
         optimizer.step()
     held = [
@@ -413,7 +413,7 @@ def test_gradients_of_older_values_are_compensated(session: Session, pull_every:
         pull_every=pull_every,
     )
     for step in range(1, 7):
-        session.ensure_step()
+        session.lifecycle.ensure_step()
         gradient = net.weight.detach() + step
         net.weight.grad = gradient.clone()
         expected = expected - rate * (gradient + strength * gradient * gradient * (expected - then))

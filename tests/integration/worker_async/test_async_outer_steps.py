@@ -164,7 +164,7 @@ def test_frozen_unused_and_tied_parameters_and_buffers(
         ),
     )
     for step in range(4):
-        session.ensure_step()
+        session.lifecycle.ensure_step()
         hidden = net["norm"](net["used"](torch.randn(4, FEATURES)))
         (
             net["tied"](hidden).square().sum() + (net["unused"].weight.sum() if step < 2 else 0.0)

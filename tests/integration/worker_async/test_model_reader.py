@@ -60,7 +60,7 @@ def test_what_is_read_are_the_workers_parameters(cluster: Make) -> None:
             net, torch.optim.SGD(trained, 0.1), strategy="async_sgd"
         )
         for _ in range(2):
-            session.ensure_step()
+            session.lifecycle.ensure_step()
             (net["first"](torch.ones(1, FEATURES)).sum() * net["scalar"]["value"]).backward()
             optimizer.step()
             optimizer.zero_grad()

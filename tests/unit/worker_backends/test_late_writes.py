@@ -108,16 +108,15 @@ def test_gradients_are_not_handed_back_while_a_collective_of_an_ended_group_stil
     native = BusyCollective(gradient)
     work = InterruptibleWork("all_reduce", cast(Any, native), cast(Any, Owner()), None)
     step = SimpleNamespace(lost=None)
-    session = SimpleNamespace(
-        step=step, group=FlightGroup(work), mark_lost=lambda error: setattr(step, "lost", error)
-    )
+    lifecycle = SimpleNamespace(mark_lost=lambda error: setattr(step, "lost", error))
+    session = SimpleNamespace(step=step, group=FlightGroup(work), lifecycle=lifecycle)
     flight = Flight(cast(Any, session))
-    flight.send(gradient)
+    flight.send(step, gradient)
     found: list[list[float]] = []
     landed = threading.Event()
 
     def land() -> None:
-        flight.land()
+        flight.land(step)
         found.append(gradient.tolist())
         landed.set()
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from shoal_worker.elastic.contract.collective_trace import (
+from shoal_worker.elastic.contract.step import (
     COMMIT,
     FORWARD,
     GRADIENTS,

@@ -98,7 +98,7 @@ def test_it_is_not_due_again_when_the_step_after_it_is_lost(
     for batch in loader:
         take_step(model, optimizer, batch)
         evaluated.append(shoal.evaluate(model, validation(), count, every_steps=2) is not None)
-        monkeypatch.setattr(session, "outcome", shoal.StepStatus.LOST)
+        monkeypatch.setattr(session.lifecycle, "outcome", shoal.StepStatus.LOST)
         assert shoal.evaluate(model, validation(), count, every_steps=2) is None
     assert evaluated == [False, True] * 3
 

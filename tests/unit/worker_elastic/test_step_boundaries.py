@@ -71,7 +71,7 @@ def rank() -> SimpleNamespace:
 def take_step(rank: SimpleNamespace) -> StepStatus:
     rank.steps.begin_step(None)
     rank.steps.assign(Share(weight=1.0, total_weight=1.0, micro_batches=None))
-    status: StepStatus = rank.steps.finish(lambda: None)
+    status: StepStatus = rank.steps.finish_step(lambda: None)
     return status
 
 

@@ -142,7 +142,8 @@ def test_the_ranks_add_up_the_losses_of_micro_batches_by_the_weights_that_they_h
     for step in loader.steps():
         for (batch,) in step:
             model.train_step(batch, torch.zeros(2, 1), nn.functional.mse_loss)
-        _, loss, weight, *_ = current_session().lifecycle.step_vote()
+        lifecycle = current_session().lifecycle
+        _, loss, weight, *_ = lifecycle.step_vote(lifecycle.require())
         assert weight == 1 + 17 + 25
         with torch.no_grad():
             expected = sum(
@@ -527,7 +528,7 @@ def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_w
             optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
         if len(outcomes) == 2:
-            current_session().mark_lost(MembershipChanged("a peer is gone"))
+            current_session().lifecycle.mark_lost(MembershipChanged("a peer is gone"))
         outcomes.append(bool(optimizer.step()))
         if clears == "last":
             optimizer.zero_grad()

@@ -575,7 +575,7 @@ def test_a_step_that_is_given_up_reduces_no_gradients_over_a_group_that_is_over(
             session = current_session()
             assert session.group is not None
             session.group.abort("a peer is gone")
-            session.mark_lost(MembershipChanged("a peer is gone"))
+            session.lifecycle.mark_lost(MembershipChanged("a peer is gone"))
             stepper.step()
 
     with pytest.raises(MembershipChanged, match="its ranks can only continue together"):

@@ -62,6 +62,7 @@ class OneStepSession:
 
     def __init__(self, group: ScriptedGroup, micro_batches: int | None = None) -> None:
         self.group = group
+        self.lifecycle = self
         share = Share(weight=1.0, total_weight=2.0, micro_batches=micro_batches)
         self.step = Step(
             placement=Placement(generation=1, rank=0, world_size=2), source=None, share=share
@@ -116,12 +117,12 @@ class Pair(NamedTuple):
 def test_buckets_are_sent_while_the_backward_pass_goes_on(form: Callable[..., Any]) -> None:
     group = ScriptedGroup()
     net = deep()
-    reduction = overlapped(net, OneStepSession(group))
+    reduction = overlapped(net, session := OneStepSession(group))
     for i, layer in enumerate(net):
         layer.weight.register_post_accumulate_grad_hook(
             lambda _, i=i: group.happened.append(f"gradient {i}")
         )
-    reduction.prepare()
+    reduction.prepare(session.step)
     logits = net(torch.ones(2, 530))
     reduction.follow(
         form(logits) if form is not SimpleNamespace else SimpleNamespace(logits=logits)
@@ -136,7 +137,7 @@ def test_the_mean_gradient_is_in_grad_when_backward_returns() -> None:
     net, plain = deep(), deep()
     plain.load_state_dict(net.state_dict())
     reduction = overlapped(net, session := OneStepSession(ScriptedGroup()))
-    reduction.prepare()
+    reduction.prepare(session.step)
     net(torch.ones(2, 530)).sum().backward()
     plain(torch.ones(2, 530)).sum().backward()
     assert all(
@@ -181,7 +182,7 @@ def test_a_step_is_lost_only_when_nothing_of_it_is_in_flight(
 def test_a_backward_pass_that_raised_leaves_nothing_in_flight_once_the_step_is_discarded() -> None:
     group = ScriptedGroup()
     net = deep()
-    reduction = overlapped(net, OneStepSession(group))
+    reduction = overlapped(net, session := OneStepSession(group))
     net[2].weight.register_hook(_explode)
     logits = net(torch.ones(2, 530))
     reduction.follow(logits)
@@ -190,9 +191,9 @@ def test_a_backward_pass_that_raised_leaves_nothing_in_flight_once_the_step_is_d
     assert [work.waited for work in group.works] == [False, False]
     for call in (reduction.prepare, reduction.synchronize):
         with pytest.raises(PreconditionError, match="failed midway"):
-            call()
+            call(session.step)
     reduction.discard()
-    reduction.prepare()
+    reduction.prepare(session.step)
     assert [work.waited for work in group.works] == [True, True]
 
 
@@ -202,9 +203,9 @@ def _explode(_: torch.Tensor) -> None:
 
 def test_parameters_shared_between_reentrant_checkpoints_are_one_clear_error() -> None:
     net = nn.Linear(4, 4)
-    reduction = overlapped(net, OneStepSession(ScriptedGroup()))
+    reduction = overlapped(net, session := OneStepSession(ScriptedGroup()))
     x = torch.ones(2, 4, requires_grad=True)
-    reduction.prepare()
+    reduction.prepare(session.step)
     out = checkpoint(net, checkpoint(net, x, use_reentrant=True), use_reentrant=True)
     reduction.follow(out)
     with pytest.raises(ConfigurationError, match="use_reentrant=False"):

@@ -70,6 +70,8 @@ class AsyncEngine(Engine):
         self._own = cast(Session, setup.session)
         """The full session: this engine also needs its membership, metrics and shutdown."""
         self._async_options = AsyncOptions(**self._options)
+        # otherwise this worker updates the parameters itself in inner steps
+        self.updates_parts = not self._async_options.inner_steps
         self._servers: ParameterServers | None = None
         self._participation: Participation | None = None
         self._optimizers: Optimizers | None = None
@@ -175,7 +177,7 @@ class AsyncEngine(Engine):
             )
         except StopTraining as stop:
             self._leave()
-            self._own.give_up_step(stop)
+            self._own.lifecycle.give_up_step(stop)
             raise
         except BaseException:
             self._leave()
@@ -276,12 +278,12 @@ class AsyncEngine(Engine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass with the most recently pulled values."""
         if self.module.training and torch.is_grad_enabled():
-            self._session.ensure_step()
+            self._session.lifecycle.ensure_step()
         return self._compute(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
         """Trains on this worker's batch and returns its loss. There is no common loss."""
-        step = self._session.ensure_step()
+        step = self._session.lifecycle.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         step.loss = float(loss.detach())
         loss.backward()
@@ -296,12 +298,6 @@ class AsyncEngine(Engine):
         """Does nothing: `optimizer.step()` pushes each worker's gradients separately."""
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
-
-    @property
-    def updates_parts(self) -> bool:
-        """True if the servers update the parameters; False if this worker updates them in inner
-        steps."""
-        return not self._async_options.inner_steps
 
     def groups_are_read(self) -> None:
         """Records changes of the optimizer's settings."""
@@ -331,7 +327,7 @@ class AsyncEngine(Engine):
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
         except StopTraining as stop:
-            return self._own.give_up_step(stop)
+            return self._own.lifecycle.give_up_step(stop)
         finally:
             self._writes.note()
 
@@ -479,7 +475,7 @@ class AsyncEngine(Engine):
                 self._writes.begin()
             self._find_epoch(source)
         except StopTraining as stop:  # while waiting for the coordinator or a server
-            self._own.give_up_step(stop)
+            self._own.lifecycle.give_up_step(stop)
             raise
 
     def batch_begins(self) -> None:
@@ -669,7 +665,7 @@ class AsyncEngine(Engine):
 
     def _stopped(self, stop: StopTraining) -> None:
         """Ends the run of this worker if it stops while waiting for rows of a table."""
-        self._own.give_up_step(stop)
+        self._own.lifecycle.give_up_step(stop)
 
     def _refuse_writes_between(self) -> None:
         """Checks that the script has not written parameters since the last step or arrival of

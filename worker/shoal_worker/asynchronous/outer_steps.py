@@ -123,7 +123,7 @@ class OuterSteps:
                 "the batches of this round of inner steps were returned to the coordinator when "
                 "their loop was left; leave the loop again, and continue with the next epoch"
             )
-        self._session.abort_step(
+        self._session.lifecycle.abort_step(
             "its loop was left within a round of inner steps, whose batches are dealt again"
         )
 

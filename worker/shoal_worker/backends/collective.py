@@ -158,6 +158,22 @@ class Collective:
         """Dtypes of all inputs and outputs."""
         return frozenset(one.dtype for one in (*self.inputs, *self.outputs))
 
+    def check(self) -> None:
+        """Checks that the inputs can be reduced and that the outputs have their dtype. Raises
+        ValueError or InvalidRequestError otherwise."""
+        for one in self.inputs if self.op is not None else ():
+            check_op(self.op, one.dtype)
+        if (
+            len(self.dtypes) > 1
+            and len({one.dtype for one in self.inputs}) == 1
+            and self.inputs is not self.outputs
+        ):
+            raise InvalidRequestError(f"{self}: the outputs differ in dtype from the inputs")
+
+    def matches(self, other: Collective) -> bool:
+        """Returns whether another rank's `other` may be the same collective as this."""
+        return self.signature == other.signature
+
     @property
     def signature(self) -> tuple[Any, ...]:
         """Properties of the collective that must be equal on all ranks."""

@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -307,11 +308,9 @@ class Engine(TrainingEngine):
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
-    @property
-    def updates_parts(self) -> bool:
-        """True if this process's optimizer updates only parts of the parameters, or none. Step
-        hooks would then see other tensors than in a single process."""
-        return False
+    updates_parts = False
+    """True if this process's optimizer updates only parts of the parameters, or none. Step hooks
+    would then see other tensors than in a single process."""
 
     # True: when the ranks are assigned their parts, other objects replace the parameters in the
     # module
@@ -333,7 +332,7 @@ class Engine(TrainingEngine):
             scaled: a GradScaler has left its scale for gradients that are not unscaled yet.
             inspected: a GradScaler has looked for infinities.
         """
-        return self._session.finish_step(lambda: self.apply(update))
+        return self._session.lifecycle.finish_step(partial(self.apply, update))
 
     def apply(self, update: Callable[[], None]) -> None:
         """Calls `update`, with this rank's gradients available to the optimizer. Called once every

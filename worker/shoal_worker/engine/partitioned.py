@@ -118,10 +118,9 @@ class Gradients(Protocol):
 class PartitionedEngine(Engine, Generic[State, Closed]):
     """Engine of a model that no rank needs to hold entirely."""
 
-    @property
-    @override
-    def updates_parts(self) -> bool:
-        return True
+    updates_parts = True
+    _payload_type: type[Closed]
+    """Type of the data about a committed step."""
 
     # ------------------------------------------------------------------------- what is cut, and how
 
@@ -176,10 +175,6 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def _updated(self) -> None:
         """Runs after the optimizer has updated this rank's part, for example to gather
         parameters."""
-
-    @abc.abstractmethod
-    def _parse_commit(self, received: Mapping[str, Any]) -> Closed:
-        """Restores the result of `commit_payload` that a peer has sent."""
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -276,9 +271,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """
         session = self._session
         mean_loss = self._take_pass(inputs, targets, loss_fn)
-        step = session.ensure_step()
+        step = session.lifecycle.ensure_step()
         step.loss = None if mean_loss is None else read_later(mean_loss)
-        session.reduce_if_whole()
+        session.lifecycle.reduce_if_whole()
         mean = step.mean_loss if step.control is not None else None
         loss = (
             torch.zeros((), dtype=torch.float64, device=session.device)
@@ -298,7 +293,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def synchronize_gradients(self) -> None:
         """Sums the step's gradients and commits the step, or aborts it."""
-        self._session.reduce_and_commit()
+        self._session.lifecycle.reduce_and_commit()
 
     @override
     def reduce(self, step: Step) -> None:
@@ -327,7 +322,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Waits until all collectives ordered so far have ended, and returns whether the step is
         lost. On a device, a failure is noticed late."""
         if not self._is_lost():
-            self._session.settle_collectives()
+            self._session.lifecycle.settle_collectives()
         return self._is_lost()
 
     def _refuse_carried(self) -> None:
@@ -353,7 +348,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     @torch.no_grad()
     @override
     def take_commit(self, payload: Mapping[str, Any]) -> None:
-        self._commit_payload = self._parse_commit(payload)
+        self._commit_payload = self._payload_type(**payload)
         self._hand_out(self._commit_payload)
         with inside():
             self._handed_out = self._gradients.norm_here() if self._shown else 0.0
@@ -371,7 +366,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
                 f"clip_grad_norm_: norm_type={norm_type}; strategy {self.strategy!r} supports "
                 "only 2.0"
             )
-        self._session.reduce_and_commit()
+        self._session.lifecycle.reduce_and_commit()
         step, commit_payload, norm = self._session.step, self._commit_payload, 0.0
         if step is not None and step.control is not None and commit_payload is not None:
             # otherwise the step is lost
@@ -396,7 +391,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             return
         if not step.in_micro_batches and self._has_gradients:
             self._shown = True
-            self._session.reduce_and_commit()
+            self._session.lifecycle.reduce_and_commit()
             if (
                 self._commit_payload is not None
                 and step.control is not None

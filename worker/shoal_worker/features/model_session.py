@@ -12,7 +12,6 @@ from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.contract.step import Step, StepPhase
-from shoal_worker.elastic.group.divergence import settings_apart
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import Body
 from shoal_worker.elastic.recovery.step_commit import reduce_and_commit
@@ -26,7 +25,7 @@ from shoal_worker.engine.step.tentative_update import TentativeUpdate
 
 
 class ModelSession:
-    """Implements `StrategySession` for one of several models."""
+    """Implements `StrategySession` and `StepControl` for one of several models."""
 
     def __init__(
         self,
@@ -76,21 +75,23 @@ class ModelSession:
         step, own = self._session.step, self._own
         if step is None or own is None:
             return None
-        own.share, own.handed_out, own.taken, own.micro_batch = (
-            step.share,
-            step.handed_out,
-            step.taken,
-            step.micro_batch,
-        )
+        own.handed_out, own.taken, own.micro_batch = step.handed_out, step.taken, step.micro_batch
+        if step.share is not None:
+            own.assign(step.share)
         if step.lost is not None:
             own.lost = own.lost or step.lost
         return own
+
+    @property
+    def lifecycle(self) -> ModelSession:
+        """This object, because the model has steps of its own."""
+        return self
 
     def ensure_step(self) -> Step:
         """Returns this model's own step, and begins the run's step if necessary. Raises
         ConfigurationError in a step with micro-batches, where each model would need its own loop
         over these."""
-        step = self._session.ensure_step()
+        step = self._session.lifecycle.ensure_step()
         self.passed = True
         if step is not self._session.step:
             return step  # a joiner's pass before its loop
@@ -147,9 +148,9 @@ class ModelSession:
         self._trained = trained
         self._session.note_trained([wanted for peer in self._peers for wanted in peer._trained])
 
-    def step_vote(self) -> list[float]:
+    def step_vote(self, step: Step) -> list[float]:
         """Returns the step vote of the run's step, which includes this model's loss."""
-        return self._session.lifecycle.step_vote(self.step)
+        return self._session.lifecycle.step_vote(step)
 
     def settle_collectives(self) -> None:
         self._session.lifecycle.settle_collectives()
@@ -159,20 +160,15 @@ class ModelSession:
         if (own := self.step) is not None:
             own.prepare()
 
-    def take_step_vote(self, summed: Sequence[float]) -> None:
-        own = self.step
-        assert own is not None
-        own.decide(summed)
-
     def mark_lost(self, error: BaseException) -> None:
-        self._session.mark_lost(error)
+        self._session.lifecycle.mark_lost(error)
         if (own := self.step) is not None:
             own.fail(str(error))
 
     def abort_step(self, reason: str) -> None:
-        self._session.abort_step(reason)
+        self._session.lifecycle.abort_step(reason)
 
-    def settle_step(self) -> None:
+    def settle_step(self, step: Step) -> None:
         """Aborts this model's own step if its outcome is unknown. No rank can have committed the
         run's step, because this rank has not prepared it."""
         own = self.step
@@ -181,7 +177,8 @@ class ModelSession:
 
     def reduce_and_commit(self) -> None:
         assert self.engine is not None
-        reduce_and_commit(self, self.engine)
+        if (own := self.step) is not None:
+            reduce_and_commit(self, self.engine, own)
 
     def reduce_if_whole(self) -> None:
         if self.step is not None:
@@ -194,7 +191,7 @@ class ModelSession:
         step = session.step
         if step is None:
             # a joiner's pass before its loop, or there is no batch
-            return session.finish_step(apply)
+            return session.lifecycle.finish_step(apply)
         if self.stepped:
             raise PreconditionError(
                 "an optimizer's step() was called a second time for one batch: with several "
@@ -212,7 +209,7 @@ class ModelSession:
         self.stepped = True
         self._updates += 1
         if all(peer.stepped for peer in self._peers):
-            return session.finish_step(apply)
+            return session.lifecycle.finish_step(apply)
         if step.lost is None:
             session.lifecycle.apply_within(lambda: self._update(apply))
             assert self.engine is not None
@@ -228,14 +225,7 @@ class ModelSession:
         step, own = self._session.step, self.step
         if step is None or own is None or step.lost is not None:
             return
-        if not own.ranks_agree:
-            raise self._session.lifecycle.steps_apart(own)
-        if not own.settings_agree:
-            raise settings_apart(self._session.registered.settings)
-        if not own.writes_agree:
-            raise self.engine.writes_apart()
-        if not own.between_agrees:
-            self._session.lifecycle.compare_before_update(self.engine.whole_everywhere())
+        self._session.lifecycle.check_agreement(own, self.engine)
 
     @property
     def reported_loss(self) -> SupportsFloat | None:

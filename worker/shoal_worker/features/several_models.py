@@ -39,8 +39,7 @@ from shoal_common.failpoints import failpoint
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.contract.collective_trace import BATCH
-from shoal_worker.elastic.contract.step import Step, StepPhase
+from shoal_worker.elastic.contract.step import BATCH, Step, StepPhase
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
@@ -281,7 +280,7 @@ class SeveralEngines(TrainingEngine):
                 step.loss,
             )
             if step.lost is None:
-                self._session.prepare_step()
+                self._session.lifecycle.prepare_step()
 
     @override
     def sum_commit(

@@ -30,7 +30,7 @@ from shoal_worker.mesh.gradients import (
     ScatteredGradients,
 )
 from shoal_worker.mesh.resharding import PieceState
-from shoal_worker.sharding.collectives import Collectives
+from shoal_worker.sharding.collectives import PartCollectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.resharding import ShardedOptimizerState
@@ -202,7 +202,7 @@ class InShards(DataAxis):
         *,
         stage: Stage,
         division: Division,
-        collectives: Collectives,
+        collectives: PartCollectives,
         bucket_bytes: int,
         blocks: Sequence[tuple[nn.Module, Sequence[str]]] | None,
         prefetch: int,

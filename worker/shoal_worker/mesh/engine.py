@@ -30,9 +30,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
-from shoal_worker.elastic.contract.collective_trace import COMMIT, EXTREMES, FORWARD, SUM
 from shoal_worker.elastic.contract.loader_interface import Share, StepStatus
-from shoal_worker.elastic.contract.step import Step
+from shoal_worker.elastic.contract.step import COMMIT, EXTREMES, FORWARD, SUM, Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.partitioned import CommitPayload, PartitionedEngine
@@ -45,8 +44,9 @@ from shoal_worker.engine.state.hidden_parameters import (
 from shoal_worker.engine.state.module_state import ModuleState
 from shoal_worker.engine.state.parameter_groups import check_forward_passes, own_forward
 from shoal_worker.engine.state.parameters import take_unsaved
+from shoal_worker.engine.step.buffers import joined
 from shoal_worker.engine.step.failed_collectives import LosingStep
-from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
+from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters
 from shoal_worker.engine.step.passes import Loss, call_module, loss_of, when_gradients_come
 from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.mesh.data_axis import Replicated
@@ -65,6 +65,8 @@ from shoal_worker.torch_internals import after_backward, pytree
 
 class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     """State and steps of a model that is split over several ranks."""
+
+    _payload_type = CommitPayload
 
     def __init__(self, setup: Setup, plan: MeshPlan) -> None:
         super().__init__(setup)
@@ -276,7 +278,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def _begin_pass(self) -> bool:
         """Prepares the passes of training. Returns True if the passes are part of a step."""
-        step = self._session.ensure_step()
+        step = self._session.lifecycle.ensure_step()
         if step is not self._session.step:
             return False  # a joiner's pass before its loop
         self._refuse_reduced(step)
@@ -528,9 +530,6 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             [each.layouts for each in several if isinstance(each, MeshEngine)]
         )
 
-    def _parse_commit(self, received: Mapping[str, Any]) -> CommitPayload:
-        return CommitPayload(**received)
-
     @torch.no_grad()
     @override
     def reshard(self, group: Group) -> None:
@@ -683,7 +682,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             step.writes = self._digest_of_buffers(mesh)
             if mesh.cut.axes.pipeline == 1:  # ranks of other stages have other parameters
                 step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
-            session.prepare_step()
+            session.lifecycle.prepare_step()
 
     @torch.no_grad()
     @override

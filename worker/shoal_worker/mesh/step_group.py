@@ -67,7 +67,7 @@ class StepGroup(ForwardingGroup):
             group.abort(str(error))
         if self._session.step is None:
             raise error
-        self._session.mark_lost(error)
+        self._session.lifecycle.mark_lost(error)
 
     def come_after(self, work: Work) -> None:
         """Implements `failed_collectives.come_after`."""

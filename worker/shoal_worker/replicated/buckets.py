@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.engine.step.failed_collectives import LosingStep
+from shoal_worker.engine.step.failed_collectives import LosingStep, await_reductions
 
 if TYPE_CHECKING:
     from shoal_worker.compression.reduction import Reduction
@@ -35,7 +35,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.elastic.contract.reported_loss import MeanLoss
-from shoal_worker.elastic.contract.step import StepPhase
+from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.engine.state.parameter_groups import in_buckets
 from shoal_worker.engine.step.compressed import GradientCompression, check_floating, memory_order
 
@@ -247,14 +247,12 @@ class Flight:
         self._works: list[tuple[Group, dist.Work]] = []
         self._reductions: list[tuple[Group, Reduction]] = []
 
-    def send(self, tensor: torch.Tensor) -> None:
+    def send(self, step: Step, tensor: torch.Tensor) -> None:
         """Starts to sum `tensor` over all ranks, in place. In a lost step, sends nothing."""
-        step, group = self._session.step, self._session.group
-        if step is None or step.lost is not None:
+        if step.lost is not None:
             return
         with LosingStep(self._session):
-            if group is None:
-                raise MembershipChanged("there is no group")
+            group = self._require_group()
             work = group.all_reduce_async(
                 torch.view_as_real(tensor) if tensor.is_complex() else tensor
             )
@@ -263,33 +261,36 @@ class Flight:
             failpoint("reduction.under_way")
 
     def send_compressed(
-        self, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]
+        self,
+        step: Step,
+        bucket: torch.Tensor,
+        kind: str,
+        number: int,
+        shapes: Sequence[Sequence[int]],
     ) -> None:
         """Starts to sum `bucket` over all ranks, in place and with compression; see
         `GradientCompression.start`."""
-        step, group, compression = self._session.step, self._session.group, self._compression
+        compression = self._compression
         assert compression is not None
-        if step is None or step.lost is not None:
+        if step.lost is not None:
             return
         with LosingStep(self._session):
-            if group is None:
-                raise MembershipChanged("there is no group")
+            group = self._require_group()
             self._reductions.append((group, compression.start(group, bucket, kind, number, shapes)))
 
-    def land(self) -> bool:
-        """Waits for all started reductions. Returns True if the step is not lost, so that all sums
-        are available."""
-        self._finish_compressed()
+    def _require_group(self) -> Group:
+        group = self._session.group
+        if group is None:
+            raise MembershipChanged("there is no group")
+        return group
+
+    def land(self, step: Step | None) -> bool:
+        """Waits for all started reductions of `step`. Returns True if the step is not lost, so that
+        all sums are available."""
+        if self._reductions:
+            self._finish_compressed()
         works, self._works = self._works, []
-        for group, work in works:
-            with LosingStep(self._session):
-                group.wait(work)
-        step = self._session.step
-        if step is None or step.lost is not None:
-            return False
-        with LosingStep(self._session) as completing:
-            failpoint("reduction.completed")
-        return not completing.failed
+        return await_reductions(self._session, works, step)
 
     def _finish_compressed(self) -> None:
         """Finishes the compressed reductions, on all ranks in the order in which they were
@@ -300,8 +301,7 @@ class Flight:
                 if not reduction.done:
                     with group.own_collectives("compressed all_reduce"):
                         reduction.advance()
-            if reductions:
-                failpoint("compression.halfway")
+            failpoint("compression.halfway")
             for group, reduction in reductions:
                 if not reduction.done:
                     with group.own_collectives("compressed all_reduce"):
@@ -394,7 +394,7 @@ class AccumulatedReduction:
 
     def discard(self) -> None:
         """Discards the accumulated values, after waiting for reductions in progress."""
-        self._flight.land()
+        self._flight.land(self._session.step)
         self._open = False
 
     def micro_batch_begins(self) -> None:
@@ -440,8 +440,8 @@ class AccumulatedReduction:
         self._check_complete()
         self._presence.copy_(torch.tensor(self._counts))
         if session.elastic and not self._alone:
-            self._send(step.share.total_weight if step.share is not None else None)
-            if not self._flight.land():
+            self._send(step)
+            if not self._flight.land(step):
                 return
         # together, because each read from a device waits
         *presence, weight = torch.cat([self._presence, self._weight_sum]).tolist()
@@ -460,7 +460,7 @@ class AccumulatedReduction:
                 else mean
             )
         if not self._alone:
-            session.prepare_step()
+            session.lifecycle.prepare_step()
 
     def _check_complete(self) -> None:
         """Checks that the gradients of all parameters were added; otherwise raises
@@ -481,23 +481,26 @@ class AccumulatedReduction:
                 "requires_grad before the step's first micro-batch"
             )
 
-    def _send(self, total_weight: float | None) -> None:
+    def _send(self, step: Step) -> None:
         if self._compression is None:
             for chunk in self._flat.split(_CHUNK_ELEMENTS):
-                self._flight.send(chunk)
+                self._flight.send(step, chunk)
             if self._apart is not None:
-                self._flight.send(self._apart)
+                self._flight.send(step, self._apart)
             return
+        total_weight = step.share.total_weight if step.share is not None else None
         self._compression.weigh(1.0 if self._sums else total_weight or 1.0)
         first = end = 0
         for number, group in enumerate(self._groups):
             begin, end = end, end + sum(p.numel() for p in group)
             shapes = [memory_order(total) for total in self._grad_sums[first : first + len(group)]]
             first += len(group)
-            self._flight.send_compressed(self._flat[begin:end], "micro-batches", number, shapes)
-        self._flight.send(self._flat[end:])
+            self._flight.send_compressed(
+                step, self._flat[begin:end], "micro-batches", number, shapes
+            )
+        self._flight.send(step, self._flat[end:])
         if self._apart is not None:
-            self._flight.send(self._apart)
+            self._flight.send(step, self._apart)
 
     def write_buffers(self) -> None:
         """Sets the buffers to their weighted mean over all micro-batches. Keeps the committed

@@ -20,11 +20,10 @@ from torch import nn
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.contract.collective_trace import COMMIT, EXTREMES
 from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.contract.reported_loss import read_later
 from shoal_worker.elastic.contract.row_store import RowStore
-from shoal_worker.elastic.contract.step import Step, StepPhase
+from shoal_worker.elastic.contract.step import COMMIT, EXTREMES, Step, StepPhase
 from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.state.module_state import ModuleState, load_captured
@@ -41,7 +40,7 @@ from shoal_worker.engine.state.parameters import (
 from shoal_worker.engine.step.buffers import CommittedBuffers
 from shoal_worker.engine.step.compressed import compression_of
 from shoal_worker.engine.step.failed_collectives import LosingStep
-from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
+from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters
 from shoal_worker.engine.step.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.features.synchronized_norms import synchronize_norms
@@ -123,7 +122,7 @@ class ReplicatedEngine(Engine):
             raise PreconditionError(
                 "this model is a clone for evaluation; train the model that as_distributed returned"
             )
-        step = self._session.ensure_step()
+        step = self._session.lifecycle.ensure_step()
         if step.source is not None:  # otherwise it may be a dry run before the loop
             check_reproducible(self.config, step)
         if self._in_micro_batches:
@@ -140,7 +139,7 @@ class ReplicatedEngine(Engine):
         ):
             self._uncleared_in = None
         if self._session.elastic:
-            self._reduction().prepare()
+            self._reduction().prepare(step)
         return self._session.elastic
 
     @uncompiled
@@ -164,7 +163,7 @@ class ReplicatedEngine(Engine):
         returned, and `shoal status` shows the ranks' mean over the step.
         """
         session = self._session
-        step = session.ensure_step()
+        step = session.lifecycle.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         reported = read_later(loss)
         step.loss = (
@@ -175,7 +174,7 @@ class ReplicatedEngine(Engine):
         loss.backward()
         if not self.config.auto_sync_gradients and not self._in_micro_batches:
             self.synchronize_gradients()
-        session.reduce_if_whole()
+        session.lifecycle.reduce_if_whole()
         return (
             loss.detach()
             if step.loss_of_all is None
@@ -185,12 +184,14 @@ class ReplicatedEngine(Engine):
     def synchronize_gradients(self) -> None:
         """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after
         the backward pass. Gradients that are already reduced are not reduced again."""
-        self._reduce_what_is_left()
+        step = self._session.step
+        if step is not None:
+            self._reduce_what_is_left(step)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clips the gradients and returns their norm. First finishes the reduction, if necessary.
         The gradients are complete on every rank."""
-        self._session.reduce_and_commit()
+        self._session.lifecycle.reduce_and_commit()
         return super().clip_grad_norm_(max_norm, norm_type)
 
     # -------------------------------------------------------------- TrainingEngine: for the session
@@ -361,13 +362,13 @@ class ReplicatedEngine(Engine):
 
     @override
     def reduce(self, step: Step) -> None:
-        by_hand = not self.config.auto_sync_gradients and not self._in_micro_batches
+        by_hand = not self.config.auto_sync_gradients and not step.in_micro_batches
         if by_hand and step.phase is StepPhase.OPEN:
             raise PreconditionError(
                 "auto_sync_gradients=False: call model.synchronize_gradients() after the backward "
                 "pass, before clipping and optimizer.step()"
             )
-        self._reduce_what_is_left()
+        self._reduce_what_is_left(step)
         if step.phase is StepPhase.PREPARED and step.lost is None:
             if self._tables is not None:
                 self._tables.reduce()
@@ -376,12 +377,12 @@ class ReplicatedEngine(Engine):
     def _prepare_vote(self, step: Step) -> None:
         """Prepares the step vote: adds digests of the passes' writes, and agrees on extremes with
         the other ranks. If that fails, the step is marked as lost."""
-        step.writes, step.written_between = self._digest_of_writes(), self._digest_between()
+        self._report_writes(step)
         if step.lost is None:
             self._agree_on_extremes(step)
 
-    def _digest_of_writes(self) -> int:
-        return joined(self._writes.digest(), self._step_buffers.exact_digest())
+    def _report_writes(self, step: Step) -> None:
+        self._step_buffers.report_writes(step, self._writes)
 
     def _counts(self, step: Step) -> bool:
         """Returns whether this rank's plain batch has a weight above 0, so that its extremes
@@ -389,16 +390,14 @@ class ReplicatedEngine(Engine):
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
     def _agree_on_extremes(self, step: Step) -> None:
-        extremes, group = self._step_buffers.extremes, self._session.group
+        extremes = self._step_buffers.extremes
         if not extremes:
             return
+        group = self._session.group
         made = extremes.made(counted=self._counts(step))
         step.issues(EXTREMES)
         with LosingStep(self._session):
             extremes.agree(group.exchange(made) if group is not None else [made])
-
-    def _digest_between(self) -> int:
-        return joined(self._writes.between, self._step_buffers.between)
 
     @torch.no_grad()
     @override
@@ -414,13 +413,13 @@ class ReplicatedEngine(Engine):
         group = self._session.group
         if group is None:
             raise MembershipChanged("there is no group")
-        if self._in_micro_batches or not self._step_buffers.size:
+        if step.in_micro_batches or not self._step_buffers.size:
             return group.sum_numbers(vote), {}
         while True:
             *summed, touched = group.sum_numbers([*vote, float(self._step_buffers.touched)])
             if not touched:
                 return summed, {}
-            self._reduction().sum_buffers_again(group)
+            self._reduction().sum_buffers_again(group, step)
 
     @property
     def holds_unreduced_gradients(self) -> bool:
@@ -434,15 +433,14 @@ class ReplicatedEngine(Engine):
         )
 
     @torch.no_grad()
-    def _reduce_what_is_left(self) -> None:
+    def _reduce_what_is_left(self, step: Step) -> None:
         """Finishes the step's reduction: all of it after micro-batches, otherwise what the hooks of
         backward passes have not done."""
-        step = self._session.step
-        if step is None or step.share is None or step.lost is not None:
+        if step.share is None or step.lost is not None:
             return
         check_reproducible(self.config, step)
         self._members.check()
-        if self._in_micro_batches:
+        if step.in_micro_batches:
             if step.micro_batch is not None:
                 raise PreconditionError(
                     "gradients are reduced after the inner loop, but this call is inside the "
@@ -451,9 +449,9 @@ class ReplicatedEngine(Engine):
                 )
             self._accumulation().finish()
         elif not self._session.elastic:
-            self._session.prepare_step()
+            self._session.lifecycle.prepare_step()
         elif step.phase is StepPhase.OPEN or self._reduction().pending:
-            self._reduction().synchronize()
+            self._reduction().synchronize(step)
         else:
             self._reduction().check_complete()
 
@@ -516,10 +514,8 @@ class ReplicatedEngine(Engine):
                 "have joined since then do not have. %s",
                 _CLEAR,
             )
-        carries = (
-            not self._in_micro_batches
-            and not self._setup.several
-            and any(p.grad is not None for p in self.module.parameters())
+        carries = not self._setup.several and any(
+            p.grad is not None for p in self.module.parameters()
         )
         self._uncleared_in = now if carries else None
 

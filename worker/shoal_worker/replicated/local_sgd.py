@@ -97,7 +97,7 @@ class LocalSGDEngine(ReplicatedEngine):
             raise PreconditionError(
                 "this model is a clone for evaluation; train the model that as_distributed returned"
             )
-        self._session.ensure_step()
+        self._session.lifecycle.ensure_step()
         return False
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class LocalSGDEngine(ReplicatedEngine):
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
         """Trains on this rank's batch and returns its loss. Ranks do not communicate in each step,
         so there is no common loss."""
-        step = self._session.ensure_step()
+        step = self._session.lifecycle.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         reported = read_later(loss)
         summed = self._in_micro_batches and step.micro_batch is not None
@@ -121,7 +121,7 @@ class LocalSGDEngine(ReplicatedEngine):
     def synchronize_gradients(self) -> None:
         """Finishes the step's gradients on this rank. Sends nothing, because gradients stay
         local."""
-        self._session.reduce_and_commit()
+        self._session.lifecycle.reduce_and_commit()
 
     def synchronize_parameters(self) -> None:
         """Makes the next step end the round. Called on every rank before that step's `step()`."""
@@ -148,7 +148,7 @@ class LocalSGDEngine(ReplicatedEngine):
             return
         if not self._round.ends_with_next_step(self._rounds):
             return
-        self._session.reduce_and_commit()
+        self._session.lifecycle.reduce_and_commit()
         self._update(update)
         if self._accumulated is not None and self._accumulated.open:
             self._accumulated.write_buffers()
@@ -189,7 +189,7 @@ class LocalSGDEngine(ReplicatedEngine):
         """Sums micro-batches on this rank. At the end of a round, also averages parameters and
         buffers over all ranks."""
         if self._in_micro_batches and not self._reduced:
-            self._reduce_what_is_left()
+            self._reduce_what_is_left(step)
             self._reduced = True
         if not self._averaging:
             self._step_buffers.extremes.agree(
@@ -198,13 +198,13 @@ class LocalSGDEngine(ReplicatedEngine):
         if self._averaging and step.phase is StepPhase.OPEN:
             if step.placement.generation != self._round.generation:
                 # the training on failed ranks is lost too
-                self._session.abort_step("the ranks have changed since the round began")
+                self._session.lifecycle.abort_step("the ranks have changed since the round began")
                 return
             with LosingStep(self._session) as averaging:
                 self._sum_round()
                 failpoint("reduction.completed")
             if not averaging.failed:
-                self._session.prepare_step()
+                self._session.lifecycle.prepare_step()
         if step.phase is StepPhase.PREPARED:
             self._prepare_vote(step)
 
@@ -333,11 +333,8 @@ class LocalSGDEngine(ReplicatedEngine):
         if self._round.steps == 0:
             self._attributes.begin()
 
-    def _digest_of_writes(self) -> int:
-        return 0
-
-    def _digest_between(self) -> int:
-        return 0
+    def _report_writes(self, step: Step) -> None:
+        """Reports no writes, because ranks have different values within a round."""
 
     def _undo_writes(self) -> None:
         self._writes.forget()

@@ -33,7 +33,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal_worker.elastic.contract.collective_trace import GRADIENTS
+from shoal_worker.elastic.contract.step import GRADIENTS
 from shoal_worker.engine.state.hidden_parameters import run_last
 from shoal_worker.engine.step.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.engine.step.passes import half_a_pass, tensors_in
@@ -43,6 +43,7 @@ from shoal_worker.torch_internals import after_backward, in_backward
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.contract.loader_interface import Share
+    from shoal_worker.elastic.contract.step import Step
     from shoal_worker.elastic.group.group import Group
     from shoal_worker.elastic.state.strategy_interface import StrategySession
     from shoal_worker.engine.step.buffers import CommittedBuffers
@@ -84,20 +85,18 @@ class OverlappedReduction:
         """Parameters, followed by the views for their gradients."""
         self._addresses: list[int] = []
         self._buffer_changes: torch.Tensor | None = None
-        self._pending = False
+        self._begun_in: Step | None = None
+        """Step of a backward pass that has begun and not ended; None outside of passes."""
+        self.pending = False
+        """True if there are gradients of this step that are not reduced yet."""
         self._lay_out()
 
     # --------------------------------------------------------------------------- the wrapper's part
 
-    @property
-    def pending(self) -> bool:
-        """True if there are gradients of this step that are not reduced yet."""
-        return self._pending
-
-    def prepare(self) -> None:
-        """Prepares a forward pass. Rebuilds the layout if parameters were frozen, unfrozen or moved
-        since the last pass. torch drops the hooks of a parameter whose dtype changed, and `.grad`,
-        a view of the bucket, may have been moved too."""
+    def prepare(self, step: Step) -> None:
+        """Prepares a forward pass of `step`. Rebuilds the layout if parameters were frozen,
+        unfrozen or moved since the last pass. torch drops the hooks of a parameter whose dtype
+        changed, and `.grad`, a view of the bucket, may have been moved too."""
         if not in_backward():
             # otherwise a checkpointed block runs again, in the middle of a backward pass
             self._refuse_half_a_pass()
@@ -106,8 +105,8 @@ class OverlappedReduction:
             self._wanted() != self._trained
             or [t.data_ptr() for t in self._places] != self._addresses
         ):
-            if self._pending:
-                self.synchronize()
+            if self.pending:
+                self.synchronize(step)
             self._lay_out()
         run_last(self._completing)
 
@@ -139,12 +138,12 @@ class OverlappedReduction:
         finally:
             self._automatic = before
 
-    def synchronize(self) -> None:
+    def synchronize(self, step: Step) -> None:
         """Sends the remaining gradients and waits for all reductions. Afterwards the sums are in
         `.grad`, or the step is marked as lost."""
         self._refuse_half_a_pass()
-        self._include_unfrozen()
-        self._reduce()
+        self._include_unfrozen(step)
+        self._reduce(step)
 
     def check_complete(self) -> None:
         """Checks that no parameter was unfrozen during a backward pass of a reduced step; otherwise
@@ -158,28 +157,28 @@ class OverlappedReduction:
             )
 
     @torch.no_grad()
-    def _reduce(self) -> None:
+    def _reduce(self, step: Step) -> None:
         while self._next < len(self._buckets):
-            self._send(self._buckets[self._next])
+            self._send(self._buckets[self._next], step)
         for slot in self._sparse:
-            self._send_sparse(slot)
-        arrived = self._flight.land()
-        if arrived:
-            self._settle()
+            self._send_sparse(slot, step)
+        if self._flight.land(step):
+            self._settle(step)
         else:
             for bucket in self._buckets:
                 bucket.flat.zero_()
         self._forget_pass()
 
-    def sum_buffers_again(self, group: Group) -> None:
+    def sum_buffers_again(self, group: Group, step: Step) -> None:
         """Sends all buffer changes again, separately, because a script has changed buffers. Raises
         MembershipChanged."""
-        factor = _factor(self._share)
+        share = _share(step)
+        factor = _factor(share)
         if factor == 0.0:
             changes = torch.zeros_like(self._changes)
             self._buffers.leave_out(changes)
         else:
-            changes = self._buffers.changes(self._changes, factor, self._share.weight)
+            changes = self._buffers.changes(self._changes, factor, share.weight)
         group.all_reduce(changes)
         self._buffer_changes = changes
 
@@ -192,7 +191,7 @@ class OverlappedReduction:
 
     def discard(self) -> None:
         """Discards a lost step, after waiting for reductions in progress."""
-        self._flight.land()
+        self._flight.land(self._session.step)
         self._forget_pass()
         self._buffer_changes = None
         for slot in [*self._sparse, *(slot for bucket in self._buckets for slot in bucket.slots)]:
@@ -203,21 +202,21 @@ class OverlappedReduction:
     def _arrived(self, number: int) -> None:
         """Records that the gradient of parameter `number` is complete, in this or a nested backward
         pass."""
-        step = self._session.step
-        if step is None or step.share is None or step.share.micro_batches is not None:
+        step = self._begun_in or self._session.step
+        if step is None or step.share is None or step.in_micro_batches:
             return
         sends = self._automatic and step.lost is None
-        if sends and not self._began:
-            self._include_unfrozen()
-        self._pending = True
+        if sends and self._begun_in is None:
+            self._include_unfrozen(step)
+        self.pending = True
         found = self._slots[number]
         if sends and found is not None:
-            self._completed(*found, step.share)
+            self._completed(*found, step)
 
-    def _completed(self, bucket: Bucket | None, slot: Slot, share: Share) -> None:
+    def _completed(self, bucket: Bucket | None, slot: Slot, step: Step) -> None:
         """Adds a complete gradient to its bucket, and sends buckets that have all their gradients.
         `bucket`: None for a sparse gradient."""
-        self._began = True
+        self._begun_in = step
         if not self._end_awaited:
             self._await_end()
         if bucket is None:
@@ -233,9 +232,9 @@ class OverlappedReduction:
         slot.ready = True
         bucket.awaited -= 1
         if slot.large:
-            slot.take(1.0 if self._sums else _factor(share))
+            slot.take(1.0 if self._sums else _factor(_share(step)))
         while self._next < len(self._buckets) and self._buckets[self._next].awaited == 0:
-            self._send(self._buckets[self._next])
+            self._send(self._buckets[self._next], step)
 
     def _before(self, slot: Slot) -> None:
         """Scales a gradient that is already the ranks' sum before autograd adds to it, so that it
@@ -253,24 +252,26 @@ class OverlappedReduction:
 
     def _pass_ended(self) -> None:
         self._end_awaited = False
-        if self._began:
-            self._reduce()
+        if self._begun_in is not None:
+            self._reduce(self._begun_in)
 
     def _refuse_half_a_pass(self) -> None:
-        if self._began:
+        if self._begun_in is not None:
             raise half_a_pass()
 
     def _forget_pass(self) -> None:
         self._next = 0
-        self._began = self._pending = self._end_awaited = False
+        self._begun_in = None
+        self.pending = self._end_awaited = False
         for bucket in self._buckets:
             bucket.open()
 
     # -------------------------------------------------------------------------------------- sending
 
-    def _send(self, bucket: Bucket) -> None:
-        step, factor = self._session.step, _factor(self._share)
-        if self._next == 0 and step is not None:
+    def _send(self, bucket: Bucket, step: Step) -> None:
+        share = _share(step)
+        factor = _factor(share)
+        if self._next == 0:
             step.issues(GRADIENTS)
         bucket.fill(factor, sums=self._sums)
         self._next += 1
@@ -278,17 +279,16 @@ class OverlappedReduction:
             if factor == 0.0:
                 self._changes.zero_()
                 self._buffers.leave_out(self._changes)
-            elif self._buffers.size:
-                self._changes.copy_(
-                    self._buffers.changes(self._changes, factor, self._share.weight)
-                )
+            elif self._changes.numel():
+                self._changes.copy_(self._buffers.changes(self._changes, factor, share.weight))
         if self._compression is None:
-            self._flight.send(bucket.flat)
+            self._flight.send(step, bucket.flat)
             return
         if self._next == 1:
             self._compression.weigh(1.0)
         if bucket.slots:
             self._flight.send_compressed(
+                step,
                 bucket.gradients,
                 "buckets",
                 self._next - 1,
@@ -296,11 +296,11 @@ class OverlappedReduction:
             )
         if self._next == len(self._buckets):
             self._riding = torch.cat([each.tail.to(self._changes) for each in self._buckets])
-            self._flight.send(self._riding)
+            self._flight.send(step, self._riding)
 
-    def _send_sparse(self, slot: Slot) -> None:
+    def _send_sparse(self, slot: Slot, step: Step) -> None:
         """Sends a sparse gradient in a separate all-reduce of the rows that some rank has."""
-        parameter, factor = slot.parameter, _factor(self._share)
+        parameter, factor = slot.parameter, _factor(_share(step))
         weighted = factor if not self._sums or slot.summed else float(factor > 0)
         grad = parameter.grad
         if grad is None or weighted == 0.0:
@@ -313,10 +313,10 @@ class OverlappedReduction:
             )
             weighted = 1.0
         parameter.grad = (grad.coalesce() * weighted).coalesce()
-        self._flight.send(parameter.grad)
+        self._flight.send(step, parameter.grad)
 
-    def _settle(self) -> None:
-        factor = _factor(self._share)
+    def _settle(self, step: Step) -> None:
+        factor = _factor(_share(step))
         if self._compression is not None:
             tails = [each.tail for each in self._buckets]
             torch._foreach_copy_(tails, list(self._riding.split([tail.numel() for tail in tails])))
@@ -327,30 +327,23 @@ class OverlappedReduction:
             if slot.parameter.grad is not None and slot.parameter.grad._nnz() == 0:
                 slot.parameter.grad = None
         self._buffer_changes = self._changes
-        self._session.prepare_step()
-
-    @property
-    def _share(self) -> Share:
-        step = self._session.step
-        assert step is not None
-        assert step.share is not None
-        return step.share
+        self._session.lifecycle.prepare_step()
 
     # --------------------------------------------------------------------------------------- layout
 
     def _wanted(self) -> list[bool]:
         return [p.requires_grad for p in self._parameters]
 
-    def _include_unfrozen(self) -> None:
+    def _include_unfrozen(self, step: Step) -> None:
         """Rebuilds the layout if parameters were unfrozen. Called before a backward pass, or a step
         without one, sends anything. The pass need not have gone through the model's forward. All
         ranks do so, whichever gradient is complete first."""
         if self._unfrozen() is None:
             return
-        if self._pending and any(
+        if self.pending and any(
             known and not now for known, now in zip(self._trained, self._wanted(), strict=True)
         ):
-            self._reduce()  # gradients of parameters that are frozen now
+            self._reduce(step)  # gradients of parameters that are frozen now
         self._lay_out()
 
     def _unfrozen(self) -> torch.Tensor | None:
@@ -446,6 +439,12 @@ class OverlappedReduction:
         if self._sums and not frozen:
             yield parameter.register_hook(before)
         parameter.requires_grad_(not frozen)
+
+
+def _share(step: Step) -> Share:
+    """Returns this rank's share of a step whose batch was handed out."""
+    assert step.share is not None
+    return step.share
 
 
 def _factor(share: Share) -> float:

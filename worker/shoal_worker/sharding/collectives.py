@@ -32,7 +32,7 @@ from shoal_worker.compression.reduction import Reduction
 from shoal_worker.elastic.contract.step import agree
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import StrategySession
-from shoal_worker.engine.step.failed_collectives import LosingStep, come_after
+from shoal_worker.engine.step.failed_collectives import LosingStep, await_ordered
 from shoal_worker.sharding.layout import Division
 
 if TYPE_CHECKING:
@@ -128,10 +128,6 @@ class Collectives(Protocol):
     """Communication of units. All ranks issue the same calls in the same order."""
 
     @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
     def lost(self) -> bool:
         """True if a collective of the step has failed, so that no more collectives are issued in
         the step."""
@@ -172,16 +168,6 @@ class SessionCollectives:
         self._session = session
 
     @property
-    def rank(self) -> int:
-        """This process's rank among the ranks that share the model."""
-        return self._session.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that share the model."""
-        return self._session.world_size
-
-    @property
     def lost(self) -> bool:
         """True if a collective of the step has failed; see `Collectives.lost`."""
         step = self._session.step
@@ -211,11 +197,13 @@ class SessionCollectives:
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
         """Implements `Collectives.pass_on`."""
-        to, source = (self.rank + stride) % self.world_size, (self.rank - stride) % self.world_size
-        receives = [received.numel() if r == source else 0 for r in range(self.world_size)]
-        sends = [sent.numel() if r == to else 0 for r in range(self.world_size)]
+        group = self._group
+        rank, size = (group.rank, group.world_size) if group is not None else (0, 1)
+        to, source = (rank + stride) % size, (rank - stride) % size
+        receives = [received.numel() if r == source else 0 for r in range(size)]
+        sends = [sent.numel() if r == to else 0 for r in range(size)]
         return self._issue(
-            self._group,
+            group,
             None,
             lambda group: group.all_to_all_async(received, sent, receives, sends),
             alone=lambda: None,
@@ -265,11 +253,6 @@ class PartCollectives(SessionCollectives):
     def rank(self) -> int:
         """This process's rank in the part."""
         return self._part.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the part."""
-        return self._part.world_size
 
     @property
     def _group(self) -> Group:
@@ -350,11 +333,10 @@ class _Issued:
         """Implements `Pending.wait`."""
         group, work = self._group, self._work
         del self._group, self._work  # both keep sockets open
-        with LosingStep(self._session, raises_outside=True) as waiting:
-            come_after(self._session, group, work)
-        if waiting.failed:
+        succeeded = await_ordered(self._session, group, work)
+        if not succeeded:
             _clear(self._cleared)
-        return not waiting.failed
+        return succeeded
 
 
 def _clear(tensor: torch.Tensor | None) -> None:

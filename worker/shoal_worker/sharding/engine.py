@@ -31,10 +31,9 @@ from typing_extensions import override
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.contract.collective_trace import COMMIT, EXTREMES
 from shoal_worker.elastic.contract.generation import Topology
 from shoal_worker.elastic.contract.loader_interface import Share
-from shoal_worker.elastic.contract.step import Step
+from shoal_worker.elastic.contract.step import COMMIT, EXTREMES, Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.partitioned import CommitSum, PartitionedEngine, ShardedCommitPayload
@@ -43,8 +42,8 @@ from shoal_worker.engine.state.parameter_groups import ParameterGroup, alike, by
 from shoal_worker.engine.state.parameters import take_unsaved
 from shoal_worker.engine.step.buffers import CommittedBuffers
 from shoal_worker.engine.step.compressed import check_floating, compression_of
-from shoal_worker.engine.step.failed_collectives import LosingStep
-from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
+from shoal_worker.engine.step.failed_collectives import LosingStep, completes
+from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters
 from shoal_worker.engine.step.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.features.synchronized_norms import synchronize_norms
@@ -104,6 +103,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     """Engine of a model whose optimizer state, and possibly gradients and parameters, are sharded
     over the ranks."""
 
+    _payload_type = ShardedCommitPayload
     _execution: ShardedExecution
     """Runs the units of the module, once the module has values."""
 
@@ -240,7 +240,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._frozen_pass = False
         if self._trains:
             self._execution.take_gradients_last()
-            step = self._session.ensure_step()
+            step = self._session.lifecycle.ensure_step()
             if step.source is not None:  # otherwise it may be a dry run, and no step
                 check_reproducible(self.config, step)
             if step is self._session.step:
@@ -316,16 +316,14 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
                 else None
             )
             self._compression.weigh(total or 1.0 if self.config.loss_reduction == "mean" else 1.0)
-        group = self._session.group
         if (
-            group is None
-            or step.lost is not None
-            or self.stage is not Stage.PARAMETERS
-            or not step.in_micro_batches
+            step.in_micro_batches
+            and step.lost is None
+            and self.stage is Stage.PARAMETERS
+            and (group := self._session.group) is not None
         ):
-            return
-        with LosingStep(self._session):
-            self._execution.learn_passes(group)
+            with LosingStep(self._session):
+                self._execution.learn_passes(group)
 
     # ------------------------------------------------------------------------------------- training
 
@@ -417,14 +415,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._parts.check(state)
 
     def _hand_out(self, commit_payload: ShardedCommitPayload) -> None:
-        self._held.bring_mirrors()
+        held, present = self._held, iter(commit_payload.present)
+        held.bring_mirrors()
         self._gradients.hand_out(commit_payload.divisor, commit_payload.present)
-        present = iter(commit_payload.present)
-        for unit in self._held.trained:
+        for unit in held.trained:
             unit.hidden.gradients_handed_out([next(present) for _ in unit.parameters])
-
-    def _parse_commit(self, received: Mapping[str, Any]) -> ShardedCommitPayload:
-        return ShardedCommitPayload(**received)
 
     @override
     def issued(self) -> bytes:
@@ -481,14 +476,14 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
                 [u.layout.padded_numel for u in trained],
             )
             self._compression.step_begins()
-        self._watch_units(not self._carries_writes)
+        self._watch_units(self._held.units, not self._carries_writes)
         self._step_buffers.step_begins()
         self._writes.begin()
         if self._session.elastic:
             self._attributes.begin()
 
-    def _watch_units(self, in_step: bool) -> None:
-        for unit in self._held.units:
+    def _watch_units(self, units: Sequence[Unit], in_step: bool) -> None:
+        for unit in units:
             unit.in_step, unit.watched = in_step, in_step and not self._looked
             unit.is_lost, unit.proves_lost = self._is_lost, self._proves_lost
 
@@ -514,6 +509,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @torch.no_grad()
     def _reduce(self, step: Step, share: Share) -> None:
+        held = self._held
         check_reproducible(self.config, step)
         self._refuse_half_a_pass(step)
         self._refuse_carried()
@@ -525,15 +521,19 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         if step.lost is None:  # failed collectives may have left any values
             if not self._carries_writes:
                 self._writes.refuse(unless=self._proves_lost)
-                for unit in self._held.units:
+                for unit in held.units:
                     if unit.resident:
                         unit.refuse_written()
-            step.writes = joined(self._writes.digest(), self._step_buffers.exact_digest())
-            step.written_between = joined(self._writes.between, self._step_buffers.between)
+            self._step_buffers.report_writes(step, self._writes)
         self._agree_on_extremes(step, share)
         step.issues(COMMIT)
-        if step.lost is None:
-            self._prepare()
+        # the mirror holder receives the sums before the step is prepared
+        if (
+            step.lost is None
+            and self._gradients.pass_on(self._collectives, held.division)
+            and completes(self._session, step)
+        ):
+            self._session.lifecycle.prepare_step()
 
     @torch.no_grad()
     @override
@@ -541,19 +541,17 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
         failpoint("sharded.sealed")
-        session, gradients = self._session, self._gradients
+        gradients, held, group = self._gradients, self._held, self._session.group
+        counts = held.division.replica(group.rank if group is not None else 0) == 0
         summing = CommitSum(
             vote,
             self._execution.issued.word(),
             [self._weights],
-            gradients.squared_norm_part(
-                self._held.trained if self._held.division.replica(session.rank) == 0 else []
-            ),
+            gradients.squared_norm_part(held.trained if counts else []),
             gradients.touched,
             self._buffer_changes(step),
         )
         summed = summing.to_send()
-        group = session.group
         if group is not None and group.world_size > 1:
             group.all_reduce_short(summed)
         word, issued, weights, norm, present, changes = summing.split(summed)
@@ -569,9 +567,10 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         return word.tolist(), vars(payload)
 
     def _agree_on_extremes(self, step: Step, share: Share) -> None:
-        extremes, group = self._step_buffers.extremes, self._session.group
+        extremes = self._step_buffers.extremes
         if not extremes or step.lost is not None:
             return
+        group = self._session.group
         step.issues(EXTREMES)
         made = extremes.made(counted=not step.in_micro_batches and share.weight > 0)
         with LosingStep(self._session):
@@ -607,15 +606,6 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._refuse_half_a_pass(step)
         self._execution.drop_gradients()
 
-    def _prepare(self) -> None:
-        """Sends the summed gradients to the mirror holder and prepares the step. On a failure the
-        step is marked lost."""
-        if not self._gradients.pass_on(self._collectives, self._held.division):
-            return
-        with LosingStep(self._session):
-            failpoint("reduction.completed")
-            self._session.prepare_step()
-
     def _updated(self) -> None:
         """Fetches the other ranks' pieces of unsharded parameters after an update."""
         self._held.updated()
@@ -624,7 +614,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     @torch.no_grad()
     @override
     def discard_step(self) -> None:
-        self._watch_units(False)
+        self._watch_units(self._held.units, False)
         self._execution.forget()
         self._step_buffers.put_back()
         step = self._session.step
@@ -645,9 +635,10 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._execution.forget()
         self._step_buffers.step_committed()
         self._writes.commit()
-        self._watch_units(False)
+        held = self._held
+        self._watch_units(held.units, False)
         self._looked = True
-        self._held.committed()
+        held.committed()
         if self._compression is not None:
             self._compression.commit(unusable=self._skipped)
 

@@ -117,7 +117,7 @@ class UnitLayout:
             per_rank = -(-self.numel // self.world_size)
         return -(-per_rank // _ALIGNMENT) * _ALIGNMENT if self.world_size > 1 else per_rank
 
-    @property
+    @functools.cached_property
     def padded_numel(self) -> int:
         """Number of elements of the flat vector."""
         return self.shard_numel * self.world_size

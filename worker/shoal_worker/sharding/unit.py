@@ -38,9 +38,8 @@ from shoal_worker.engine.state.hidden_parameters import (
     HiddenParameter,
     Leaves,
     Whereabouts,
-    drop_gradient,
-    gradient_of,
-    is_hidden,
+    find_moved,
+    take_gradient,
 )
 from shoal_worker.engine.step.pass_writes import same, some_of, written_in_vain
 from shoal_worker.sharding.collectives import Collectives, Pending
@@ -421,14 +420,8 @@ class Unit:
     def moved(self) -> str | None:
         """Name of a parameter that was moved away from the memory that receives the ranks' values;
         None if there is none."""
-        for name, view, parameter in zip(
-            self.parameter_names, self._views, self.parameters, strict=True
-        ):
-            if not is_hidden(parameter) and (
-                parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype
-            ):
-                return name
-        return None
+        index = find_moved(self.parameters, self._views)
+        return self.parameter_names[index] if index is not None else None
 
     def changed(self) -> None:
         """Marks gathered values as stale after an optimizer step, except for untrained
@@ -447,10 +440,10 @@ class Unit:
     def add_gradient(self, index: int, factor: float) -> None:
         """Adds the gradient of one parameter, weighted by `factor`. If the factor is zero, the
         gradient may contain anything, even NaN."""
-        gradient = taken_gradient(self.leaves[index])
+        gradient = self.hidden.take_gradient(index)
         if gradient is None:
             return
-        self.hidden.gradient_taken(index)
+        gradient = _local_part(self.leaves[index], gradient)
         if factor == 0.0:
             return
         self.touched[index] = True
@@ -517,11 +510,14 @@ class Reducing:
 
 
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-    """Removes this rank's part of the gradient that autograd accumulated, and returns it. A
-    DTensor's gradient may be summed over the ranks of its mesh, which is a collective of these
-    ranks."""
-    gradient = gradient_of(leaf)
-    drop_gradient(leaf)
+    """Removes this rank's part of the gradient that autograd accumulated, and returns it."""
+    gradient = take_gradient(leaf)
+    return None if gradient is None else _local_part(leaf, gradient)
+
+
+def _local_part(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a gradient. A DTensor's gradient may be summed over the ranks of
+    its mesh, which is a collective of these ranks."""
     if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):
         if gradient.placements != leaf.placements:
             gradient = gradient.redistribute(placements=leaf.placements)

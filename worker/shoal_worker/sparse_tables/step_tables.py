@@ -197,7 +197,7 @@ class ServerStepTables:
             job.takes_steps = True
         except StopTraining as stop:
             self._close()
-            self._own.give_up_step(stop)
+            self._own.lifecycle.give_up_step(stop)
             raise
         except BaseException:
             self._close()

@@ -189,9 +189,9 @@ class ShardedModel(nn.Module):
         """Runs a pass through `call`, a method of the engine, and records its inputs for comparison
         between ranks."""
         if self.training and torch.is_grad_enabled():
-            self._session.note_inputs(args, kwargs)
+            self._session.lifecycle.note_inputs(args, kwargs)
         else:
-            self._session.note_evaluated(args, kwargs)
+            self._session.lifecycle.note_evaluated(args, kwargs)
         output = call(*args, **kwargs)
         if self._among is not None and torch.is_grad_enabled():
             self._among.refuse_stale(output)
@@ -214,14 +214,14 @@ class ShardedModel(nn.Module):
         is returned. Under local_sgd and async_sgd, whose ranks do not communicate in each step, the
         loss is this rank's own.
         """
-        self._session.note_inputs(inputs, targets)
+        self._session.lifecycle.note_inputs(inputs, targets)
         return self.engine.train_step(inputs, targets, loss_fn)
 
     def predict(self, inputs: Any) -> Any:
         """Runs the forward pass in evaluation mode, without gradients. Afterwards each module's
         mode is restored. All ranks of a replica call this with the same inputs and receive the same
         outputs."""
-        self._session.note_evaluated(inputs)
+        self._session.lifecycle.note_evaluated(inputs)
         return self.engine.predict(inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

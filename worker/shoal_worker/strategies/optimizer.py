@@ -243,8 +243,7 @@ class ShardedOptimizer(ForwardingOptimizer):
     def membership(self) -> Placement:
         """Current placement of this process: `generation`, `rank` and `world_size`. Rank and world
         size are equal to `shoal.rank()` and `shoal.world_size()`."""
-        rank, world_size = self._session.script_place
-        return Placement(generation=self._session.generation, rank=rank, world_size=world_size)
+        return self._session.script_placement
 
     def on_membership_change(self, callback: MembershipCallback) -> None:
         """Registers a callback for changes of membership. The training thread calls

@@ -117,7 +117,7 @@ def training_in_evaluation_mode(place: Place) -> State:
             # a loop without a loader: its step begins with a forward pass in training mode
             model(place.part(x))
         if isinstance(place, Ranks):
-            current_session().ensure_step()
+            current_session().lifecycle.ensure_step()
         model.eval()
         mse(model, place.part(x), place.part(y)).backward()
         model.train()

@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import InvalidRequestError
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import Store
 
 from shoal_worker.backends.base import CommunicationBackend, GroupEndedError
-from shoal_worker.backends.collective import Collective, check_op
+from shoal_worker.backends.collective import Collective
 from shoal_worker.backends.inmemory.room import Meeting, Reception, Room, room_for
 from shoal_worker.backends.python_group import PythonGroup
 from shoal_worker.torch_internals import _DistributedBackendOptions
@@ -56,14 +55,7 @@ class InMemoryGroup(PythonGroup):
         self._timeout = timeout
 
     def _issue(self, call: Collective) -> Work:
-        for one in call.inputs if call.op is not None else ():
-            check_op(call.op, one.dtype)
-        if (
-            len(call.dtypes) > 1
-            and len({one.dtype for one in call.inputs}) == 1
-            and call.inputs is not call.outputs
-        ):
-            raise InvalidRequestError(f"{call}: the outputs differ in dtype from the inputs")
+        call.check()
         return CollectiveWork(
             self.room, self.room.issue(self.rank(), call), self.rank(), self._timeout
         )

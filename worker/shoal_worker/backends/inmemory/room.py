@@ -181,6 +181,8 @@ class Room:
     def await_meeting(self, meeting: Meeting, rank: int, timeout: timedelta) -> None:
         """Blocks until all ranks have entered the collective. Ends the room after `timeout`. Raises
         the error that ended the room."""
+        if meeting.done:
+            return
         what = f"in {meeting.calls[rank]} (collective {meeting.number} of group {self.name})"
         ready = turns.wait(
             self, lambda: meeting.done or self.ended is not None, timeout.total_seconds(), what
@@ -269,9 +271,11 @@ class Room:
             self.has_outsiders = True
 
     def _compare(self, meeting: Meeting, rank: int) -> None:
+        if rank == meeting.first:
+            return
         first = meeting.calls[meeting.first]
         call = meeting.calls[rank]
-        if call.signature != first.signature:
+        if not call.matches(first):
             error = UnmatchedCollectiveError(
                 f"collective {meeting.number} of group {self.name} is {first} on rank "
                 f"{meeting.first}, but {call} on rank {rank}; expected the same collective on all "

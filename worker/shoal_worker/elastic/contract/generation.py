@@ -219,7 +219,7 @@ class Generation:
     """True if this is the first generation of its run. The number does not show that, because
     numbers continue across a job's runs."""
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.peers)

@@ -1,4 +1,5 @@
-"""The step in progress, and the step vote that its commit all-reduce sums.
+"""The step in progress, the trace of its collectives, and the step vote that its commit all-reduce
+sums.
 
 A step ends in the same way under every strategy. First the gradients are summed. A rank that has
 everything it needs to apply the step has *prepared* it. A small commit all-reduce follows. A rank
@@ -14,12 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
-from typing import Final, NamedTuple, SupportsFloat
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, SupportsFloat
 
 from shoal_common.errors import PreconditionError, ShoalError
 
-from shoal_worker.elastic.contract.collective_trace import CollectiveTrace
 from shoal_worker.elastic.contract.loader_interface import Placement, Share, StepSource, WeighRows
 
 _BASE = 1 << 20
@@ -81,6 +81,65 @@ def _digits(value: int, count: int) -> list[int]:
     return [value // _BASE**index % _BASE for index in range(count)]
 
 
+# ------------------------------------------------------------------- the trace of its collectives
+#
+# When ranks wait, the traces of their collectives in a step are compared. All ranks issue the same
+# collectives, so of two ranks' traces one is a prefix of the other. If two traces differ at one
+# position, the scripts diverged: for example, one rank called an optimizer's `step` while another
+# omitted it and continued with the next pass. Each rank then waits in a collective that the other
+# rank never issues.
+#
+# The training thread writes the trace, and so do the threads of backward passes while the training
+# thread waits. The desync detector's thread reads it.
+
+GRADIENTS = "reduces gradients of a backward pass"
+FORWARD = "runs a forward pass of the model"
+EXTREMES = "reduces buffers that hold minima and maxima"
+SUM = "reduces the step's gradients"
+COMMIT = (
+    "commits the step (optimizer.step(), or train_step, clip_grad_norm_ and others that commit "
+    "early)"
+)
+BATCH = "ends the batch (steps the last of all optimizers, or requests the next batch)"
+
+
+class CollectiveTrace:
+    """Collectives that this rank has issued in the current step of one generation."""
+
+    def __init__(self) -> None:
+        self._place: tuple[int, ...] = ()
+        self._issued: list[str] = []
+
+    def begin(self, *place: int) -> None:
+        """Begins the trace of a step at `place`. If an abandoned step began at the same place, the
+        next step continues its trace."""
+        if place != self._place:
+            self._place, self._issued = place, []
+
+    def add(self, what: str, of: str = "") -> None:
+        """Adds a collective that is about to be issued. `what`: the action, starting with a verb.
+        `of`: name of the model, if there are several."""
+        self._issued.append(f"{what}, of {of}" if of else what)
+
+    def encode(self, *, passes: bool) -> dict[str, Any]:
+        """Returns the trace as JSON, for `apart` on another rank. Each distinct text is included
+        once. `passes`: include the forward passes, which the ranks of one replica have in
+        common."""
+        issued = [each for each in list(self._issued) if passes or not each.startswith(FORWARD)]
+        texts = list(dict.fromkeys(issued))
+        numbers = {text: number for number, text in enumerate(texts)}
+        return {"texts": texts, "issued": [numbers[text] for text in issued]}
+
+
+def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Compares two ranks' traces (results of `CollectiveTrace.encode`). Returns both actions at the
+    first position with different collectives, or None if the ranks did not diverge."""
+    lists = ([each["texts"][number] for number in each["issued"]] for each in (one, other))
+    return next(
+        ((mine, theirs) for mine, theirs in zip(*lists, strict=False) if mine != theirs), None
+    )
+
+
 # ----------------------------------------------------------------------------- the step in progress
 
 _BOUNDARY, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
@@ -103,6 +162,32 @@ CONTROL_LENGTH: Final = _PLACE + PLACE_WORD_LENGTH
 def _digest_word(digest: int) -> list[float]:
     digits = [float(digit) for digit in _digits(digest, 2)]
     return [*digits, *(digit * digit for digit in digits)]
+
+
+class Requests(NamedTuple):
+    """Requests of the ranks for the next step boundary, from a summed step vote."""
+
+    boundary: bool
+    """True if a rank wants a membership change."""
+    stop: bool
+    """True if a rank knows that the job stops. All ranks stop at the next boundary, including those
+    that learn of the stop later."""
+    all_leave: bool
+    """True if every rank was asked to leave, for example because an allocation is reclaimed. All
+    ranks stop together at the next boundary."""
+
+
+class Difference(enum.Enum):
+    """Difference between ranks that a summed step vote shows."""
+
+    POSITION = "position"
+    """The ranks are at different steps, or in steps of different models."""
+    SETTINGS = "settings"
+    """The ranks' optimizers have different settings."""
+    WRITES = "writes"
+    """The ranks' passes made different writes to parameters."""
+    WRITES_BETWEEN = "writes between steps"
+    """The ranks made different writes between steps. Their values may still be equal."""
 
 
 class StepPhase(enum.Enum):
@@ -132,6 +217,8 @@ class Step:
     trace: CollectiveTrace = dataclasses.field(default_factory=CollectiveTrace)
     """Trace of this rank's collectives in the step, and in an abandoned step before it."""
     share: Share | None = None
+    in_micro_batches: bool = dataclasses.field(init=False, default=False)
+    """True if the step is split into micro-batches instead of one plain batch per rank."""
     handed_out: bool = False
     touched: bool = False
     """True if the script has called the model in this step."""
@@ -177,10 +264,13 @@ class Step:
     """Numbers of the leased batches that count with this step: all batches of its round in the
     round's last step, none before. None: only the step's own batch."""
 
-    @property
-    def in_micro_batches(self) -> bool:
-        """True if the step is split into micro-batches instead of one plain batch per rank."""
-        return self.share is not None and self.share.micro_batches is not None
+    def __post_init__(self) -> None:
+        if self.share is not None:
+            self.assign(self.share)
+
+    def assign(self, share: Share) -> None:
+        """Stores this rank's share of the step."""
+        self.share, self.in_micro_batches = share, share.micro_batches is not None
 
     def issues(self, what: str) -> None:
         """Records a collective of the step that is about to be issued. `what`: see
@@ -258,42 +348,30 @@ class Step:
         return self.lost is not None and self.phase is StepPhase.PREPARED
 
     @property
-    def boundary_wanted(self) -> bool:
-        """True if a rank wants a membership change at the next step boundary."""
-        return self.control is not None and self.control[_BOUNDARY] > 0
+    def requests(self) -> Requests:
+        """Requests of the ranks in the summed step vote, for the next step boundary."""
+        if self.control is None:
+            return Requests(boundary=False, stop=False, all_leave=False)
+        return Requests(
+            boundary=self.control[_BOUNDARY] > 0,
+            stop=self.control[_STOP] > 0,
+            all_leave=self.control[_LEAVING] == self.control[_PLACE],
+        )
 
     @property
-    def stop_announced(self) -> bool:
-        """True if a rank knows that the job stops. All ranks stop at the next boundary, including
-        those that learn of the stop later."""
-        return self.control is not None and self.control[_STOP] > 0
-
-    @property
-    def all_leave(self) -> bool:
-        """True if every rank was asked to leave, for example because an allocation is reclaimed.
-        All ranks stop together at the next boundary."""
-        return self.control is not None and self.control[_LEAVING] == self.control[_PLACE]
-
-    @property
-    def ranks_agree(self) -> bool:
-        """True if all participating ranks were at the same step."""
-        return self.control is None or agree(self.control[_PLACE:])
-
-    @property
-    def settings_agree(self) -> bool:
-        """True if the optimizers of all participating ranks have the same settings."""
-        return self._agree(_SETTINGS)
-
-    @property
-    def writes_agree(self) -> bool:
-        """True if all participating ranks made the same writes to parameters in their passes, or
-        none."""
-        return self._agree(_WRITES)
-
-    @property
-    def between_agrees(self) -> bool:
-        """True if all participating ranks made the same writes between steps, or none."""
-        return self._agree(_BETWEEN)
+    def difference(self) -> Difference | None:
+        """First difference between the ranks according to the summed step vote; None if the
+        participating ranks agree in all respects."""
+        if self.control is None:
+            return None
+        if not agree(self.control[_PLACE:]):
+            return Difference.POSITION
+        compared = (
+            (_SETTINGS, Difference.SETTINGS),
+            (_WRITES, Difference.WRITES),
+            (_BETWEEN, Difference.WRITES_BETWEEN),
+        )
+        return next((what for begins, what in compared if not self._agree(begins)), None)
 
     @property
     def evaluated_alike(self) -> bool:

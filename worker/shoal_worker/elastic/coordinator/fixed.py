@@ -88,18 +88,14 @@ class FixedMembership:
         self._donor_address = donor_address
         self._host = host
         self._turns = own_turns()
-        self._group: Group | None = None
+        self.group: Group | None = None
+        """The group formed last; None before the first and after `leave_group`."""
         self.link = FixedLink(self._generation("", [("", "")] * seat.world_size))
 
     @property
     def only_backend(self) -> str:
         """Backend with which the ranks were started."""
         return self._seat.backend
-
-    @property
-    def group(self) -> Group | None:
-        """The group formed last; None before the first and after `leave_group`."""
-        return self._group
 
     def observe(self, progress: ProgressMeter) -> None:
         """Does nothing, because there is no coordinator to inform."""
@@ -146,8 +142,8 @@ class FixedMembership:
         )
         nonces, *places = zip(*(json.loads(one) for one in replies), strict=True)
         self.link.newest_generation = self._generation(nonces[0], list(zip(*places, strict=True)))
-        self._group = Group(self.link.newest_generation, backend, None, configuration)
-        return self._group
+        self.group = Group(self.link.newest_generation, backend, None, configuration)
+        return self.group
 
     def failed(self, error: BaseException) -> NoReturn:
         """Raises MembershipChanged: a group that failed has no successor in a fixed world."""
@@ -176,7 +172,7 @@ class FixedMembership:
 
     def leave_group(self, reason: str) -> None:
         """Releases the group. The other ranks fail only when they need this rank."""
-        group, self._group = self._group, None
+        group, self.group = self.group, None
         if group is not None:
             group.leave()
 
@@ -191,8 +187,8 @@ class FixedMembership:
     ) -> str:
         """Ends this rank's part in the launch. Returns a difference from the state of another rank
         that finished, or an empty string. MPI ranks share no store and therefore do not compare."""
-        if reason == LeaveReason.FINISHED and self._group is not None:
-            self._group.all_leave()
+        if reason == LeaveReason.FINISHED and self.group is not None:
+            self.group.all_leave()
         self.leave_group("this rank has ended")
         return "" if held is None or reason != LeaveReason.FINISHED else self._compare(held)
 

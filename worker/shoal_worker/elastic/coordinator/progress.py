@@ -215,7 +215,8 @@ class ProgressMeter:
             while len(self._recent) > 2 and self._recent[0][0] < now - _WINDOW_S:
                 self._recent.popleft()
             last, self._last_commit = self._last_commit, now
-            waited_s, self._waited_s = self.waits.total_s - self._waited_s, self.waits.total_s
+            total_s = self.waits.total_s
+            waited_s, self._waited_s = total_s - self._waited_s, total_s
             if last is not None:
                 self._step_times.append(now - last)
                 self._busy_times.append(max(0.0, now - last - waited_s))
@@ -259,13 +260,12 @@ class ProgressMeter:
         known: bool = False,
         pushed: bool = True,
     ) -> None:
-        """Writes the last committed step to the launcher's file. `steps`, `samples`: totals of the
-        run. `step_samples`: samples of this step. `generation`: the rank's current generation.
-        `known`: the servers already had the step's batch, or its round. `pushed`: False for an
-        inner step of an unfinished round."""
+        """Writes the last committed step to `tally_writer`, which must be set. `steps`, `samples`:
+        totals of the run. `step_samples`: samples of this step. `generation`: the rank's current
+        generation. `known`: the servers already had the step's batch, or its round. `pushed`: False
+        for an inner step of an unfinished round."""
         writer = self.tally_writer
-        if writer is None:
-            return
+        assert writer is not None
         round_steps, round_samples = self._unpushed[0] + 1, self._unpushed[1] + step_samples
         self._unpushed = (0, 0) if pushed else (round_steps, round_samples)
         if pushed:

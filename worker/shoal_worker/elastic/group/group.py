@@ -115,6 +115,12 @@ class Group:
         """`backend`: initialized backend; None in a world of one. The group takes ownership of
         `backend` and `store`. `configuration`: settings for connecting parts of the group."""
         self.generation = generation
+        self.rank = generation.rank
+        """This member's rank."""
+        self.world_size = generation.world_size
+        """Number of ranks."""
+        self.broken: str | None = None
+        """Reason why the group has ended; None while it works."""
         self._backend = backend
         self._store = store
         self._configuration = configuration
@@ -128,19 +134,8 @@ class Group:
         self._parts: list[Group] = []
         self._connections: Counter[str] = Counter()
         """Number of parts connected under each name. Each part needs a separate store."""
-        self._reason: str | None = None
         self._lock = threading.Lock()
         self._guarded: list[socket.socket] = []
-
-    @property
-    def rank(self) -> int:
-        """This member's rank."""
-        return self.generation.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.generation.world_size
 
     @property
     def device(self) -> torch.device:
@@ -153,16 +148,11 @@ class Group:
         )
 
     @property
-    def broken(self) -> str | None:
-        """Reason why the group has ended; None while it works."""
-        return self._reason
-
-    @property
     def ended(self) -> bool:
         """True if the group has ended on this rank or on a peer, as far as this rank knows without
         waiting."""
         backend = self._backend
-        return self._reason is not None or (backend is not None and not backend.is_initialized)
+        return self.broken is not None or (backend is not None and not backend.is_initialized)
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns the traffic of the group's connections so far; see
@@ -254,7 +244,7 @@ class Group:
         """Registers a part before it connects, so that an `abort` of this group ends it as well."""
         with self._lock:
             self._parts.append(part)
-            reason = self._reason
+            reason = self.broken
         if reason is not None:
             part.abort(reason)
         return part
@@ -482,9 +472,9 @@ class Group:
         """Ends the group: current and later collectives fail with `reason`. Thread-safe; does not
         block."""
         with self._lock:
-            if self._reason is not None:
+            if self.broken is not None:
                 return
-            self._reason = reason
+            self.broken = reason
             guarded, parts = list(self._guarded), list(self._parts)
         for connection in guarded:
             _shut_down(connection)
@@ -507,8 +497,8 @@ class Group:
             with self._lock:
                 own.append(connection)
                 self._guarded.append(connection)
-                broken = self._reason is not None
-            if broken:
+                has_ended = self.broken is not None
+            if has_ended:
                 _shut_down(connection)
 
         try:
@@ -539,7 +529,7 @@ class Group:
         """Closes the group without informing the other ranks, if the backend permits. The others
         fail only when they need this rank."""
         with self._lock:
-            self._reason = self._reason or "this rank has left the group"
+            self.broken = self.broken or "this rank has left the group"
             parts, self._parts = self._parts, []
             backend, self._backend, self._store = self._backend, None, None
         for part in parts:
@@ -569,18 +559,18 @@ class Group:
             return outputs
 
     def _check(self) -> None:
-        if self._reason is not None:
+        if self.broken is not None:
             backend = self._backend
             if backend is not None:
                 backend.rest()  # after this error, the caller may reuse the memory
             raise self._ended(
-                MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
+                MembershipChanged(f"generation {self.generation.number} is over: {self.broken}")
             )
 
     @property
     def _live_backend(self) -> CommunicationBackend:
         if self._backend is None:
-            raise MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
+            raise MembershipChanged(f"generation {self.generation.number} is over: {self.broken}")
         return self._backend
 
     def _failures(self, what: str) -> _Failures:
@@ -588,7 +578,7 @@ class Group:
 
     def _over(self, what: str, error: Exception) -> ShoalError:
         """Ends the group because of `error` in a collective, and returns the exception to raise."""
-        reason = self._reason or f"{what} failed: {cause_of(error)}"
+        reason = self.broken or f"{what} failed: {cause_of(error)}"
         # closes the sockets, so that peers stuck in the same collective are freed as well
         self.abort(reason)
         return self._ended(

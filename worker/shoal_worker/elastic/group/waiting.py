@@ -62,15 +62,16 @@ class Waiting:
         has no store, and waits are not compared."""
         self.now: Wait | None = None
         """Current wait, if it can be compared with other ranks' waits."""
-        self.where: Callable[[], Where | None] = lambda: None
-        """Returns the script's position; None at a step boundary, where waits are not compared."""
+        self.where: Callable[[], Where | None] | None = None
+        """Function that returns the script's position, or None at a step boundary, where waits are
+        not compared. None: no wait is compared."""
         self._stepped_at: At | None = None
         """Last position at which the script was in a step's collectives."""
         self._notes = store.with_prefix(f"{store.prefix}:notes") if store is not None else None
         self._verdict: str | None = None
 
     def __enter__(self) -> None:
-        where = self.where()
+        where = self.where() if self.where is not None else None
         if where is None or (where.operation is not None and where.at == self._stepped_at):
             return
         if where.operation is None:

@@ -19,7 +19,7 @@
 
 Owns whether the group is established, the set of learners, whether a step boundary is due, and the
 time of the last failure. Everything runs on the training thread, except that a collective's
-callback may call `failed_now`.
+callback may call `failed`.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Formation:
         self.syncing = JoinerState(
             held, exchange, allow_restart=settings.allow_restart_from_scratch
         )
-        self.where: Callable[[], Where | None] = lambda: None
-        """Returns the script's current position; see `Waiting.where`."""
+        self.where: Callable[[], Where | None] | None = None
+        """Function that returns the script's current position; see `Waiting.where`."""
         self.boundary_due = False
         """True if the last step vote showed a newer generation, which is adopted at the next step
         boundary; the same on all ranks."""
@@ -130,12 +130,10 @@ class Formation:
     def working(self) -> Group | None:
         """Ranks of the group that take steps and run operations together: all except spares. While
         some ranks have yet to receive the state, all ranks are included."""
-        group, held = self.group, self._held
-        return (
-            held.engine.working(group)
-            if group is not None and held.has_engine and not self._learners
-            else group
-        )
+        group, engine = self.group, self._held.attached
+        if group is None or engine is None or self._learners:
+            return group
+        return engine.working(group)
 
     @property
     def generation(self) -> Generation | None:
@@ -191,10 +189,12 @@ class Formation:
 
     # ------------------------------------------------------------------------------ new generations
 
-    def failed_now(self) -> None:
-        """Records the time of a failure, unless an earlier failure was recorded. Recovery is timed
-        from the first failure."""
+    def failed(self, reason: str) -> None:
+        """Ends the group because a collective of the current step failed. Recovery is timed from
+        the first failure. A collective's callback may call this."""
         self._failed_at = self._failed_at or time.monotonic()
+        if self.group is not None:
+            self.group.abort(reason)
 
     def committed(self, *, boundary_due: bool, stop_due: bool, preempted: bool) -> None:
         """Records the requests in a committed step's vote, and observes the recovery time if there
@@ -215,7 +215,7 @@ class Formation:
         """Ends a failed group and reports the failure, so that no peer keeps waiting in the group.
         `in_operation`: True in an operation between steps; False in a step; None outside of both.
         Raises MembershipChanged if no further group will be formed."""
-        self.failed_now()
+        self._failed_at = self._failed_at or time.monotonic()
         self._stands = self._met = False
         self._held.interrupted = None
         if self.membership.group is not None:

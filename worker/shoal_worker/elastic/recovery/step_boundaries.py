@@ -7,8 +7,7 @@ no remaining rank has (`who_leaves`).
 
 Uses the `Formation` until the process leaves its job. Owns two values: the peers' position when
 this joiner received the state, and the time at which this process was asked to leave. Takes no
-steps. Everything runs on the training thread, except `failed`, which a collective's callback may
-call.
+steps. Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from shoal_worker.elastic.contract.loader_interface import (
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.coordinator.member import LeaveReason, Member
-from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.state.committed_state import CommittedState
+from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 
 # ----------------------------------------------------------------------------- how a process leaves
 
@@ -243,11 +242,6 @@ class StepBoundaries:
         generation = self._formation.generation if self._formation is not None else None
         return 0 if generation is None else generation.number
 
-    @property
-    def group(self) -> Group | None:
-        """Connected ranks that take steps in this generation; None in a world of one."""
-        return self._formation.working if self._formation is not None else None
-
     def peers_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """Returns whether the peers were in another loop than epoch `epoch` of `source` when they
         sent the state to this joiner; False without peers."""
@@ -381,20 +375,12 @@ class StepBoundaries:
         caught up with its peers."""
         self._peers_at = None
         if self._formation is not None:
-            stops = step.stop_announced or step.all_leave
+            asked = step.requests
             self._formation.committed(
-                boundary_due=step.boundary_wanted,
-                stop_due=stops,
-                preempted=step.all_leave and not step.stop_announced,
+                boundary_due=asked.boundary,
+                stop_due=asked.stop or asked.all_leave,
+                preempted=asked.all_leave and not asked.stop,
             )
-
-    def failed(self, reason: str) -> None:
-        """Marks the group as failed, so that the failure is also handled at the step's end. A
-        collective's callback may call this."""
-        if self._formation is not None:
-            self._formation.failed_now()
-            if self._formation.group is not None:
-                self._formation.group.abort(reason)
 
     def ask(self, reason: str) -> None:
         """Forms the next generation after the current step's group failed. The ranks then tell each
@@ -404,12 +390,12 @@ class StepBoundaries:
             formation.end_group(MembershipChanged(reason), in_operation=False)
             formation.rendezvous()
 
-    def step_ended(self, *, updated: bool) -> None:
+    def step_ended(self, engine: TrainingEngine, *, updated: bool) -> None:
         """Re-forms the group if it failed in the step, before the script receives the step's
         outcome. `updated`: the step counts. Raises StopTraining."""
         formation = self._formation
-        if formation is not None and not self._held.engine.asynchronous and not self._held.in_round:
-            formation.settle(updated=updated and self._held.engine.is_sharded)
+        if formation is not None and not engine.asynchronous and not self._held.in_round:
+            formation.settle(updated=updated and engine.is_sharded)
 
     @property
     def finished_steps(self) -> int | None:

@@ -41,9 +41,10 @@ from shoal_worker.elastic.contract.loader_interface import (
     WeighRows,
 )
 from shoal_worker.elastic.contract.phase import Phase
-from shoal_worker.elastic.contract.step import Step, StepPhase, not_finished
+from shoal_worker.elastic.contract.step import Difference, Step, StepPhase, not_finished
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group.divergence import ends_apart, settings_apart, steps_apart
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.recovery.formation import Formation
 from shoal_worker.elastic.recovery.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.recovery.step_boundaries import ALONE, Departure, StepBoundaries
@@ -54,6 +55,7 @@ from shoal_worker.elastic.state.replicas_compared import (
     compare_before_update,
     note_last_state,
 )
+from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.randomness import seed_generators
 from shoal_worker.state.tree import flatten
@@ -81,6 +83,7 @@ class StepLifecycle:
         see `LoaderSession.speed`."""
         self._held = held
         self._speed = speed
+        self._formation = formation
         self._elastic = formation is not None
         self._state_checked = False
         self._boundaries = StepBoundaries(held, formation, drain_grace=drain_grace)
@@ -93,6 +96,8 @@ class StepLifecycle:
         self.diverged: str | None = None
         """Difference found in state that ranks should have in common. No further step counts, even
         if the script catches the error."""
+        self.outcome: StepStatus | None = None
+        """Outcome of the last step that the script has finished."""
         self._operation = operation
         self._progress = progress
         self._metrics = metrics
@@ -101,6 +106,11 @@ class StepLifecycle:
     def step(self) -> Step | None:
         """Step in progress."""
         return self._held.step
+
+    @property
+    def _group(self) -> Group | None:
+        """Connected ranks that take steps in this generation; None in a world of one."""
+        return self._formation.working if self._formation is not None else None
 
     # ------------------------------------------------------------------- LoaderSession: the loaders
 
@@ -227,7 +237,7 @@ class StepLifecycle:
                 share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0)
             )
         self._progress.share = share.by_speed
-        step.share = share
+        step.assign(share)
         step.handed_out = True
         may_be_lost = self._elastic and not self._held.engine.asynchronous
         self._held.registered.step_taken(
@@ -249,7 +259,7 @@ class StepLifecycle:
         step = self.require()
         if step.lost is not None:
             return None
-        group = self._boundaries.group
+        group = self._group
         if group is not None and group.generation.number != step.placement.generation:
             return None  # the peers may be elsewhere
         if group is None or group.world_size == 1 or self._held.engine.steps_alone:
@@ -309,7 +319,7 @@ class StepLifecycle:
 
     def loop_ended(self) -> None:
         """Takes digests of the state at the end of a loop (`LoaderSession.loop_ended`)."""
-        note_last_state(self._held, self._boundaries.group)
+        note_last_state(self._held, self._group)
 
     def drop_partly_updated(self) -> None:
         """Undoes updates of only some of several models in the current step, which will not be
@@ -324,7 +334,7 @@ class StepLifecycle:
         (`LoaderSession.batch_passed`)."""
         step = self.step
         if step is not None and step.source is source and self._held.engine.partly_updated:
-            self.finish(lambda: None)
+            self.finish_step(lambda: None)
 
     def passed_over(self, source: StepSource) -> None:
         """Records that an iteration ended without steps (`LoaderSession.passed_over`)."""
@@ -379,7 +389,7 @@ class StepLifecycle:
             )
         return self.step
 
-    def ensure(self) -> Step:
+    def ensure_step(self) -> Step:
         """Returns the current step. In a loop without a Shoal loader, begins a step if there is
         none.
 
@@ -404,10 +414,10 @@ class StepLifecycle:
             )
         return self.require()
 
-    def step_vote(self, step: Step | None = None) -> list[float]:
-        """Returns this rank's part of the step vote. `step`: one model's step, if there are several
-        models. Raises PreconditionError if this rank's part of the step is incomplete."""
-        step = step or self.require()
+    def step_vote(self, step: Step) -> list[float]:
+        """Returns this rank's part of the step vote. `step`: the run's step, or one model's if
+        there are several. Raises PreconditionError if this rank's part of the step is
+        incomplete."""
         step.check_whole()
         step.evaluated = self._held.evaluations.digest
         return self._boundaries.step_vote(step)
@@ -415,12 +425,17 @@ class StepLifecycle:
     def settle_collectives(self) -> None:
         """Waits until all collectives issued in the step have ended (`Group.settle`). If one has
         failed, marks the step as lost."""
-        group = self._boundaries.group
+        group = self._formation.group if self._formation is not None else None
         if group is not None and self.require().lost is None:
             try:
                 group.settle()
             except MembershipChanged as error:
                 self.mark_lost(error)
+
+    def prepare_step(self) -> None:
+        """Marks the step as prepared (`StepControl.prepare_step`). Does nothing if it is lost."""
+        self.settle_collectives()
+        self.require().prepare()
 
     def mark_lost(self, error: BaseException) -> None:
         """Marks the step as lost because a collective failed. A collective's callback may call
@@ -428,19 +443,20 @@ class StepLifecycle:
         step = self.step
         if step is not None:
             step.fail(str(error))
-            self._boundaries.failed(str(error))
+            if self._formation is not None:
+                self._formation.failed(str(error))
 
-    def take_step_vote(self, summed: Sequence[float]) -> None:
-        """Commits the current step with the result of its commit all-reduce. The step counts,
-        whatever fails afterwards."""
-        self.require().decide(summed)
+    def abort_step(self, reason: str) -> None:
+        """Aborts the current step. Every rank reaches this decision by itself."""
+        step = self.require()
+        step.fail(reason)
+        step.abort()
 
-    def settle_step(self) -> None:
+    def settle_step(self, step: Step) -> None:
         """Waits until the outcome of the current step is known. If its group failed before this
         rank saw the commit all-reduce, forms the next generation and asks the peers there. The step
         is committed if a survivor saw the result, otherwise aborted. Raises ShoalError."""
-        step = self.step
-        if step is None or not step.unresolved or self._stop is not None:
+        if not step.unresolved or self._stop is not None:
             return
         # Meanwhile peers may receive the committed state.
         self._held.registered.withdraw()
@@ -459,8 +475,10 @@ class StepLifecycle:
             self._held.registered.reinstate()
 
     def reduce_and_commit(self) -> None:
-        """Sums the gradients and commits the step (`StrategySession.reduce_and_commit`)."""
-        reduce_and_commit(self, self._held.engine)
+        """Sums the gradients and commits the step (`StepControl.reduce_and_commit`)."""
+        engine, step = self._held.engine, self.step
+        if step is not None:
+            reduce_and_commit(self, engine, step)
 
     def reduce_if_whole(self) -> None:
         """Commits the step if the backward pass completed this rank's only batch. Does nothing in a
@@ -468,53 +486,63 @@ class StepLifecycle:
         if not self._rehearsing and not self.require().in_micro_batches:
             self.reduce_and_commit()
 
-    def finish(self, apply: Callable[[], None]) -> StepStatus:
+    def finish_step(self, apply: Callable[[], None]) -> StepStatus:
         """Ends the current step. If it is committed, calls `apply` and returns COMMITTED. If it is
         lost, re-forms the group and returns LOST.
 
         `apply` updates the parameters. If it raises, this rank's state is torn: the error
         propagates, and the rank never sends its state to others.
         """
+        self.outcome = self._finish(apply)
+        return self.outcome
+
+    def _finish(self, apply: Callable[[], None]) -> StepStatus:
         if self._rehearsing:
             self._abort()
             return StepStatus.LOST
-        step = self.require()
+        step, engine = self.require(), self._held.engine
         if self.diverged is not None:
             raise self._divergence(self.diverged)
         self._check_sound()
-        self._held.engine.reinstate_updates()
+        engine.reinstate_updates()
         step.check_whole()
         self.end_micro_batch()
-        self.reduce_and_commit()
+        reduce_and_commit(self, engine, step)
         if step.lost is not None:
             self._lose(step)
             return StepStatus.LOST
-        if not step.ranks_agree:
-            raise self.steps_apart(step)
-        if not step.settings_agree:
-            raise settings_apart(self._held.registered.settings)
-        if not step.writes_agree:
-            raise self._held.engine.writes_apart()
-        if not step.between_agrees:
-            self.compare_before_update(self._held.engine.whole_everywhere())
+        self.check_agreement(step, engine)
         if step.refused is not None:
             raise step.refused
-        self._apply(apply)
-        self._commit(step)
+        self._apply(apply, engine)
+        self._commit(step, engine)
         self._check_state_travels()
         failpoint("session.after_commit")
         if step.control is not None:
-            self._compare_batches(step)
-            self._compare_evaluations(step)
-            self._compare_replicas()
-        self._end(updated=True)
+            self._compare_ranks(step, engine)
+        self._end(engine, updated=True)
         return StepStatus.COMMITTED
+
+    def check_agreement(self, step: Step, engine: TrainingEngine) -> None:
+        """Checks that all ranks meant the same step and update. If the step votes differ, raises
+        PreconditionError, on all ranks. `step`, `engine`: the run's, or one model's if there are
+        several."""
+        held = self._held
+        match step.difference:
+            case Difference.POSITION:
+                raise steps_apart(held.place(step.source), step.source, self._group, step.of)
+            case Difference.SETTINGS:
+                raise settings_apart(held.registered.settings)
+            case Difference.WRITES:
+                raise engine.writes_apart()
+            case Difference.WRITES_BETWEEN:
+                self._compare_before_update(engine.whole_everywhere())
 
     def apply_within(self, apply: Callable[[], None]) -> None:
         """Updates one of several models in a step whose outcome is not yet known. If `apply`
         raises, this rank's state is torn."""
         self._check_sound()
-        self._apply(apply)
+        self._apply(apply, self._held.engine)
 
     def _check_sound(self) -> None:
         """Checks that the state may change. Raises PreconditionError if the state is torn."""
@@ -529,11 +557,11 @@ class StepLifecycle:
                 reason="STATE_TORN",
             )
 
-    def _apply(self, apply: Callable[[], None]) -> None:
+    def _apply(self, apply: Callable[[], None], engine: TrainingEngine) -> None:
         held = self._held
         held.registered.check_groups()
         failpoint("session.before_apply")
-        here = not held.engine.asynchronous  # otherwise only the servers' values change, if any
+        here = not engine.asynchronous  # otherwise only the servers' values change, if any
         if here:
             held.phase.tear()  # it stays torn if what follows raises
         held.registered.applying = True
@@ -562,14 +590,7 @@ class StepLifecycle:
                 reason=error.reason,
             ) from error
 
-    def steps_apart(self, step: Step) -> PreconditionError:
-        """Returns the error for ranks that are in different steps, or in steps of different models.
-        Called by all ranks."""
-        return steps_apart(
-            self._held.place(step.source), step.source, self._boundaries.group, step.of
-        )
-
-    def note_inputs(self, inputs: Any) -> None:
+    def note_inputs(self, *inputs: Any) -> None:
         """Records the model's inputs in a training call, for comparison with other ranks' inputs.
         Inputs from a Shoal loader are not recorded, because the loader distributes them."""
         held, step = self._held, self.step
@@ -585,26 +606,14 @@ class StepLifecycle:
 
     @property
     def _compares_batches(self) -> bool:
-        group = self._boundaries.group
+        group = self._group
         return (
             group is not None
             and group.world_size > 1
             and self._held.engine.consistency_check_every > 0
         )
 
-    def _compare_batches(self, step: Step) -> None:
-        """Compares the ranks' batches in the first steps of a loop without a Shoal loader. Raises
-        PreconditionError (SAME_BATCHES), on all ranks."""
-        group = self._boundaries.group
-        if (
-            step.source is None
-            and self._held.batches.due
-            and self._compares_batches
-            and group is not None
-        ):
-            self._held.batches.compare(group, step.placement)
-
-    def note_evaluated(self, inputs: Any) -> None:
+    def note_evaluated(self, *inputs: Any) -> None:
         """Records the model's inputs in a call outside of training. Within a step, such a call is
         not recorded: it is no evaluation, but runs a teacher model, for example."""
         evaluations = self._held.evaluations
@@ -616,30 +625,31 @@ class StepLifecycle:
         ):
             evaluations.note(inputs)
 
-    def _compare_evaluations(self, step: Step) -> None:
-        group = self._boundaries.group
-        self._held.evaluations.conclude(
-            step.evaluated,
-            replicas=step.placement.world_size,
-            alike=step.evaluated_alike,
-            warns=group is not None and group.rank == 0,
-        )
-
-    def compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def _compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Compares the ranks' state before an update, because they recorded different writes
         between steps. The values may still be equal. `whole`: the unsharded state. Raises
         PreconditionError (REPLICAS_DIVERGED), on all ranks."""
-        group = self._boundaries.group
+        group = self._group
         if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
             return
         self.diverged = compare_before_update(self._held, whole, self._held.engine.working(group))
         if self.diverged is not None:
             raise self._divergence(self.diverged)
 
-    def _compare_replicas(self) -> None:
-        """Compares the ranks' state every few steps. Raises PreconditionError (REPLICAS_DIVERGED),
-        on all ranks."""
-        self.diverged = compare_after_step(self._held, self._boundaries.group)
+    def _compare_ranks(self, step: Step, engine: TrainingEngine) -> None:
+        """Compares batches in the first steps of a loop without a Shoal loader, evaluations since
+        the last step, and every few steps the ranks' state. Raises PreconditionError (SAME_BATCHES,
+        REPLICAS_DIVERGED), on all ranks."""
+        held, group = self._held, self._group
+        if (
+            step.source is None
+            and held.batches.due
+            and self._compares_batches
+            and group is not None
+        ):
+            held.batches.compare(group, step.placement)
+        held.evaluations.conclude(step, warns=group is not None and group.rank == 0)
+        self.diverged = compare_after_step(held, engine, group)
         if self.diverged is not None:
             raise self._divergence(self.diverged)
 
@@ -647,46 +657,49 @@ class StepLifecycle:
     def _divergence(said: str) -> PreconditionError:
         return PreconditionError(said, reason="REPLICAS_DIVERGED")
 
-    def give_up(self, stop: StopTraining) -> StepStatus:
+    def give_up_step(self, stop: StopTraining) -> StepStatus:
         """Aborts the current step of asynchronous training, because the run has ended for this
         member. Returns LOST."""
         self._abort()
         self._departure.obey(stop)
-        return StepStatus.LOST
+        self.outcome = StepStatus.LOST
+        return self.outcome
 
     @property
     def _rehearsing(self) -> bool:
         """True in a joiner's script before its loop. Without Shoal loaders, the first step begins
         with a call of the model."""
-        return self._held.phase.replaying and self.step is None and bool(self._held.sources)
+        return self.step is None and self._held.phase.replaying and bool(self._held.sources)
 
     def leave_peers(self) -> None:
         """Switches to a world of one after this process has left its job."""
+        self._formation = None
         self._boundaries.leave_peers()
         self._held.phase.be_alone()
 
-    def _commit(self, step: Step) -> None:
-        held, before = self._held, self._held.samples
+    def _commit(self, step: Step, engine: TrainingEngine) -> None:
+        held, source, progress = self._held, step.source, self._progress
+        before = held.samples
         held.committed(step)
         held.registered.step_committed()
-        held.engine.commit_step()
+        engine.commit_step()
         samples = 0
-        if step.source is not None:
-            samples = step.source.committed(step.placement, known=step.known, pushed=step.pushed)
-            self._progress.epoch = step.source.epoch
+        if source is not None:
+            samples = source.committed(step.placement, known=step.known, pushed=step.pushed)
+            progress.epoch = source.epoch
         if not held.in_round:
             held.operations.committed()
-        self._progress.committed(steps=held.steps, samples=samples, loss=step.mean_loss)
-        own = held.engine.asynchronous
-        self._progress.tally(
-            held.steps,
-            held.samples,
-            held.samples - before,
-            generation=self._boundaries.generation,
-            asynchronous=own,
-            known=step.known,
-            pushed=step.pushed != (),
-        )
+        progress.committed(steps=held.steps, samples=samples, loss=step.mean_loss)
+        if progress.tally_writer is not None:
+            progress.tally(
+                held.steps,
+                held.samples,
+                held.samples - before,
+                generation=self._boundaries.generation,
+                asynchronous=engine.asynchronous,
+                known=step.known,
+                pushed=step.pushed != (),
+            )
         self._boundaries.committed(step)
 
     def _lose(self, step: Step) -> None:
@@ -697,9 +710,9 @@ class StepLifecycle:
         self._abort()
         held.go_back()
         held.lost()
-        self._end(updated=False)
+        self._end(held.engine, updated=False)
 
-    def _end(self, *, updated: bool) -> None:
+    def _end(self, engine: TrainingEngine, *, updated: bool) -> None:
         """Ends the step. If its group failed, re-forms before the script receives the outcome.
         `updated`: the step counts.
 
@@ -708,12 +721,12 @@ class StepLifecycle:
         step when the group failed have already received it.
         """
         stop, self._stop = self._stop, None
-        if not updated and self._peers_have_ended and not self._held.engine.asynchronous:
+        if not updated and self._peers_have_ended and not engine.asynchronous:
             raise self._apart_from_the_end()
         try:
             if stop is not None:
                 raise stop
-            self._boundaries.step_ended(updated=updated)
+            self._boundaries.step_ended(engine, updated=updated)
         except StopTraining as asked:
             self._departure.obey(asked)
         except StateLostError as lost:

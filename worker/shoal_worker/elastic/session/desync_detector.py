@@ -7,7 +7,7 @@ for a second. The rank then writes its position and its collective to the group'
 the note of the first rank that waited at that position. If the collectives differ, the wait can
 never end. The group is aborted with RANKS_DIVERGED and a list of the ranks' collectives. For ranks
 in the same step, the traces of collectives are compared as far as both ranks have come
-(`collective_trace.py`). A step only costs the recording of the trace. A wait of more than a second
+(`CollectiveTrace`). A step only costs the recording of the trace. A wait of more than a second
 costs one or two small messages to the store.
 
 Runs on a separate thread and reads the training thread's position, which does not change during a
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import PreconditionError, ShoalError
 
-from shoal_worker.elastic.contract.collective_trace import CollectiveTrace, apart
+from shoal_worker.elastic.contract.step import CollectiveTrace, apart
 from shoal_worker.elastic.group.divergence import traces_apart, waits_apart
 from shoal_worker.elastic.group.waiting import Wait, Where
 

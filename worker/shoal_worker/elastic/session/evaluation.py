@@ -68,7 +68,7 @@ def is_due(session: Session, every_steps: int, what: str) -> bool:
             reason="STEP_NOT_FINISHED",
         )
     return (
-        session.outcome is StepStatus.COMMITTED
+        session.lifecycle.outcome is StepStatus.COMMITTED
         and not session.is_redoing
         and session.steps % every_steps == 0
     )

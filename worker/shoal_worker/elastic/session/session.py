@@ -2,8 +2,8 @@
 
 The session combines parts that make the decisions:
 
-- `step_lifecycle.py`: begins, commits and aborts steps. Called by loaders (`loader_interface.py`),
-  and by engines through the session (`strategy_interface.py`).
+- `step_lifecycle.py`: begins, commits and aborts steps. Called by loaders (`loader_interface.py`)
+  and engines (`strategy_interface.py`).
 - `step_boundaries.py`: handles changes between two steps, and the end of this process's part in the
   run.
 - `formation.py`: forms generations, and ensures that their ranks have the same state.
@@ -15,8 +15,8 @@ The session itself opens and closes the run, knows this process's rank, and runs
 steps. At the end of a run, no rank leaves while a peer may be in doubt about the last step. An
 operation is repeated on a new group until it succeeds, unless a peer that finished it still has the
 result. Everything runs on the training thread, except the threads of `Membership`,
-`CoordinatorLink` and `StateDonor`, and the methods `mark_lost`, `is_gone` and the check returned by
-`fence`.
+`CoordinatorLink` and `StateDonor`, and `StepLifecycle.mark_lost`, `is_gone` and the check returned
+by `fence`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
 from shoal_worker.elastic.contract.generation import Generation
-from shoal_worker.elastic.contract.loader_interface import StateLostError, StepStatus, StopTraining
+from shoal_worker.elastic.contract.loader_interface import Placement, StateLostError, StopTraining
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.reconcile import StateName
 from shoal_worker.elastic.contract.row_store import RowStore
@@ -44,18 +44,16 @@ from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.coordinator.member import LeaveReason, Member
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.group.operations import Body, GroupChannel, Operations
+from shoal_worker.elastic.group.operations import Body, GroupChannel
 from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.group.waiting import Where
 from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.recovery.step_boundaries import Departure
 from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.session.files_written import WhenWritten
-from shoal_worker.elastic.state.batches_compared import EvaluationComparison
 from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.elastic.state.early_stop import EarlyStop
 from shoal_worker.elastic.state.replicas_compared import apart_at_the_end
-from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
@@ -89,7 +87,7 @@ def await_last_step(formation: Formation, held: CommittedState) -> None:
 
 class Session:
     """Training run of one process. Implements `StrategySession` for the strategy; `lifecycle`
-    implements `LoaderSession` for the loaders."""
+    implements `StepControl` for the strategy, and `LoaderSession` for the loaders."""
 
     def __init__(
         self,
@@ -105,14 +103,18 @@ class Session:
         self.progress = ProgressMeter(metrics)
         self._membership = membership
         self._held = CommittedState(live=membership is None)
+        self.registered = self._held.registered
+        """Objects registered by the user."""
+        self.operations = self._held.operations
+        """Operations between steps since the last commit."""
+        self.evaluations = self._held.evaluations
+        """Evaluations of this rank outside of `shoal.evaluate`."""
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
         """Server from which peers fetch the state; None in a world of one."""
         self.missed: str | None = None
         """Reason why this process failed although its script ended with success; None if it did not
         fail."""
-        self.outcome: StepStatus | None = None
-        """Outcome of the last step that the script has finished."""
         self._left_from: Generation | None = None
         """Generation in which this process sent its leave message."""
         self._left_as_first = True
@@ -155,11 +157,6 @@ class Session:
         return self._membership
 
     @property
-    def registered(self) -> RegisteredState:
-        """Objects registered by the user."""
-        return self._held.registered
-
-    @property
     def early_stop(self) -> EarlyStop:
         """The loop over epochs that early stopping has ended, if any."""
         return self._held.early_stop
@@ -168,11 +165,6 @@ class Session:
     def engine(self) -> TrainingEngine:
         """Engine of the run's model. Raises PreconditionError before `as_distributed`."""
         return self._held.engine
-
-    @property
-    def operations(self) -> Operations:
-        """Operations between steps since the last commit."""
-        return self._held.operations
 
     @property
     def is_joining(self) -> bool:
@@ -210,14 +202,21 @@ class Session:
         return generation.world_size if generation is not None else 1
 
     @property
-    def script_place(self) -> tuple[int, int]:
-        """Rank and number of ranks, for scripts. (-1, -1) while this process replays its script and
-        has no rank, as in torch for a process outside of a group. After `close` the last values
-        remain, so that a script that has left its job does not mistake itself for rank 0."""
-        left = self._left_from
-        if left is not None:
-            return left.rank, left.world_size
-        return (-1, -1) if self._held.phase.replaying else (self.rank, self.world_size)
+    def script_placement(self) -> Placement:
+        """Generation, rank and number of ranks, for scripts. The rank and the number are -1 while
+        this process replays its script and has no rank, as in torch for a process outside of a
+        group. After `close` their last values remain, so that a script that has left its job does
+        not mistake itself for rank 0."""
+        generation = self._generation
+        number = generation.number if generation is not None else 0
+        ranked = self._left_from or generation
+        if self._left_from is None and self._held.phase.replaying:
+            return Placement(generation=number, rank=-1, world_size=-1)
+        return Placement(
+            generation=number,
+            rank=ranked.rank if ranked is not None else 0,
+            world_size=ranked.world_size if ranked is not None else 1,
+        )
 
     @property
     def when_written(self) -> WhenWritten | None:
@@ -375,71 +374,9 @@ class Session:
         """Step in progress."""
         return self._held.step
 
-    def ensure_step(self) -> Step:
-        """Returns the current step. In a loop without a Shoal loader, begins a step if there is
-        none."""
-        return self.lifecycle.ensure()
-
-    def note_inputs(self, *inputs: Any) -> None:
-        """Records the model's inputs in a training call; see `BatchComparison`."""
-        self.lifecycle.note_inputs(inputs)
-
-    def note_evaluated(self, *inputs: Any) -> None:
-        """Records the model's inputs in a call outside of training; see `EvaluationComparison`."""
-        self.lifecycle.note_evaluated(inputs)
-
-    @property
-    def evaluations(self) -> EvaluationComparison:
-        """Evaluations of this rank outside of `shoal.evaluate`."""
-        return self._held.evaluations
-
     def note_trained(self, trained: Sequence[bool]) -> None:
         """Records which parameters of the model require gradients from now on."""
         self._held.registered.note_trained(trained)
-
-    def settle_collectives(self) -> None:
-        """Waits until all collectives issued in the step have ended. If one has failed, marks the
-        step as lost."""
-        self.lifecycle.settle_collectives()
-
-    def prepare_step(self) -> None:
-        """Marks the step as prepared: the gradients are summed, and this rank has everything needed
-        to apply the step. Does nothing if the step is lost."""
-        self.lifecycle.settle_collectives()
-        self.lifecycle.require().prepare()
-
-    def mark_lost(self, error: BaseException) -> None:
-        """Marks the step as lost because a collective failed. A collective's callback may call
-        this."""
-        self.lifecycle.mark_lost(error)
-
-    def abort_step(self, reason: str) -> None:
-        """Aborts the current step. Every rank reaches this decision by itself."""
-        step = self.lifecycle.require()
-        step.fail(reason)
-        step.abort()
-
-    def reduce_and_commit(self) -> None:
-        """Sums the gradients and commits the step, or aborts it
-        (`StrategySession.reduce_and_commit`)."""
-        self.lifecycle.reduce_and_commit()
-
-    def reduce_if_whole(self) -> None:
-        """Commits the step if the backward pass that just ended completed this rank's part of
-        it."""
-        self.lifecycle.reduce_if_whole()
-
-    def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Ends the current step. If it is committed, calls `apply`, which updates the parameters.
-        Returns the outcome; see `StepLifecycle.finish`."""
-        self.outcome = self.lifecycle.finish(apply)
-        return self.outcome
-
-    def give_up_step(self, stop: StopTraining) -> StepStatus:
-        """Aborts the current step of asynchronous training, because the run has ended for this
-        member. Returns LOST."""
-        self.outcome = self.lifecycle.give_up(stop)
-        return self.outcome
 
     def keep(self, replica: Mapping[str, Any]) -> None:
         """Copies the state, so that steps committed from now on can be undone if the group fails

@@ -32,6 +32,7 @@ import xxhash
 from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.contract.loader_interface import Placement
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.state.digest import digest_in_place
 from shoal_worker.torch_internals import iterates_undealt_dataloader, pytree
@@ -182,15 +183,15 @@ class EvaluationComparison:
             return 0
         return xxhash.xxh3_64_intdigest(repr(self._passes).encode())
 
-    def conclude(self, digest: int, *, replicas: int, alike: bool, warns: bool) -> None:
-        """Ends the comparison after a committed step with `digest` in its step vote, and warns if
-        the ranks evaluated the same batches. `alike`: all ranks had the same digest. `warns`: this
-        rank logs the warning on behalf of all."""
+    def conclude(self, step: Step, *, warns: bool) -> None:
+        """Ends the comparison after the committed `step`, and warns if all its ranks evaluated the
+        same batches. `warns`: this rank logs the warning on behalf of all."""
         self._passes = []
-        if digest == 0 or replicas == 1:
+        replicas = step.placement.world_size
+        if step.evaluated == 0 or replicas == 1:
             return
         self._over = True
-        if alike and warns:
+        if step.evaluated_alike and warns:
             _log.warning(
                 "all %d ranks evaluated the model on the same batches: each processes the whole "
                 "validation set, so more ranks only repeat the work. The results are those of "

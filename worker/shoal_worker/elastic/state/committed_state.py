@@ -19,12 +19,11 @@ import torch
 import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
-from shoal_worker.elastic.contract.collective_trace import CollectiveTrace
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.loader_interface import Placement, StepSource
 from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
 from shoal_worker.elastic.contract.reconcile import Interrupted, RankStatus, StateName
-from shoal_worker.elastic.contract.step import ScriptPosition, Step
+from shoal_worker.elastic.contract.step import CollectiveTrace, ScriptPosition, Step
 from shoal_worker.elastic.group.operations import Operations
 from shoal_worker.elastic.state.batches_compared import BatchComparison, EvaluationComparison
 from shoal_worker.elastic.state.early_stop import EarlyStop
@@ -91,7 +90,8 @@ class CommittedState:
         self.early_stop = EarlyStop()
         self.batches = BatchComparison()
         self.evaluations = EvaluationComparison()
-        self._engine: TrainingEngine | None = None
+        self.attached: TrainingEngine | None = None
+        """The engine; None before `as_distributed`."""
         self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Any] = {}
         """Cursors of loaders that the script has not created yet."""
@@ -114,20 +114,20 @@ class CommittedState:
     @property
     def engine(self) -> TrainingEngine:
         """The engine with model and optimizer. Raises PreconditionError before `as_distributed`."""
-        if self._engine is None:
+        if self.attached is None:
             raise PreconditionError(
                 "call shoal.as_distributed(model, optimizer, ...) before the training loop"
             )
-        return self._engine
+        return self.attached
 
     @property
     def has_engine(self) -> bool:
         """True after `as_distributed` was called."""
-        return self._engine is not None
+        return self.attached is not None
 
     def refuse_second_engine(self) -> None:
         """Raises PreconditionError if there is an engine."""
-        if self._engine is not None:
+        if self.attached is not None:
             raise PreconditionError(
                 "as_distributed was called twice; call it once per process. For several models "
                 "with one optimizer each, pass tuples: as_distributed((model_a, model_b), "
@@ -138,7 +138,7 @@ class CommittedState:
     def set_engine(self, engine: TrainingEngine) -> None:
         """Sets the engine. Raises PreconditionError if there already is one."""
         self.refuse_second_engine()
-        self._engine = engine
+        self.attached = engine
         held = weakref.ref(self)
         self.registered.number_by(
             lambda: held_now.place_in_epochs() if (held_now := held()) is not None else Place()
@@ -250,10 +250,9 @@ class CommittedState:
         """Returns the script's position in a step of `source`."""
         if source is None:
             return ScriptPosition("", 0, 0, 0)
-        dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {source.step}".encode())
-        return ScriptPosition(
-            source.name, self._numbers[source.name], source.epoch, source.step, dealing
-        )
+        name, step = source.name, source.step
+        dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {step}".encode())
+        return ScriptPosition(name, self._numbers[name], source.epoch, step, dealing)
 
     def place_in_epochs(self) -> Place:
         """Returns the script's position in its loops over epochs, as far as a resumed script and a

@@ -29,7 +29,7 @@ from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.committed_state import CommittedState
-from shoal_worker.elastic.state.strategy_interface import BUFFERS
+from shoal_worker.elastic.state.strategy_interface import BUFFERS, TrainingEngine
 from shoal_worker.state.digest import digest_in_place, digest_of
 
 _PARTS: Final = 64
@@ -86,20 +86,17 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 """Sends a message to all ranks and returns every rank's message, in rank order."""
 
 
-def compare_after_step(held: CommittedState, group: Group | None) -> str | None:
+def compare_after_step(
+    held: CommittedState, engine: TrainingEngine, group: Group | None
+) -> str | None:
     """Compares the ranks' state if a comparison has become due since the last call. Returns the
     difference, the same on all ranks, or None if none was found."""
-    every, before = held.engine.consistency_check_every, held.compared
-    held.compared = held.steps
-    if (
-        every == 0
-        or group is None
-        or group.world_size == 1
-        or held.steps // every == before // every
-    ):
+    every, before, steps = engine.consistency_check_every, held.compared, held.steps
+    held.compared = steps
+    if every == 0 or group is None or group.world_size == 1 or steps // every == before // every:
         return None
     try:
-        return _compare(held, held.engine.in_common(), group.exchange)
+        return _compare(held, engine.in_common(), group.exchange)
     except MembershipChanged:
         return None  # the step still counts; its end notices the failure
 

@@ -1,9 +1,10 @@
 """Interface between the session and a strategy's engine, in both directions.
 
-The session calls the engine by `TrainingEngine`, and the engine calls the session only by
-`StrategySession`. (The engine of async_sgd, which has no common step, also opens a job of its own.)
-A new engine therefore depends only on this file and its base class (`engine/base.py`). Loaders use
-another interface of the session, `loader_interface.py`, and know no strategy.
+The session calls the engine by `TrainingEngine`. The engine calls the session only by
+`StrategySession`, and its step lifecycle only by `StepControl`. (The engine of async_sgd, which has
+no common step, also opens a job of its own.) A new engine therefore depends only on this file and
+its base class (`engine/base.py`). Loaders use another interface of the session,
+`loader_interface.py`, and know no strategy.
 
 The order of calls in one step, all on the training thread:
 
@@ -20,8 +21,8 @@ The order of calls in one step, all on the training thread:
 
 In between, the strategy asks for `session.step` and reduces over `session.group`. When a collective
 fails, it marks the step as lost instead of raising out of a backward pass. Once it has the sums, it
-calls `prepare_step`. To get the final gradients earlier, for example to clip them, it calls
-`session.reduce_and_commit`. Its optimizer's `step()` calls `session.finish_step(apply)`.
+calls `lifecycle.prepare_step`. To get the final gradients earlier, for example to clip them, it
+calls `lifecycle.reduce_and_commit`. Its optimizer's `step()` calls `lifecycle.finish_step(apply)`.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class TrainingEngine(abc.ABC):
     @abc.abstractmethod
     def reduce(self, step: Step) -> None:
         """Sums the gradients of all ranks, obtains everything needed to apply the step, and
-        prepares the step (`StrategySession.prepare_step`). On failure the step is marked as lost.
+        prepares the step (`StepControl.prepare_step`). On failure the step is marked as lost.
         For a step that is already prepared or committed, checks that no gradients were added."""
 
     @abc.abstractmethod
@@ -304,8 +305,57 @@ class TrainingEngine(abc.ABC):
         state."""
 
 
+class StepControl(Protocol):
+    """The current step from a strategy's perspective."""
+
+    def ensure_step(self) -> Step:
+        """Returns the current step. In a loop without a Shoal loader, begins a step if there is
+        none. Called by each forward pass in training."""
+        ...
+
+    def settle_collectives(self) -> None:
+        """Waits until all collectives ordered in the step have ended. If one failed, the step is
+        marked as lost. On a device, a failure is noticed only here."""
+        ...
+
+    def prepare_step(self) -> None:
+        """Marks the step as prepared: the gradients are summed, and this rank has everything needed
+        to apply the step. Waits for all ordered collectives (`Group.settle`). If one failed, marks
+        the step as lost instead."""
+        ...
+
+    def mark_lost(self, error: BaseException) -> None:
+        """Marks the step as lost because a collective failed. Nothing more is sent in the step.
+        Changes nothing once this rank has seen the commit all-reduce. Thread-safe."""
+        ...
+
+    def abort_step(self, reason: str) -> None:
+        """Aborts the current step. Every rank reaches this decision by itself."""
+        ...
+
+    def reduce_and_commit(self) -> None:
+        """Finishes the step's sums and runs its commit all-reduce (`recovery/step_commit.py`). On
+        return, the step's outcome is known. Called on the training thread, outside of passes."""
+        ...
+
+    def reduce_if_whole(self) -> None:
+        """Commits the step if the backward pass that just ended completed this rank's part of
+        it."""
+        ...
+
+    def finish_step(self, apply: Callable[[], None]) -> StepStatus:
+        """Ends the step. If the step counts, calls `apply`, which updates the parameters. Every
+        survivor returns the same status."""
+        ...
+
+
 class StrategySession(Protocol):
     """The session from a strategy's perspective."""
+
+    @property
+    def lifecycle(self) -> StepControl:
+        """Begins, commits and aborts the steps of this engine's model."""
+        ...
 
     @property
     def elastic(self) -> bool:
@@ -368,49 +418,9 @@ class StrategySession(Protocol):
         once, before anything else."""
         ...
 
-    def ensure_step(self) -> Step:
-        """Returns the current step. In a loop without a Shoal loader, begins a step if there is
-        none. Called by each forward pass in training."""
-        ...
-
     def note_trained(self, trained: Sequence[bool]) -> None:
         """Records which parameters of the model require gradients from this step on. All ranks must
         agree at the step's end."""
-        ...
-
-    def settle_collectives(self) -> None:
-        """Waits until all collectives ordered in the step have ended. If one failed, the step is
-        marked as lost. On a device, a failure is noticed only here."""
-        ...
-
-    def prepare_step(self) -> None:
-        """Marks the step as prepared: the gradients are summed, and this rank has everything needed
-        to apply the step. Waits for all ordered collectives (`Group.settle`). If one failed, marks
-        the step as lost instead."""
-        ...
-
-    def mark_lost(self, error: BaseException) -> None:
-        """Marks the step as lost because a collective failed. Nothing more is sent in the step.
-        Changes nothing once this rank has seen the commit all-reduce. Thread-safe."""
-        ...
-
-    def abort_step(self, reason: str) -> None:
-        """Aborts the current step. Every rank reaches this decision by itself."""
-        ...
-
-    def reduce_and_commit(self) -> None:
-        """Finishes the step's sums and runs its commit all-reduce (`recovery/step_commit.py`). On
-        return, the step's outcome is known. Called on the training thread, outside of passes."""
-        ...
-
-    def reduce_if_whole(self) -> None:
-        """Commits the step if the backward pass that just ended completed this rank's part of
-        it."""
-        ...
-
-    def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Ends the step. If the step counts, calls `apply`, which updates the parameters. Every
-        survivor returns the same status."""
         ...
 
     def keep(self, replica: Mapping[str, Any]) -> None:

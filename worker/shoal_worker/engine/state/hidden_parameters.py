@@ -497,9 +497,13 @@ class Leaves:
         for leaf, place in self._leaves:
             show(leaf, place)
 
-    def gradient_taken(self, index: int) -> None:
-        """Records that the gradient of parameter number `index` was moved elsewhere."""
-        self._leaves[index][1].gradient = True
+    def take_gradient(self, index: int) -> torch.Tensor | None:
+        """Removes and returns the gradient that autograd has left in parameter number `index`, and
+        records that it is elsewhere. None if there is none."""
+        leaf, place = self._leaves[index]
+        gradient = take_gradient(leaf)
+        place.gradient |= gradient is not None
+        return gradient
 
     def hide_gradients(self) -> None:
         """Hides the gradients that were moved elsewhere, after a backward pass."""
@@ -562,6 +566,17 @@ def is_hidden(tensor: Any) -> bool:
     return isinstance(tensor, _Absent)
 
 
+def find_moved(parameters: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> int | None:
+    """Returns the index of a parameter whose values are here, but not in the tensor of `memory`
+    that belongs to it; None if there is none."""
+    for index, (parameter, own) in enumerate(zip(parameters, memory, strict=True)):
+        if not is_hidden(parameter) and (
+            parameter.data_ptr() != own.data_ptr() or parameter.dtype != own.dtype
+        ):
+            return index
+    return None
+
+
 def refuse_loading(module: nn.Module) -> None:
     """Makes `load_state_dict` of the module, or of a part of it, raise if the state dict contains
     values of hidden parameters. The error is raised before anything changes."""
@@ -595,6 +610,13 @@ def gradient_of(tensor: Any) -> torch.Tensor | None:
         return tensor.grad  # type: ignore[no-any-return]  # any tensor's
     with inside():
         return _GRADIENT.__get__(tensor)  # type: ignore[no-any-return]  # a getset descriptor's
+
+
+def take_gradient(tensor: Any) -> torch.Tensor | None:
+    """Removes and returns the gradient that autograd has left in a parameter, hidden or not."""
+    gradient = gradient_of(tensor)
+    drop_gradient(tensor)
+    return gradient
 
 
 def drop_gradient(tensor: Any, place: HiddenParameter | None = None) -> None:

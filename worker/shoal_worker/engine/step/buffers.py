@@ -30,9 +30,10 @@ import xxhash
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.engine.state.extremes import Extremes, Kind, follows_extremes
 from shoal_worker.engine.state.module_state import ModuleState
-from shoal_worker.engine.step.pass_writes import same
+from shoal_worker.engine.step.pass_writes import WrittenParameters, same
 from shoal_worker.state.digest import digest_of
 
 _log = logging.getLogger(__name__)
@@ -436,6 +437,12 @@ class CommittedBuffers:
         committed = self._committed[self._places.index((owner, name))]
         return buffer is None or not same(buffer, committed)
 
+    def report_writes(self, step: Step, writes: WrittenParameters) -> None:
+        """Adds digests of all writes to parameters and buffers to the step vote: those of passes,
+        and those between the previous step and this one. `writes`: the parameters'."""
+        step.writes = joined(writes.digest(), self.exact_digest())
+        step.written_between = joined(writes.between, self.between)
+
     def exact_digest(self) -> int:
         """Returns a digest of the passes' changes to buffers that must change equally; 0 if nothing
         has changed."""
@@ -667,3 +674,9 @@ def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     if into:
         torch._foreach_copy_(into, values)
+
+
+def joined(writes: int, buffers: int) -> int:
+    """Combines the digests of the passes' writes to parameters and to exact buffers; 0 if both are
+    0."""
+    return xxhash.xxh3_64_intdigest(f"{writes} {buffers}".encode()) or 1 if writes or buffers else 0

@@ -3,12 +3,15 @@ tensor-parallel layers, see `mesh/step_group.py`.)"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final
 
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
+from shoal_common.failpoints import failpoint
 
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import StrategySession
 
@@ -64,5 +67,35 @@ class LosingStep:
         ):
             return False
         self.failed = True
-        self._session.mark_lost(error)
+        self._session.lifecycle.mark_lost(error)
         return True
+
+
+def await_reductions(
+    session: StrategySession, works: Sequence[tuple[Group, dist.Work]], step: Step | None
+) -> bool:
+    """Waits for all reductions of `step`, even if one fails: none may still write to memory that
+    the step's repetition uses. Returns True if the step is not lost, so that all sums are
+    available."""
+    for group, work in works:
+        with LosingStep(session):
+            group.wait(work)
+    return step is not None and completes(session, step)
+
+
+def completes(session: StrategySession, step: Step) -> bool:
+    """Passes the failpoint after the last reduction of `step`. Returns True if the step is not
+    lost."""
+    if step.lost is not None:
+        return False
+    with LosingStep(session) as completing:
+        failpoint("reduction.completed")
+    return not completing.failed
+
+
+def await_ordered(session: StrategySession, group: Group, work: dist.Work) -> bool:
+    """Calls `come_after`, and returns whether the collective has not failed. In a step a failure
+    marks the step as lost. Between steps it raises MembershipChanged."""
+    with LosingStep(session, raises_outside=True) as waiting:
+        come_after(session, group, work)
+    return not waiting.failed

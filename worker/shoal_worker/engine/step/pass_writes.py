@@ -447,12 +447,6 @@ def written_in_vain(name: str, strategy: str) -> ConfigurationError:
     )
 
 
-def joined(writes: int, buffers: int) -> int:
-    """Combines the digests of the passes' writes to parameters and to exact buffers; 0 if both are
-    0."""
-    return xxhash.xxh3_64_intdigest(f"{writes} {buffers}".encode()) or 1 if writes or buffers else 0
-
-
 def about_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns whether two floating-point tensors are equal except for rounding, as if a value of
     similar size had been added and subtracted again."""

@@ -106,7 +106,7 @@ def _by_computing(reports: list[Report]) -> dict[str, str]:
                 f"the others are waiting for {one.name}: it works for "
                 f"{_seconds(one.progress.busy_time_s)} of each step, the others for "
                 f"{_seconds(others_s)}"
-                + ("" if one.progress.share else "; with micro_batch_size= it would get less work")
+                + ("" if one.progress.share else "; if it is always slower, micro_batch_size= gives it less work")
             )
     return found
 

@@ -102,12 +102,14 @@ def _by_computing(reports: list[Report]) -> dict[str, str]:
         others_s = median(other.progress.busy_time_s for other in reports if other is not one)
         lost_s = one.progress.busy_time_s - others_s
         if lost_s > max(_LEAST_S, _SHARE_OF_STEP * one.progress.step_time_s):
-            found[one.member_id] = (
+            text = (
                 f"the others are waiting for {one.name}: it works for "
                 f"{_seconds(one.progress.busy_time_s)} of each step, the others for "
                 f"{_seconds(others_s)}"
-                + ("" if one.progress.share else "; if it is always slower, micro_batch_size= gives it less work")
             )
+            if not one.progress.share:
+                text += "; if it is always slower, micro_batch_size= gives it less work"
+            found[one.member_id] = text
     return found
 
 

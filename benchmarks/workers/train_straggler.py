@@ -113,7 +113,8 @@ def main() -> None:
     )
     if options.micro_batch:
         batches["micro_batch_size"] = options.micro_batch
-    loader = shoal.ElasticDataLoader(train, **batches)
+    by_speed = {"balance": True} if options.micro_batch else {}
+    loader = shoal.ElasticDataLoader(train, **batches, **by_speed)
     compute_s = (
         options.compute_ms / 1e3 * (options.slow if shoal.rank() == options.ranks - 1 else 1)
     )

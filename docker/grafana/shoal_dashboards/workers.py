@@ -26,6 +26,13 @@ TRAINING = (
         queries=[("rate(shoal_worker_wait_seconds_total{job}[$__rate_interval])", "{{instance}}")],
     ),
     Graph(
+        title="Share of a step's micro-batches",
+        text="Micro-batches of each rank in a step relative to an equal part, while they are dealt "
+        "by speed; 0 while they are dealt evenly.",
+        unit="short",
+        queries=[("shoal_worker_step_share{job}", "{{instance}}")],
+    ),
+    Graph(
         title="Steps",
         text="Steps a second that each worker committed, and that a fault aborted. Committed, "
         "all lines of one job lie together.",

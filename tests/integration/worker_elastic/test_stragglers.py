@@ -35,7 +35,7 @@ shoal.init()
 net = nn.Linear(4, 2)
 model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
 data = torch.utils.data.TensorDataset(torch.randn(240, 4), torch.zeros(240, dtype=torch.long))
-loader = shoal.ElasticDataLoader(data, global_batch_size=24, micro_batch_size=2)
+loader = shoal.ElasticDataLoader(data, global_batch_size=24, micro_batch_size=2, balance=True)
 slow = 5 if os.environ["SHOAL_LOCAL_INDEX"] == "2" else 1
 for _ in loader.epochs(100_000):
     for step in loader.steps():

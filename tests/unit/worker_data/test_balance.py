@@ -140,7 +140,12 @@ class World:
                 own = rank.loader._iterations._delivery._balance
                 costs = agreed_costs(summed, len(self.ranks))
                 if costs is not None:
-                    own._adopt(costs, rank.loader._supply.current, rank.loader.name)
+                    own._adopt(
+                        costs,
+                        rank.loader._supply.current,
+                        rank.loader.name,
+                        exact=rank.session.is_deterministic,
+                    )
         for rank in self.ranks:
             rank.commit()
         assert len(samples) == len(set(samples)) == 24
@@ -213,6 +218,17 @@ def test_batch_normalization_keeps_equal_parts_unless_forced(make_rank, clock, c
     assert [world.step() for _ in range(20)] == [[4, 4, 4]] * 20
     assert caplog.text.count("Pass balance=True") == RANKS
     forced = World(make_rank, clock, (1.0, 1.0, 4.0), least_samples=2, balance=True)
+    assert [forced.step() for _ in range(6)][-1] != [4, 4, 4]
+
+
+def test_without_exact_sums_the_parts_stay_equal_unless_forced(make_rank, clock, caplog):
+    caplog.set_level(logging.INFO)
+    world = World(make_rank, clock, (1.0, 1.0, 4.0))
+    forced = World(make_rank, clock, (1.0, 1.0, 4.0), balance=True)
+    for rank in (*world.ranks, *forced.ranks):
+        rank.session.is_deterministic = False
+    assert [world.step() for _ in range(20)] == [[4, 4, 4]] * 20
+    assert caplog.text.count("deterministic=True") == RANKS
     assert [forced.step() for _ in range(6)][-1] != [4, 4, 4]
 
 

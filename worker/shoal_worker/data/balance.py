@@ -4,7 +4,8 @@ Each rank measures how long it works on a micro-batch, without its waits for pee
 some steps (`exchanges_after`) the ranks exchange these times, and all compute the same numbers of
 micro-batches from them: the division whose slowest rank is done first. The division lasts until the
 generation ends; a new generation begins with equal parts. The samples of a step, and with
-`deterministic=True` its result, do not depend on the division.
+`deterministic=True` its result, do not depend on the division. Without `deterministic=True`, two
+equal runs would differ in the last digits, so there the user has to ask for it.
 
 Plain batches are always dealt evenly. In a larger part a rank might run out of memory, and a loss
 that is not a mean over samples would depend on the part's size. A micro-batch is the same on every
@@ -127,8 +128,8 @@ class Balance:
         Args:
             micro_batch_size: number of samples in a micro-batch; None: the loader deals plain
                 batches, always evenly.
-            wanted: False to deal evenly; True to deal by speed although the model normalizes over
-                batches; None: by speed if that does not change what the model computes.
+            wanted: False to deal evenly; True to deal by speed; None: by speed if the result does
+                not depend on the division.
         """
         self._micro_batch_size = micro_batch_size
         self._wanted = wanted
@@ -184,7 +185,7 @@ class Balance:
         summed = session.sum_numbers(contribution(own, rank, ranks))
         costs = agreed_costs(summed, ranks) if summed is not None else None
         if costs is not None:
-            self._adopt(costs, step, loader)
+            self._adopt(costs, step, loader, exact=session.is_deterministic)
 
     def _deals(self, step: DealtToRank, session: LoaderSession) -> bool:
         """Returns whether a step of all ranks has enough micro-batches to divide them by speed."""
@@ -196,8 +197,11 @@ class Balance:
             and step.placement.world_size * self._micro_batch_size < len(step.positions)
         )
 
-    def _adopt(self, costs: tuple[float, ...], step: DealtToRank, loader: str) -> None:
-        """Uses the agreed costs if they improve a step noticeably."""
+    def _adopt(
+        self, costs: tuple[float, ...], step: DealtToRank, loader: str, *, exact: bool
+    ) -> None:
+        """Uses the agreed costs if they improve a step noticeably. `exact`: the sums of a step's
+        gradients do not depend on the division."""
         assert self._micro_batch_size is not None
         items = -(-len(step.positions) // self._micro_batch_size)
         now = divided(items, self._costs or (1.0,) * len(costs))
@@ -214,15 +218,20 @@ class Balance:
             f"rank {slowest} takes {costs[slowest] / statistics.median(costs):.1f} times as long "
             "for a micro-batch as the median rank"
         )
-        if step.placement.least_samples > 1 and self._wanted is None:
+        normalizes = step.placement.least_samples > 1
+        if self._wanted is None and (normalizes or not exact):
             if not self._hinted:
                 self._hinted = True
                 _log.info(
-                    "loader %r: %s; the micro-batches are dealt evenly nevertheless, because batch "
-                    "normalization averages its statistics over the micro-batches of each rank. "
+                    "loader %r: %s; the micro-batches are dealt evenly nevertheless, because %s. "
                     "Pass balance=True to deal them by speed",
                     loader,
                     described,
+                    "batch normalization averages its statistics over the micro-batches of each "
+                    "rank"
+                    if normalizes
+                    else "sums in another order are rounded differently (unless "
+                    "deterministic=True)",
                 )
             return
         self._costs = costs

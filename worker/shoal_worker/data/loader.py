@@ -179,10 +179,10 @@ class ElasticDataLoader:
                 the batch's number of samples (for example the number of unmasked tokens).
             name: name that distinguishes several loaders in checkpoints; the same on every rank and
                 after a restart. None: loaders are named in order of construction.
-            balance: whether micro-batches are dealt in proportion to the ranks' measured speeds
-                (docs/guides/unequal-machines.md). None: yes, unless the model normalizes over
-                batches. True: also then. False: each rank gets equally many. Without
-                `micro_batch_size`, no effect except that True raises an error.
+            balance: True to deal micro-batches in proportion to the ranks' measured speeds
+                (docs/guides/unequal-machines.md); False to deal each rank equally many. None: by
+                speed if the result does not depend on it: with `deterministic=True`, and unless the
+                model normalizes over batches. Without `micro_batch_size`, True raises an error.
             look_ahead: with `batch_size`, True to lease one additional batch, so that `peek` knows
                 the next batch.
             train: False for an evaluation loader, which takes no part in steps. Its batches have

@@ -108,7 +108,10 @@ def _by_computing(reports: list[Report]) -> dict[str, str]:
                 f"{_seconds(others_s)}"
             )
             if not one.progress.share:
-                text += "; if it is always slower, micro_batch_size= gives it less work"
+                text += (
+                    "; if it is always slower, a loader with micro_batch_size= and balance=True "
+                    "gives it less work"
+                )
             found[one.member_id] = text
     return found
 

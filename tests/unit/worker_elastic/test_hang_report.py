@@ -42,13 +42,16 @@ def test_stacks_are_due_once_while_there_is_no_progress() -> None:
 def test_threads_of_the_script_are_included_unless_the_worker_waits_for_its_peers() -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
+    waits = threading.Event()
     waited_for: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def prefetch() -> None:
+        waits.set()
         waited_for.get()
 
     thread = threading.Thread(target=prefetch, name="prefetch", daemon=True)
     thread.start()
+    assert waits.wait(60)
     try:
         meter.entered()
         clock.now += 6
@@ -70,7 +73,7 @@ def member(line: str) -> Iterator[int]:
     """Starts a process with the id of member m1 that hangs in `line`, and yields its pid."""
     code = (
         "import os, re\nfrom shoal_common.system.stacks import serve_stacks\n"
-        f"serve_stacks()\nprint(flush=True)\n{line}"
+        f"serve_stacks()\nprint(flush=True); {line}"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],
@@ -90,9 +93,9 @@ def test_a_neighbour_whose_call_holds_pythons_lock_is_described() -> None:
         seen = neighbour_stacks("m1", pid)
         assert neighbour_stacks("m2", pid) is None  # another member had this pid
     assert seen is not None
-    assert "<string>:5" in seen.script_line
+    assert "<string>:4" in seen.script_line
     assert seen.script_line.endswith("in a call that holds Python's lock")
-    assert 'File "<string>", line 5 in <module>' in seen.stacks
+    assert 'File "<string>", line 4 in <module>' in seen.stacks
     assert neighbour_stacks("m1", pid) is None
 
 

@@ -27,7 +27,7 @@ TRAINING = """
     if shoal.rank() == {rank}:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(
-            resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY)
+            resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY)
         )  # as of a full disk
     for epoch in loader.epochs({epochs}):
         for (rows,) in loader:

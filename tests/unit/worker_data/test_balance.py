@@ -1,7 +1,6 @@
 """Micro-batches dealt in proportion to the ranks' speeds."""
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -140,12 +139,7 @@ class World:
                 own = rank.loader._iterations._delivery._balance
                 costs = agreed_costs(summed, len(self.ranks))
                 if costs is not None:
-                    own._adopt(
-                        costs,
-                        rank.loader._supply.current,
-                        rank.loader.name,
-                        exact=rank.session.is_deterministic,
-                    )
+                    own._adopt(costs, rank.loader._supply.current, rank.loader.name)
         for rank in self.ranks:
             rank.commit()
         assert len(samples) == len(set(samples)) == 24
@@ -212,23 +206,17 @@ def test_a_failed_exchange_changes_nothing(make_rank, clock):
     assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
 
 
-def test_batch_normalization_keeps_equal_parts_unless_forced(make_rank, clock, caplog):
-    caplog.set_level(logging.INFO)
-    world = World(make_rank, clock, (1.0, 1.0, 4.0), least_samples=2)
-    assert [world.step() for _ in range(20)] == [[4, 4, 4]] * 20
-    assert caplog.text.count("Pass balance=True") == RANKS
-    forced = World(make_rank, clock, (1.0, 1.0, 4.0), least_samples=2, balance=True)
-    assert [forced.step() for _ in range(6)][-1] != [4, 4, 4]
-
-
-def test_without_exact_sums_the_parts_stay_equal_unless_forced(make_rank, clock, caplog):
-    caplog.set_level(logging.INFO)
-    world = World(make_rank, clock, (1.0, 1.0, 4.0))
-    forced = World(make_rank, clock, (1.0, 1.0, 4.0), balance=True)
+@pytest.mark.parametrize(("least_samples", "deterministic"), [(2, True), (1, False)])
+def test_parts_on_which_the_result_depends_stay_equal_unless_forced(
+    make_rank, clock, least_samples, deterministic
+):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0), least_samples=least_samples)
+    forced = World(make_rank, clock, (1.0, 1.0, 4.0), least_samples=least_samples, balance=True)
     for rank in (*world.ranks, *forced.ranks):
-        rank.session.is_deterministic = False
+        rank.session.is_deterministic = deterministic
+    for rank in world.ranks:
+        rank.session.sum_numbers = None
     assert [world.step() for _ in range(20)] == [[4, 4, 4]] * 20
-    assert caplog.text.count("deterministic=True") == RANKS
     assert [forced.step() for _ in range(6)][-1] != [4, 4, 4]
 
 

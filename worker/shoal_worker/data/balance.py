@@ -137,7 +137,6 @@ class Balance:
         self._costs: tuple[float, ...] | None = None
         self._timed: list[float] = []
         self._began: tuple[float, float] | None = None
-        self._hinted = False
 
     def costs(self, placement: Placement) -> tuple[float, ...] | None:
         """Returns the agreed seconds per micro-batch of each rank in the generation of `placement`;
@@ -185,23 +184,25 @@ class Balance:
         summed = session.sum_numbers(contribution(own, rank, ranks))
         costs = agreed_costs(summed, ranks) if summed is not None else None
         if costs is not None:
-            self._adopt(costs, step, loader, exact=session.is_deterministic)
+            self._adopt(costs, step, loader)
 
     def _deals(self, step: DealtToRank, session: LoaderSession) -> bool:
-        """Returns whether a step of all ranks has enough micro-batches to divide them by speed."""
+        """Returns whether a step is divided by speed: if it is a step of all ranks, has enough
+        micro-batches, and its result does not depend on the division unless the user wants it."""
         return (
             self._micro_batch_size is not None
             and self._wanted is not False
+            and (
+                self._wanted is True
+                or (session.is_deterministic and step.placement.least_samples == 1)
+            )
             and not session.steps_alone
             and step.placement.world_size > 1
             and step.placement.world_size * self._micro_batch_size < len(step.positions)
         )
 
-    def _adopt(
-        self, costs: tuple[float, ...], step: DealtToRank, loader: str, *, exact: bool
-    ) -> None:
-        """Uses the agreed costs if they improve a step noticeably. `exact`: the sums of a step's
-        gradients do not depend on the division."""
+    def _adopt(self, costs: tuple[float, ...], step: DealtToRank, loader: str) -> None:
+        """Uses the agreed costs if they improve a step noticeably."""
         assert self._micro_batch_size is not None
         items = -(-len(step.positions) // self._micro_batch_size)
         now = divided(items, self._costs or (1.0,) * len(costs))
@@ -213,34 +214,16 @@ class Balance:
             1 - _LEAST_GAIN
         ) * takes_s:
             return
-        slowest = costs.index(max(costs))
-        described = (
-            f"rank {slowest} takes {costs[slowest] / statistics.median(costs):.1f} times as long "
-            "for a micro-batch as the median rank"
-        )
-        normalizes = step.placement.least_samples > 1
-        if self._wanted is None and (normalizes or not exact):
-            if not self._hinted:
-                self._hinted = True
-                _log.info(
-                    "loader %r: %s; the micro-batches are dealt evenly nevertheless, because %s. "
-                    "Pass balance=True to deal them by speed",
-                    loader,
-                    described,
-                    "batch normalization averages its statistics over the micro-batches of each "
-                    "rank"
-                    if normalizes
-                    else "sums in another order are rounded differently (unless "
-                    "deterministic=True)",
-                )
-            return
         self._costs = costs
         if step.placement.rank == 0 and step.placement.leads_replica:
+            slowest = costs.index(max(costs))
             _log.info(
-                "loader %r: %s. The %d micro-batches of a step are now dealt by speed: %s; a step "
-                "takes about %.0f %% less time",
+                "loader %r: rank %d takes %.1f times as long for a micro-batch as the median rank. "
+                "The %d micro-batches of a step are now dealt by speed: %s; a step takes about "
+                "%.0f %% less time",
                 loader,
-                described,
+                slowest,
+                costs[slowest] / statistics.median(costs),
                 items,
                 _shown(then),
                 100 * (1 - would_take_s / takes_s),

@@ -150,7 +150,11 @@ class Training:
             else None
         )
         self.loader = shoal.ElasticDataLoader(
-            self.samples, global_batch_size=BATCH, micro_batch_size=micro, seed=3
+            self.samples,
+            global_batch_size=BATCH,
+            micro_batch_size=micro,
+            seed=3,
+            balance=micro is not None,
         )
         self.evaluated = shoal.ElasticDataLoader(self.samples, global_batch_size=20, train=False)
         self.scheduler = (

@@ -26,7 +26,6 @@ class FakeSession:
         self.waited_s = 0.0
         self.speed = None
         self.steps_alone = False
-        self.is_deterministic = True
 
     @property
     def lifecycle(self):

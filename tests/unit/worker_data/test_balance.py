@@ -100,16 +100,14 @@ def clock(monkeypatch):
 class World:
     """Ranks that run a loop over micro-batches in turn: rank r works for `seconds[r]` on each."""
 
-    def __init__(self, make_rank, clock, seconds, *, least_samples=1, balance=None):
+    def __init__(self, make_rank, clock, seconds, *, balance=True):
         self.seconds, self.clock, self.generation = seconds, clock, 1
         self.ranks = [
             make_rank(
                 lambda: ElasticDataLoader(
                     torch.arange(24 * 40), global_batch_size=24, micro_batch_size=2, balance=balance
                 ),
-                Placement(
-                    generation=1, rank=rank, world_size=len(seconds), least_samples=least_samples
-                ),
+                Placement(generation=1, rank=rank, world_size=len(seconds)),
             )
             for rank in range(len(seconds))
         ]
@@ -206,21 +204,7 @@ def test_a_failed_exchange_changes_nothing(make_rank, clock):
     assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
 
 
-@pytest.mark.parametrize(("least_samples", "deterministic"), [(2, True), (1, False)])
-def test_parts_on_which_the_result_depends_stay_equal_unless_forced(
-    make_rank, clock, least_samples, deterministic
-):
-    world = World(make_rank, clock, (1.0, 1.0, 4.0), least_samples=least_samples)
-    forced = World(make_rank, clock, (1.0, 1.0, 4.0), least_samples=least_samples, balance=True)
-    for rank in (*world.ranks, *forced.ranks):
-        rank.session.is_deterministic = deterministic
-    for rank in world.ranks:
-        rank.session.sum_numbers = None
-    assert [world.step() for _ in range(20)] == [[4, 4, 4]] * 20
-    assert [forced.step() for _ in range(6)][-1] != [4, 4, 4]
-
-
-def test_false_keeps_equal_parts_and_exchanges_nothing(make_rank, clock):
+def test_by_default_the_parts_are_equal_and_nothing_is_exchanged(make_rank, clock):
     world = World(make_rank, clock, (1.0, 1.0, 4.0), balance=False)
     for rank in world.ranks:
         rank.session.sum_numbers = None

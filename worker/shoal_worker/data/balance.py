@@ -4,8 +4,8 @@ Each rank measures how long it works on a micro-batch, without its waits for pee
 some steps (`exchanges_after`) the ranks exchange these times, and all compute the same numbers of
 micro-batches from them: the division whose slowest rank is done first. The division lasts until the
 generation ends; a new generation begins with equal parts. The samples of a step, and with
-`deterministic=True` its result, do not depend on the division. Without `deterministic=True`, two
-equal runs would differ in the last digits, so there the user has to ask for it.
+`deterministic=True` its result, do not depend on the division. Two equal runs would otherwise
+differ in the last digits, and have other figures in any case, so the user has to ask for it.
 
 Plain batches are always dealt evenly. In a larger part a rank might run out of memory, and a loss
 that is not a mean over samples would depend on the part's size. A micro-batch is the same on every
@@ -122,14 +122,13 @@ class DealtToRank(Protocol):
 class Balance:
     """Division of a loader's steps by speed."""
 
-    def __init__(self, *, micro_batch_size: int | None, wanted: bool | None) -> None:
+    def __init__(self, *, micro_batch_size: int | None, wanted: bool) -> None:
         """Begins with equal parts.
 
         Args:
             micro_batch_size: number of samples in a micro-batch; None: the loader deals plain
                 batches, always evenly.
-            wanted: False to deal evenly; True to deal by speed; None: by speed if the result does
-                not depend on the division.
+            wanted: False to deal evenly.
         """
         self._micro_batch_size = micro_batch_size
         self._wanted = wanted
@@ -187,15 +186,11 @@ class Balance:
             self._adopt(costs, step, loader)
 
     def _deals(self, step: DealtToRank, session: LoaderSession) -> bool:
-        """Returns whether a step is divided by speed: if it is a step of all ranks, has enough
-        micro-batches, and its result does not depend on the division unless the user wants it."""
+        """Returns whether a step is divided by speed: if the user wants it, and it is a step of all
+        ranks with enough micro-batches."""
         return (
             self._micro_batch_size is not None
-            and self._wanted is not False
-            and (
-                self._wanted is True
-                or (session.is_deterministic and step.placement.least_samples == 1)
-            )
+            and self._wanted
             and not session.steps_alone
             and step.placement.world_size > 1
             and step.placement.world_size * self._micro_batch_size < len(step.positions)

@@ -144,7 +144,7 @@ class ElasticDataLoader:
         name: str | None = None,
         train: bool = True,
         look_ahead: bool = False,
-        balance: bool | None = None,
+        balance: bool = False,
     ) -> None:
         """
         Args:
@@ -180,9 +180,8 @@ class ElasticDataLoader:
             name: name that distinguishes several loaders in checkpoints; the same on every rank and
                 after a restart. None: loaders are named in order of construction.
             balance: True to deal micro-batches in proportion to the ranks' measured speeds
-                (docs/guides/unequal-machines.md); False to deal each rank equally many. None: by
-                speed if the result does not depend on it: with `deterministic=True`, and unless the
-                model normalizes over batches. Without `micro_batch_size`, True raises an error.
+                (docs/guides/unequal-machines.md); False to deal each rank equally many. True
+                without `micro_batch_size` raises an error.
             look_ahead: with `batch_size`, True to lease one additional batch, so that `peek` knows
                 the next batch.
             train: False for an evaluation loader, which takes no part in steps. Its batches have

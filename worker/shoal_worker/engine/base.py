@@ -117,11 +117,6 @@ class Engine(TrainingEngine):
         self._session = setup.session
         self._options = setup.options
 
-    @property
-    @override
-    def is_deterministic(self) -> bool:
-        return self.config.deterministic
-
     # ------------------------------------------------------- for ShardedModel: passes and gradients
 
     @abc.abstractmethod

@@ -144,11 +144,6 @@ class SeveralEngines(TrainingEngine):
 
     @property
     @override
-    def is_deterministic(self) -> bool:
-        return all(engine.is_deterministic for engine in self._engines)
-
-    @property
-    @override
     def within_round(self) -> bool:
         return self._first.within_round
 

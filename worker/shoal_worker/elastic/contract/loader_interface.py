@@ -133,12 +133,6 @@ class LoaderSession(Protocol):
         ...
 
     @property
-    def is_deterministic(self) -> bool:
-        """True if the result of a step has the same bits whichever rank computes which
-        micro-batch."""
-        ...
-
-    @property
     def speed(self) -> float | None:
         """Relative speed of this worker if the user has set one; None: measured."""
         ...

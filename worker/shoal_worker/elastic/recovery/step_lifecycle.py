@@ -220,12 +220,6 @@ class StepLifecycle:
         return self._held.engine.steps_alone
 
     @property
-    def is_deterministic(self) -> bool:
-        """True if the result does not depend on the division of micro-batches
-        (`LoaderSession.is_deterministic`)."""
-        return self._held.engine.is_deterministic
-
-    @property
     def speed(self) -> float | None:
         """Relative speed set by the user (`LoaderSession.speed`)."""
         return self._speed

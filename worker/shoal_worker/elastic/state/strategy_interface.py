@@ -135,12 +135,6 @@ class TrainingEngine(abc.ABC):
         return False
 
     @property
-    def is_deterministic(self) -> bool:
-        """True if the result of a step has the same bits whichever rank computes which
-        micro-batch."""
-        return False
-
-    @property
     def within_round(self) -> bool:
         """True if this rank has committed steps that count only with a later step, after which this
         worker may leave. Only for asynchronous engines; others use `StrategySession.keep`."""

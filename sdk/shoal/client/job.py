@@ -59,11 +59,11 @@ class MachineCondition(StrEnum):
     UNKNOWN = "unknown"
     """A condition that this release does not know."""
     LEAVING = "leaving"
-    """Its provider has announced that it will be taken away, so its workers leave."""
+    """The provider has announced that the machine will be taken away, so its workers leave."""
     UNHEALTHY = "unhealthy"
     """A health check failed, so workers on it are refused."""
     EXCLUDED = "excluded"
-    """Its workers died again and again, so workers on it are refused."""
+    """Workers of the machine died again and again, so its workers are refused."""
 
 
 class ServerRole(StrEnum):

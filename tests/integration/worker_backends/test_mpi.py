@@ -3,13 +3,12 @@ missing."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from shoal_common.errors import ConfigurationError
 from shoal_worker.backends import backend_class
 
 from tests.integration.worker_backends.mpi_ranks import MPI_CHECKS
+from tests.missing import pretend_missing
 from tests.ranks.processes import mpi_world
 
 
@@ -31,7 +30,7 @@ def test_on_mpi(outcomes: list[dict[str, str | None]], check: str) -> None:
 
 
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    pretend_missing(monkeypatch, "mpi4py")
     with pytest.raises(
         ConfigurationError,
         match=r"backend='mpi' needs mpi4py and an MPI library .*pip install shoal-worker\[mpi\]",

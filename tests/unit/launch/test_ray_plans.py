@@ -11,6 +11,8 @@ import shoal
 from shoal.ray.plan import Plan
 from shoal_common.errors import ConfigurationError
 
+from tests.missing import pretend_missing
+
 TRAIN = ("train.py", "--epochs", "3")
 
 
@@ -98,7 +100,7 @@ def test_servers_beside_a_coordinator_of_others_are_refused() -> None:
 
 
 def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
+    pretend_missing(monkeypatch, "ray")
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[ray\]'") as raised:
         shoal.ray.run("train.py")
     assert raised.value.reason == "RAY_NOT_INSTALLED"

@@ -3,8 +3,8 @@ a tracker that fails or hangs does not delay training."""
 
 from __future__ import annotations
 
+import importlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from torch import nn
 
 from tests import mlruns, wandbruns
 from tests.events import points
+from tests.missing import pretend_missing
 from tests.zygote.children import eventually
 
 pytestmark = pytest.mark.usefixtures("fresh_session")
@@ -273,7 +274,7 @@ def test_tensorboard_reads_it_as_one_run(tmp_path: Path) -> None:
 def test_without_the_package_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    pretend_missing(monkeypatch, "tensorboard")
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[tensorboard\]'"):
         shoal.TensorBoard(tmp_path)
 
@@ -308,7 +309,7 @@ def test_a_run_alone_has_a_key_and_no_job() -> None:
 def test_without_mlflow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="expected the name of an experiment"):
         shoal.MLflow("")
-    monkeypatch.setitem(sys.modules, "mlflow", None)
+    pretend_missing(monkeypatch, "mlflow")
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[mlflow\]'"):
         shoal.MLflow("digits")
 
@@ -353,12 +354,13 @@ def test_wandb_refuses_options_that_would_select_another_run() -> None:
 
 
 def test_without_wandb_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    pretend_missing(monkeypatch, "wandb")
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[wandb\]'"):
         shoal.WandB("digits")
 
 
 def test_without_the_exporter_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc", None)
+    importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.metric_exporter")
+    pretend_missing(monkeypatch, "opentelemetry.exporter.otlp.proto.grpc")
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[opentelemetry\]'"):
         shoal.OpenTelemetry()

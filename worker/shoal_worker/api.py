@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shoal_worker.checkpoint.files import read_model
+from shoal_worker.checkpoint.place import Place, downloaded
 from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer, take_apart
 from shoal_worker.config import ShardingConfiguration
@@ -34,6 +35,7 @@ from shoal_worker.engine.state.parameters import check_memory, check_shaped
 from shoal_worker.features import whole_batch as whole_batches
 from shoal_worker.features.model_session import ModelSession
 from shoal_worker.features.several_models import SeveralEngines
+from shoal_worker.object_storage import is_url
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.strategies import registry
 from shoal_worker.strategies.model import ShardedModel
@@ -537,7 +539,7 @@ def save_checkpoint(
         return
     CheckpointSaver.of(session).save(
         session,
-        Path(directory),
+        Place.of(directory, session.settings),
         keep=keep,
         sharded=sharded,
         frozen=frozen,
@@ -580,7 +582,8 @@ def resume(directory: str | Path) -> bool:
             values (BASE_MODEL_DIFFERS). Nothing is changed.
         ConfigurationError: `directory` is itself one checkpoint, or a file.
     """
-    return load_newest(current_session(), Path(directory))
+    session = current_session()
+    return load_newest(session, Place.of(directory, session.settings))
 
 
 def load_full_state(
@@ -613,7 +616,9 @@ def load_full_state(
             values of frozen parameters that `base` lacks (BASE_MODEL_DIFFERS).
     """
     values = base.state_dict() if isinstance(base, nn.Module) else base
-    return read_model(Path(path), model, of_best=best, average=average, base=values or {})
+    with downloaded(path, WorkerSettings(), best=best) as found:
+        of_best = best and not is_url(path)  # otherwise the best one was downloaded
+        return read_model(found, model, of_best=of_best, average=average, base=values or {})
 
 
 def report(**numbers: float | torch.Tensor) -> None:

@@ -94,7 +94,7 @@ def s3_server() -> Iterator[S3Server]:
         process.communicate()
 
 
-# --------------------------------------------------------------------------------------- the process
+# -------------------------------------------------------------------------------------- the process
 
 
 class Faults:
@@ -151,9 +151,7 @@ class Faults:
                     return rule
         return None
 
-    def _control(
-        self, path: str, environ: dict[str, Any], start_response: Any
-    ) -> Iterable[bytes]:
+    def _control(self, path: str, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         with self._lock:
             if path.endswith("faults"):
@@ -204,7 +202,7 @@ def main() -> None:
         headers={"Authorization": f"AWS4-HMAC-SHA256 Credential={KEY}/20260101/us-east-1/s3/x"},
     )
     urllib.request.urlopen(made, timeout=60).close()
-    print(server.server_port, flush=True)  # noqa: T201 - for the parent
+    print(server.server_port, flush=True)
     sys.stdin.read()  # until the parent process ends
 
 

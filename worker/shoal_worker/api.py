@@ -496,7 +496,9 @@ def save_checkpoint(
     do so before this returns.
 
     Args:
-        directory: shared by all ranks, or local to the first rank's machine.
+        directory: shared by all ranks, or local to the first rank's machine. Or a URL of an object
+            storage, such as "s3://bucket/run": the checkpoint is written to a local directory
+            (SHOAL_STAGING_DIR) and uploaded in the background.
         keep: number of the newest checkpoints to keep; >= 1.
         best: metric of the state, the same on every rank, such as the accuracy from
             `shoal.evaluate`. The run's checkpoint with the best metric is kept in addition to the
@@ -522,6 +524,10 @@ def save_checkpoint(
             or differs between ranks; or a directory that cannot be written, or is not shared.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed, or under ddp this save
             of the rows of sparse tables.
+        PermissionDeniedError (STORAGE_REFUSED): the object storage refuses the credentials, now or
+            at an earlier upload.
+        UnavailableError (STORAGE_UNAVAILABLE): the object storage has failed for too long, at the
+            first save to this URL.
         DeadlineError (SERVER_AWAY): a server with rows of sparse tables was unreachable for too
             long.
     """
@@ -576,7 +582,12 @@ def resume(directory: str | Path) -> bool:
     state is newer. The parameter servers receive the rows of sparse tables: always under ddp; under
     async_sgd only rows that are still untrained there.
 
+    Args:
+        directory: the directory or URL passed to `save_checkpoint`.
+
     Raises:
+        PermissionDeniedError (STORAGE_REFUSED): the object storage refuses the credentials.
+        UnavailableError (STORAGE_UNAVAILABLE): the object storage has failed for too long.
         CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release;
             or it was saved with `frozen="reference"`, and the model's frozen parameters have other
             values (BASE_MODEL_DIFFERS). Nothing is changed.
@@ -598,8 +609,8 @@ def load_full_state(
     module's names, for `module.load_state_dict`. Needs no session and no ranks.
 
     Args:
-        path: a directory passed to `save_checkpoint`, of which the newest checkpoint is read, or
-            one `step-<n>` in it.
+        path: a directory or URL passed to `save_checkpoint`, of which the newest checkpoint is
+            read, or one `step-<n>` in it.
         model: index of the model in a run that trained several, in the order of `as_distributed`.
         best: read the checkpoint with the best metric of the newest run in the directory, instead
             of the newest: see `best` of `save_checkpoint`.

@@ -78,7 +78,9 @@ def is_url(place: str | Path) -> bool:
         )
     bucket, _, path = text.partition("://")[2].partition("/")
     if not bucket or not path.strip("/"):
-        raise ConfigurationError(f"{text!r}: expected a bucket and a path, such as {scheme}://bucket/run")
+        raise ConfigurationError(
+            f"{text!r}: expected a bucket and a path, such as {scheme}://bucket/run"
+        )
     return True
 
 
@@ -292,8 +294,7 @@ def write_object(url: str, content: bytes) -> None:
 
 def _missing(url: str, module: str, extra: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{url}: this kind of URL needs the package {module}; install it with "
-        f"pip install '{extra}'"
+        f"{url}: this kind of URL needs the package {module}; install it with pip install '{extra}'"
     )
 
 

@@ -116,6 +116,8 @@ class Member:
     share: float | None = None
     """Number of micro-batches of the member in each step, relative to an equal part, if they are
     dealt by speed; otherwise None."""
+    upload_backlog_bytes: int = 0
+    """Bytes of checkpoints on the member's disk that are not yet in the object storage."""
     script_line: str | None = None
     """Line of the script that the member executes, and what the line waits for, if the member has
     made no progress for a while; otherwise None."""

@@ -3,7 +3,7 @@ wrong credentials, and lists that lag behind."""
 
 from __future__ import annotations
 
-import signal
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -116,9 +116,7 @@ def test_a_shortened_upload_is_found_and_repeated(s3: S3Server, tmp_path: Path) 
     check_newest(tmp_path, 1, path)
 
 
-def test_a_storage_that_stays_overloaded_leaves_no_checkpoint(
-    s3: S3Server, tmp_path: Path
-) -> None:
+def test_a_storage_that_stays_overloaded_leaves_no_checkpoint(s3: S3Server, tmp_path: Path) -> None:
     s3.set_faults({"action": "refuse", "method": "PUT", "text": "model", "times": 10_000})
     with pytest.raises(UnavailableError, match="it was repeated for 1 s") as raised:
         upload(tmp_path, 1, patience=MOMENT)
@@ -133,7 +131,7 @@ def test_a_wrong_credential_is_named(
     with pytest.raises(PermissionDeniedError, match="check the credentials") as raised:
         remote(tmp_path).newest()
     assert raised.value.reason == "STORAGE_REFUSED"
-    with pytest.raises(PermissionDeniedError, match="step-1/.* was refused"):
+    with pytest.raises(PermissionDeniedError, match=r"step-1/.* was refused"):
         upload(tmp_path, 1)
 
 
@@ -197,6 +195,26 @@ def test_a_run_with_a_wrong_credential_ends_at_once_on_all_ranks(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another-key")
     with pytest.raises(PermissionDeniedError, match="check the credentials"):
         shoal.launch(lambda: train(url(tmp_path), 1), world_size=2)
+
+
+def test_the_page_s_script_runs(s3: S3Server, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/guides/object-storage.md").read_text()
+    (script,) = re.findall(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
+    script = script.replace("s3://my-bucket/run", url(tmp_path))
+
+    def rank() -> None:
+        exec(compile(script, "object-storage.md", "exec"), {"__name__": "__main__"})
+
+    shoal.launch(rank, world_size=2)
+    assert remote(tmp_path).folder.names() == [
+        "model.safetensors",
+        "newest.json",
+        "step-12",
+        "step-8",
+    ]
+    assert shoal.load_full_state(f"{url(tmp_path)}/step-8").keys() == (
+        shoal.load_full_state(url(tmp_path)).keys()
+    )
 
 
 @pytest.mark.parametrize("point", ["upload_file@4", "upload_manifest@2"])

@@ -207,7 +207,7 @@ def test_a_changed_description_is_uploaded_without_the_files(
     storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload(local(tmp_path, 1))
-    monkeypatch.delattr(type(storage), "put_file")
+    monkeypatch.setattr(type(storage), "put_file", None)
     upload(local(tmp_path, 1, stopped_early="loader"))
     fetched = read_checkpoint(remote().fetch("step-1", tmp_path / "other"))
     assert fetched.info.stopped_early == "loader"
@@ -253,7 +253,7 @@ def test_a_later_step_of_another_run_is_refused(tmp_path: Path) -> None:
     remote().check_place(5, "other")
 
 
-# --------------------------------------------------------------------------------------- in a script
+# -------------------------------------------------------------------------------------- in a script
 
 
 def train(strategy: str, url: str, *, steps: int) -> bool:
@@ -301,6 +301,12 @@ def test_a_removed_checkpoint_does_not_come_back_from_the_local_disk(
     assert steps(storage) == ["step-2"]
 
 
+def test_a_single_checkpoint_is_not_resumed_from(storage: Any, tmp_path: Path) -> None:
+    upload(local(tmp_path, 1))
+    with pytest.raises(ConfigurationError, match="found a single checkpoint"):
+        shoal.launch(lambda: train("ddp", f"{URL}/step-1", steps=2), world_size=2)
+
+
 def test_a_file_url_is_a_plain_directory(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
     shoal.launch(lambda: train("fsdp", url, steps=2), world_size=2)
@@ -320,7 +326,7 @@ def test_a_model_is_saved_to_and_loaded_from_a_url(storage: Any) -> None:
             net.weight.zero_()
         model.load_model("memory://bucket/model.safetensors")
         assert model.full_state_dict()["weight"].flatten().tolist() == before
-        with pytest.raises(ConfigurationError, match="nothing.* does not exist"):
+        with pytest.raises(ConfigurationError, match=r"nothing.* does not exist"):
             model.load_model("memory://bucket/nothing")
         return before
 

@@ -93,7 +93,7 @@ def test_a_save_does_not_wait_for_the_upload_and_the_end_does(
     run.save(1)
     assert run.uploads.backlog().checkpoints == 1
     assert run.uploads.backlog().nbytes > 4000
-    with pytest.raises(DeadlineError, match="1 checkpoint, 0.0 MB are left in"):
+    with pytest.raises(DeadlineError, match=r"1 checkpoint, 0\.0 MB are left in"):
         run.uploads.wait(timedelta(0))
     storage.open.set()
     run.uploads.wait(LONG)
@@ -141,7 +141,7 @@ def test_a_failed_upload_is_repeated_after_the_next_save(
     storage.error = OSError("503")
     with caplog.at_level(logging.WARNING):
         path = run.save(1)
-        with pytest.raises(UnavailableError, match="503.*remain in") as raised:
+        with pytest.raises(UnavailableError, match=r"503.*remain in") as raised:
             run.uploads.wait(LONG)
     assert raised.value.reason == "CHECKPOINT_NOT_UPLOADED"
     assert "step-1 was not uploaded to memory://bucket/run, and remains in" in caplog.text

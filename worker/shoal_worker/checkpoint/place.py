@@ -9,7 +9,6 @@ one that is missing there is never read by `resume`.
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import xxhash
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.checkpoint.files import STEP, complete_in, latest
-from shoal_worker.checkpoint.manifest import NAME, remove
+from shoal_worker.checkpoint.manifest import NAME, disk_errors, remove
 from shoal_worker.checkpoint.remote import RemoteCheckpoints, folder_of
 from shoal_worker.object_storage import PATIENCE, ObjectFolder, is_url, local_path
 from shoal_worker.settings import WorkerSettings
@@ -84,7 +83,8 @@ class Place:
         that checkpoint if this place has a URL. `run`: run to which the checkpoint must belong;
         None: any run.
 
-        Raises the errors of `RemoteCheckpoints.fetch`.
+        Raises the errors of `RemoteCheckpoints.fetch`, and ConfigurationError if the URL names a
+        single checkpoint.
         """
         if self.url is None:
             return self.directory
@@ -93,6 +93,11 @@ class Place:
         own = None if run is None else latest(self.local(run), run=run)
         if own is not None and (name is None or _step(own.name) > _step(name)):
             return own.parent  # this run has saved it, and not yet uploaded it
+        if name is None and remote.folder.read(NAME) is not None:
+            raise ConfigurationError(
+                f"resume({self.named!r}): expected the URL passed to save_checkpoint, whose newest "
+                "checkpoint is loaded; found a single checkpoint"
+            )
         if name is None:
             return self.directory / "nothing"
         path = remote.fetch(name, self.directory)
@@ -151,11 +156,10 @@ def _set_aside_after(path: Path) -> None:
         if _step(other.name) > _step(path.name):
             aside = other.with_name(f"not-uploaded-{other.name}")
             remove(aside)
-            os.replace(other, aside)
+            with disk_errors(aside):
+                other.rename(aside)
             _log.warning(
                 "%s was never uploaded, or was removed from the object storage; it is kept as %s",
                 other,
                 aside,
             )
-
-

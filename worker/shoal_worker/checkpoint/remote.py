@@ -10,7 +10,8 @@
 Nothing is renamed, because an object storage cannot. A process that dies while it uploads leaves a
 folder without a manifest, which is no checkpoint. The next upload of the same run removes such
 folders. Lists may lag behind, objects do not: `newest.json` finds a checkpoint that the list lacks,
-and a folder counts only if its manifest can be read. This module decides neither which rank uploads nor when (`uploads.py`, `saving.py`).
+and a folder counts only if its manifest can be read. This module decides neither which rank uploads
+nor when (`uploads.py`, `saving.py`).
 """
 
 from __future__ import annotations

@@ -151,6 +151,8 @@ class CheckpointSaver:
             failed = self._settle(timedelta(0))
             if failed is not None:
                 raise failed  # not before: the other ranks are in the operation
+            if self._uploads is not None:
+                self._uploads.check()
         except BaseException:
             copy.drop()
             raise
@@ -253,15 +255,18 @@ class CheckpointSaver:
         uploads = self._uploads
         if uploads is None or (uploads.url, uploads.directory) != (place.url, directory):
             uploads = self._uploads = Uploads(
-                place.url, directory, metrics=session.metrics, patience=place.patience
+                place.url,
+                directory,
+                metrics=session.metrics,
+                patience=place.patience,
+                report=partial(setattr, session.progress, "upload_backlog_bytes"),
             )
-        uploads.check()
         return partial(uploads.changed, keep=keep, fence=fence)
 
     def is_written(self, session: Session, place: Place, name: str) -> bool:
         """Waits until no rank is saving, and returns whether the first rank sees checkpoint `name`
-        on its disk. Returns True where nothing is saved, as on a joiner. Called by every rank, after
-        `save`."""
+        on its disk. Returns True where nothing is saved, as on a joiner. Called by every rank,
+        after `save`."""
         path = place.local(session.run) / name
 
         def body(channel: Channel) -> bool:

@@ -64,13 +64,21 @@ class Uploads:
     """The uploads of one process to one URL."""
 
     def __init__(
-        self, url: str, directory: Path, *, metrics: WorkerMetrics, patience: timedelta
+        self,
+        url: str,
+        directory: Path,
+        *,
+        metrics: WorkerMetrics,
+        patience: timedelta,
+        report: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         """`directory`: where this run's checkpoints are written. `patience`: time for which each
-        call to the storage is repeated."""
+        call to the storage is repeated. `report`: receives the bytes of the backlog whenever it
+        has changed."""
         self.url, self.directory = url, directory
         self._metrics = metrics
         self._patience = patience
+        self._report = report
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._saves = 0
@@ -171,6 +179,7 @@ class Uploads:
     def _show(self) -> None:
         backlog = self.backlog()
         self._metrics.upload_backlog(backlog.checkpoints, backlog.nbytes)
+        self._report(backlog.nbytes)
 
     def _run(self) -> None:
         remote = RemoteCheckpoints(ObjectFolder(self.url, self._patience))

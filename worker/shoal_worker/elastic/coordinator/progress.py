@@ -84,6 +84,8 @@ class Progress:
     share: float = 0.0
     """Number of micro-batches of this rank relative to an equal part, if they are dealt by speed; 0
     if they are not."""
+    upload_backlog_bytes: int = 0
+    """Bytes of checkpoints on this rank's disk that are not yet in the object storage."""
     script_line: str = ""
     """Line of the script that the training thread executes, if there was no progress for a while;
     otherwise empty."""
@@ -145,6 +147,8 @@ class ProgressMeter:
         """True if each rank takes steps of its own. Set by the session's owner."""
         self.share = 0.0
         """Value of `Progress.share`. Set by the session's owner."""
+        self.upload_backlog_bytes = 0
+        """Value of `Progress.upload_backlog_bytes`. Set by the thread that uploads."""
         self.tally_writer: TallyWriter | None = None
         """Writer of the file from which the launcher reads this worker's commits; None if the
         launcher requested none. Set by the session's owner."""
@@ -397,6 +401,7 @@ class ProgressMeter:
                 server_wait_s=server_wait_s,
                 awaited_server=awaited_server,
                 share=self.share,
+                upload_backlog_bytes=self.upload_backlog_bytes,
                 script_line=line,
                 last_wait=self.waits.last,
                 metrics={name: reported.value for name, reported in self._reported.items()},

@@ -84,6 +84,22 @@ def is_url(place: str | Path) -> bool:
     return True
 
 
+def url_in(option: Path) -> str | None:
+    """Returns the URL that a user passed as a path on the command line; None for a plain path.
+    pathlib removes one of the two slashes.
+
+    Raises:
+        ConfigurationError: as in `is_url`.
+    """
+    scheme, colon, rest = str(option).partition(":/")
+    if not colon or scheme not in (*_BACKENDS, _MEMORY) or rest.startswith("/"):
+        return None
+    url = f"{scheme}://{rest}"
+    is_url(url)
+    ObjectFolder.check(url)
+    return url
+
+
 def local_path(place: str | Path) -> Path:
     """Returns the path that a user named, as a path or as a `file://` URL.
 
@@ -132,7 +148,11 @@ class ObjectFolder:
         nothing."""
         scheme = url.partition(":")[0]
         module, extra = _BACKENDS.get(scheme, ("fsspec", ""))
-        if importlib.util.find_spec(module) is None:
+        try:
+            found = importlib.util.find_spec(module)
+        except ValueError:  # an import of it has failed
+            found = None
+        if found is None:
             raise _missing(url, module, extra)
 
     def child(self, name: str) -> ObjectFolder:

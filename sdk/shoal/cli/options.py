@@ -107,7 +107,8 @@ Plot = Annotated[
     typer.Option(
         metavar="FILE.png|FILE.svg",
         help="Draw the loss, other reported numbers and the throughput over time to this file at "
-        "the end, with faults, joins and leaves. Needs matplotlib: the extra [plot].",
+        "the end, with faults, joins and leaves. May be a URL (s3://bucket/run.svg). Needs "
+        "matplotlib: the extra [plot].",
         show_default=False,
     ),
 ]

@@ -126,6 +126,32 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
     assert "waiting" in browser.texts("#summary .badge")
 
 
+def test_the_table_of_ranks_with_two_metrics_fits_into_1280_pixels(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(together=1, smallest=1)
+    (member,) = job.form("a", host="gpu-node-017")
+    member.beat(
+        1,
+        sequence=1,
+        step=123_456,
+        loss=0.0123,
+        samples_per_s=12_345,
+        step_time_s=0.123,
+        busy_time_s=0.1,
+        metrics={"accuracy": 0.7512, "perplexity": 123.4},
+        steps_in_all=4_936_000,
+    )
+    with Browser(tmp_path, width=1280) as browser:
+        look_at(browser, job)
+        eventually(lambda: "123,456" in browser.texts("#ranks td"), "the rank's step")
+        content, room = browser.run(
+            "const table = document.querySelector('#ranks .wide');"
+            "return [table.scrollWidth, table.clientWidth]"
+        )
+        assert content <= room
+
+
 def test_the_course_begins_with_the_first_step_and_has_round_ticks(
     make_job: MakeJob, browser: Browser
 ) -> None:

@@ -166,7 +166,7 @@ class StepLifecycle:
             if self._held.phase.replaying or self._held.engine.idle:
                 # it has no state, so the rest of its script has nothing to report
                 self._departure.exit_drained(str(stop))
-            if not self._peers_have_ended or source is None:
+            if not self._peers_have_ended(self._held.steps) or source is None:
                 self._departure.obey(stop)
                 raise
             # a script that only looks at the batch and leaves its loop behaves as its peers did
@@ -406,8 +406,8 @@ class StepLifecycle:
             try:
                 placement = self.begin_step(None)
             except StopTraining:
-                if self._peers_have_ended:
-                    raise self._apart_from_the_end() from None
+                if self._peers_have_ended(self._held.steps):
+                    raise self._apart_from_the_end(self._held.steps) from None
                 sys.exit(0)  # no loader could end the user's own loop
             self.assign(
                 Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None)
@@ -708,8 +708,12 @@ class StepLifecycle:
         _log.warning("step %d is lost: %s", held.steps, step.lost)
         self._progress.lost()
         self._abort()
+        reached = held.steps
         held.go_back()
         held.lost()
+        if self._peers_have_ended(reached) and not held.engine.asynchronous:
+            self._stop = None
+            raise self._apart_from_the_end(reached)
         self._end(held.engine, updated=False)
 
     def _end(self, engine: TrainingEngine, *, updated: bool) -> None:
@@ -721,8 +725,6 @@ class StepLifecycle:
         step when the group failed have already received it.
         """
         stop, self._stop = self._stop, None
-        if not updated and self._peers_have_ended and not engine.asynchronous:
-            raise self._apart_from_the_end()
         try:
             if stop is not None:
                 raise stop
@@ -732,15 +734,15 @@ class StepLifecycle:
         except StateLostError as lost:
             self.returning.go_back(lost)
 
-    @property
-    def _peers_have_ended(self) -> bool:
-        """True if a peer's script has finished, and this process has already committed at least as
-        many steps as that script."""
+    def _peers_have_ended(self, reached: int) -> bool:
+        """Returns whether a peer's script has finished after at most `reached` steps, the number
+        that this process had committed before its current step. The number includes steps of a
+        round that was undone since."""
         ended_with = self._boundaries.finished_steps
-        return ended_with is not None and ended_with <= self._held.steps
+        return ended_with is not None and ended_with <= reached
 
-    def _apart_from_the_end(self) -> PreconditionError:
-        return ends_apart(self._boundaries.finished_steps or 0, self._held.steps + 1)
+    def _apart_from_the_end(self, reached: int) -> PreconditionError:
+        return ends_apart(self._boundaries.finished_steps or 0, reached + 1)
 
     def _settle(self, source: StepSource | None) -> None:
         """Handles the step boundary with `StepBoundaries.settle`. If the state is lost, first

@@ -27,6 +27,7 @@ from shoal_worker.features.model_session import ModelSession
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
 from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.torch_internals import in_function_transform
 
 
 class ShardedModel(nn.Module):
@@ -189,6 +190,13 @@ class ShardedModel(nn.Module):
         """Runs a pass through `call`, a method of the engine, and records its inputs for comparison
         between ranks."""
         if self.training and torch.is_grad_enabled():
+            if in_function_transform():
+                raise ConfigurationError(
+                    "the distributed model is called inside a transform of torch.func (grad, vmap, "
+                    "jvp, ...), whose gradients Shoal cannot reduce; compute the loss outside of "
+                    "the transform and call loss.backward(), or apply the transform inside the "
+                    "module's forward()"
+                )
             self._session.lifecycle.note_inputs(args, kwargs)
         else:
             self._session.lifecycle.note_evaluated(args, kwargs)

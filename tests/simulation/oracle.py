@@ -44,7 +44,7 @@ _STATE_LOST = (
     "only a checkpoint can restore",
     "no rank can send its state",
     "are fewer than the",
-    "no rank has the whole parameters",
+    "no rank has all parameters",
 )
 _GIVEN_UP = "was abandoned: a worker was lost before it had written its part"
 _NO_WAY_BACK = "The running script cannot continue from the newest checkpoint"

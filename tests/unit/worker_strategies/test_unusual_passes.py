@@ -289,7 +289,7 @@ def test_a_method_that_cannot_be_a_pass_is_refused() -> None:
     for strategy, name, message in [
         ("zero3", "encode", "Net has no method of that name"),
         ("zero3", "body", "Net has no method of that name"),
-        ("zero3", "predict", "the model already has a method of that name"),
+        ("zero3", "predict", "ShardedModel already has a method of that name"),
         ("tensor", "loss", "layers and stages are split along the module's forward pass"),
     ]:
         with pytest.raises(ConfigurationError, match=message):

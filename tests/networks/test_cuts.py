@@ -138,7 +138,7 @@ def test_a_rank_that_was_cut_off_from_another_between_two_steps_is_replaced_when
         job.wait_explained(r"not reach rank \d \(host-[12]\)")
         job.wait_acted_on()
     job.eventually(
-        lambda: "its peers took steps without this rank" in job.said(),
+        lambda: "the other ranks took steps without this rank" in job.said(),
         "the one that was kept out to return",
     )
     job.wait_all_train()

@@ -271,7 +271,7 @@ def part() -> set[Cell]:
     return chosen & known
 
 
-_NOT_IN_PARTS = "use zero1, zero2, zero3, fsdp or hsdp, whose optimizer state is in shards"
+_NOT_IN_PARTS = "use zero1, zero2, zero3, fsdp or hsdp, which shard the optimizer state"
 _FLAT = (
     "Adafactor is not known to update each element independently, but this strategy splits "
     "parameters into flat pieces"
@@ -302,7 +302,8 @@ REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
         (
             name,
             "shard_modules",
-        ): "use zero3, fsdp, hsdp or hybrid, which gather parameters by modules, or leave it out"
+        ): "use zero3, fsdp, hsdp or hybrid, which gather modules one by one, or leave "
+        "shard_modules out"
         for name, row in ROWS.items()
         if row.strategy not in ("zero3", "fsdp", "hsdp", "hybrid")
     },

@@ -40,14 +40,14 @@ _HEARD_AFTER_S = 0.1
 """Longest time in seconds until the coordinator learns of a death."""
 _DIVERGED = "ranks diverged"
 _STATE_LOST = (
-    "is lost: an update failed",
+    "is lost, because an update failed",
     "only a checkpoint can restore",
     "no rank can send its state",
     "are fewer than the",
-    "no rank has the whole parameters",
+    "no rank has all parameters",
 )
 _GIVEN_UP = "was abandoned: a worker was lost before it had written its part"
-_NO_WAY_BACK = "The running script cannot continue from the newest checkpoint"
+_NO_WAY_BACK = "The script cannot continue from the newest checkpoint"
 _ALL_GONE = "no worker with the run's state is left"
 
 

@@ -67,7 +67,7 @@ if TESTED[1] < VERSION:
     )
 
 try:
-    from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+    from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id, _functorch
 
     # the stub lacks _set_thread_isolation_mode
     from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
@@ -89,6 +89,7 @@ try:
 
     _ = c10d._world  # all process groups of this process
     _is_in_bad_fork = torch.cuda._is_in_bad_fork
+    _peek_interpreter_stack = _functorch.peek_interpreter_stack
     _NATIVE_NAMES = {
         name: name if hasattr(c10d.ProcessGroup, name) else earlier
         for name, earlier in {
@@ -144,6 +145,7 @@ __all__ = [
     "cuda_is_unusable",
     "function_modes",
     "in_backward",
+    "in_function_transform",
     "gloo_options",
     "native_collective",
     "needs_torch",
@@ -193,6 +195,11 @@ def gloo_options() -> Any:
 def asks_for_reconfigure(options: _DistributedBackendOptions) -> bool:
     """Returns whether a process group is created with `enable_reconfigure=True`."""
     return bool(getattr(options, "enable_reconfigure", False))
+
+
+def in_function_transform() -> bool:
+    """Returns whether this thread is inside a transform of torch.func, such as grad or vmap."""
+    return _peek_interpreter_stack() is not None
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -4,7 +4,7 @@ Only changes that are certain are made. Findings of `shoal check` in the result 
 comments. The loop is converted if it has this shape, in one block of the script:
 
     loader = DataLoader(...)
-    optimizer = torch.optim.X(model.parameters(), ...)
+    optimizer = torch.optim.X(model.parameters(), ...)  # also filtered, or in groups
     for epoch in range(n):
         for batch in loader:
             ...
@@ -329,16 +329,41 @@ def _optimizer(script: Script, block: list[ast.stmt], name: str) -> tuple[ast.st
             made[-1] if made else None,
         )
     assert isinstance(made[0].value, ast.Call)
-    parameters = made[0].value.args[0] if made[0].value.args else None
-    if (
-        not isinstance(parameters, ast.Call)
-        or not isinstance(parameters.func, ast.Attribute)
-        or parameters.func.attr != "parameters"
-        or parameters.args
-        or not isinstance(parameters.func.value, ast.Name)
-    ):
-        raise _Unclear(f"{name} is not created from model.parameters()", made[0])
-    return made[0], parameters.func.value.id
+    models = _models(block, made[0].value)
+    if len(models) != 1:
+        raise _Unclear(
+            f"{name} is not created from the parameters of one model, as model.parameters()",
+            made[0],
+        )
+    return made[0], models.pop()
+
+
+def _models(
+    block: list[ast.stmt], created: ast.expr, followed: frozenset[str] = frozenset()
+) -> set[str]:
+    """Returns the names of the models whose parameters an expression takes.
+
+    Parameters may be taken from a part of the model, filtered and grouped. Names that the block
+    assigns once are followed to what they are assigned.
+    """
+    models: set[str] = set()
+    for node in ast.walk(created):
+        if isinstance(node, ast.Attribute) and node.attr in ("parameters", "named_parameters"):
+            of = node.value
+            while isinstance(of, ast.Attribute | ast.Subscript):
+                of = of.value
+            if isinstance(of, ast.Name):
+                models.add(of.id)
+        elif isinstance(node, ast.Name) and node.id not in followed:
+            values = [
+                part.value
+                for part in block
+                if isinstance(part, ast.Assign)
+                and [ast.unparse(target) for target in part.targets] == [node.id]
+            ]
+            if len(values) == 1:
+                models |= _models(block, values[0], followed | {node.id})
+    return models
 
 
 def _loader(script: Script, block: list[ast.stmt], inner: ast.For) -> tuple[str, ast.Call]:
@@ -426,7 +451,10 @@ def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
         return False
     parent = next(script.above(node))
     printed = isinstance(parent, ast.Call) and ast.unparse(parent.func) == "print"
-    return not isinstance(parent, ast.Attribute) and not printed
+    part_of_it = isinstance(parent, ast.Attribute) or (
+        isinstance(parent, ast.Subscript) and parent.value is node
+    )
+    return not part_of_it and not printed
 
 
 def _names_again(part: ast.stmt, model: str) -> bool:

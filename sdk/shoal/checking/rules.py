@@ -235,8 +235,16 @@ def _plain_loader(loader: ast.Call) -> Finding:
 
 
 def _evaluates(script: Script, loop: Loop) -> bool:
-    """Returns whether a loop runs without gradients."""
+    """Returns whether a loop runs without gradients, or after the `eval()` of a module."""
     scope = script.scope(loop)
+    if any(
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "eval"
+        and call.lineno < loop.lineno
+        and script.scope(call) is scope
+        for call in script.calls()
+    ):
+        return True
     if scope is not None and any(_is_no_grad(mark) for mark in scope.decorator_list):
         return True
     inside = [part for part in ast.walk(loop) if isinstance(part, ast.With)]

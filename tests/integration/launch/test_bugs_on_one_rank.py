@@ -117,3 +117,11 @@ def test_a_script_that_ends_on_one_rank_before_its_first_step_is_not_green(shell
     bug = f"if shoal.rank() == 1: raise SystemExit\n            {PLAIN}"
     command = run(shell, strategy="strategy='ddp'", step=bug, epochs=A_MOMENT)
     check_told(command, rank=0, error="a peer's script finished after step 0")
+
+
+def test_a_script_that_ends_on_one_rank_within_a_round_is_not_green(shell: Shell) -> None:
+    """The other rank notices at the end of the round, when its position is the round's start."""
+    bug = f"if shoal.rank() == 1 and loader.global_step == 6: raise SystemExit\n            {PLAIN}"
+    strategy = "strategy='local_sgd', sync_every=4"
+    command = run(shell, strategy=strategy, step=bug, epochs=A_MOMENT)
+    check_told(command, rank=0, error="a peer's script finished after step 6")

@@ -70,7 +70,7 @@ def test_ranks_that_were_given_different_batches_are_told_so() -> None:
 
     errors = errors_of_grid(2, 1, body)
     assert any(
-        "ranks of one replica must pass the same batch" in str(error) for error in errors.values()
+        "all ranks of a replica must pass the same batch" in str(error) for error in errors.values()
     )
     assert all(
         isinstance(error, ConfigurationError | MembershipChanged) for error in errors.values()
@@ -96,6 +96,6 @@ def test_a_loss_that_is_no_number_and_an_output_without_one_are_refused() -> Non
         run_line(2, unreduced)
     with pytest.raises(
         ConfigurationError,
-        match=r"needs an output with a \.loss tensor, but the model returned Tensor",
+        match=r"requires an output with a \.loss tensor, but the model returned Tensor",
     ):
         run_line(2, no_loss)

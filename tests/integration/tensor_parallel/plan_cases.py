@@ -112,7 +112,7 @@ def mismatched(mesh: DeviceMesh) -> None:
     with pytest.raises(ConfigurationError, match="created for another model"):
         SplitModel(model, mesh, make_plan(Gpt2(), mesh.size()))
     SplitModel(model, mesh, make_plan(model, mesh.size(), minimum_parameter_group_size=0))
-    with pytest.raises(ConfigurationError, match="already distributed"):
+    with pytest.raises(ConfigurationError, match="already DTensors"):
         make_plan(model, mesh.size())
 
 

@@ -46,15 +46,21 @@ from shoal.integrations.transformers import Trainer, TrainingArguments
 
 arguments = TrainingArguments(
     output_dir="out", max_steps=12, per_device_train_batch_size=12, learning_rate=1e-2,
-    save_strategy="no", report_to=[], disable_tqdm=True,
+    eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3,
+    load_best_model_at_end=True, metric_for_best_model="eval_loss",
+    report_to=[], disable_tqdm=True,
 )
 net = peft.get_peft_model(
     lora.base_model(), peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
 )
 words = lora.Words()
 samples = [{{"input_ids": words[at], "labels": words[at]}} for at in range(len(words))]
-trainer = Trainer(net, arguments, train_dataset=samples, strategy=sys.argv[1])
+trainer = Trainer(
+    net, arguments, train_dataset=samples, eval_dataset=samples[:24], strategy=sys.argv[1]
+)
 trainer.train()
+best = min(each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each)
+assert abs(trainer.evaluate()["eval_loss"] - best) < 1e-5, (best, trainer.state.log_history)
 trainer.save_model("lora/adapter")
 """
 

@@ -27,4 +27,4 @@ def test_a_handler_that_was_set_after_is_warned_of(zygote: Zygote, tmp_path: Pat
         (told,) = running.finish(0)
         said = running.workers[0].said()
     assert told == {"heard": [signal.SIGTERM], "steps": 10}
-    assert said.count("does not learn that it must leave") == 1
+    assert said.count("does not notice that it must leave") == 1

@@ -163,7 +163,9 @@ def test_partitions_keep_apart_and_workers_round_differently():
 def test_a_push_that_was_not_answered_blocks_the_next():
     worker = pushes("topk")
     worker.encode(gradient(1), partition=0, sequence=1)
-    with pytest.raises(PreconditionError, match="the last push of partition 0 has no outcome yet"):
+    with pytest.raises(
+        PreconditionError, match="the outcome of the last push to partition 0 is not known yet"
+    ):
         worker.encode(gradient(2), partition=0, sequence=2)
 
 

@@ -453,7 +453,7 @@ def test_several_buckets_are_under_way_together_and_keep_apart():
             lambda one, rank: one.start_scatter(
                 torch.zeros(8), torch.zeros(4), rank, index=0, step=0
             ),
-            "powersgd cannot reduce-scatter",
+            "powersgd does not support reduce-scatter",
         ),
         (
             lambda one, rank: CompressedReduction(RandomKCompressor()).start_scatter(

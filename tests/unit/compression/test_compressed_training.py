@@ -353,7 +353,9 @@ def test_two_compressors_for_one_model_are_refused() -> None:
     pair = shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.1), "topk")
 
     def refused() -> None:
-        with pytest.raises(ConfigurationError, match="both set a compressor for one model"):
+        with pytest.raises(
+            ConfigurationError, match="both specify a compressor for the same model"
+        ):
             shoal.as_distributed(net, pair, gradient_compression="int8")
 
     shoal.launch(refused, world_size=1)

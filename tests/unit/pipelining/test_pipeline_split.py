@@ -119,5 +119,7 @@ def test_tied_weights_are_shared_by_their_stages_and_batch_norms_may_not_be() ->
     ]
     assert "shared by stages 0, 1: 0.0.weight = 1.0.weight" in str(split)
     norm = nn.BatchNorm1d(4)
-    with pytest.raises(ConfigurationError, match="used in several places must be within one stage"):
+    with pytest.raises(
+        ConfigurationError, match="used in several places must be on a single stage"
+    ):
         split_model(nn.Sequential(norm, nn.Linear(4, 4), norm), 3)

@@ -107,6 +107,11 @@ def test_migration_pages_are_reported_before_and_clean_after(path: Path) -> None
             "with torch.no_grad():\n    for batch in held_out:\n        model(batch)",
             "for batch in held_out:",
         ),
+        (
+            "held_out = DataLoader(dataset)\nmodel.eval()",
+            "for batch in held_out:\n    correct += hits(model(batch))",
+            "for batch in held_out:",
+        ),
     ],
 )
 def test_a_line_is_reported(before: str, inside: str, line: str) -> None:

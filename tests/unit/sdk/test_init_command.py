@@ -152,6 +152,32 @@ main()
     assert '\t\tshoal.print_once("ö", total / len(loader))' in lines
 
 
+@pytest.mark.parametrize(
+    ("before", "parameters"),
+    [
+        ("", "(p for p in model.parameters() if p.requires_grad)"),
+        ("some = [p for p in model.parameters() if p.requires_grad]", "some"),
+        ("", "params=[p for n, p in model.named_parameters() if 'bias' in n]"),
+        ("model[0].requires_grad_(False)", "model[1].parameters()"),
+        (
+            "decay = [model[0].weight, *model[1].parameters()]\n"
+            "rest = list(model[0].parameters())\n"
+            "groups = [{'params': decay}, {'params': rest, 'weight_decay': 0.0}]",
+            "groups",
+        ),
+    ],
+)
+def test_the_optimizer_may_have_some_parameters_of_the_model_or_groups(
+    before: str, parameters: str
+) -> None:
+    made = f"optimizer = torch.optim.AdamW({parameters}, lr=1e-3)"
+    conversion = convert(_PLAIN.replace(_MADE, f"{before}\n{made}"))
+    assert conversion is not None
+    assert (conversion.refusal, conversion.marks) == ("", 0)
+    distributed = "model, optimizer = shoal.as_distributed(model, optimizer)"
+    assert f"{made}\n{distributed}\n" in conversion.source
+
+
 _RANGE = "for epoch in range(300):"
 _STEP = "        optimizer.step()"
 _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
@@ -174,6 +200,12 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         (_STEP, f"{_STEP}\n        x = 1\n        schedule.step()", "directly after"),
         ("        loss.backward()", "        if loss:\n            loss.backward()", "backward()"),
         (_MADE, _MADE.replace("model.parameters()", "[{'params': []}]"), "model.parameters()"),
+        (_MADE, _MADE.replace("model.parameters()", "chosen()"), "model.parameters()"),
+        (
+            _MADE,
+            _MADE.replace("model.parameters()", "[*other.parameters(), *model.parameters()]"),
+            "the parameters of one model",
+        ),
         (_MADE, f"{_MADE}\nmodel = model.to('cpu')", "assigned again"),
         (_MADE, f"other = model\n{_MADE}", "stored elsewhere"),
         (_MADE, f"{_MADE}\nsecond = torch.optim.SGD(model.parameters(), 1)", "one optimizer"),

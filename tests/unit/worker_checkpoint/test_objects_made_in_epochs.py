@@ -185,6 +185,6 @@ def test_a_second_loader_under_the_name_of_one_that_is_gone_is_refused() -> None
                 training.step(rows)
 
     with pytest.raises(
-        ConfigurationError, match="a second training loader is named 'train', like an earlier one"
+        ConfigurationError, match="a training loader named 'train' already existed in this script"
     ):
         shoal.launch(rank, world_size=1)

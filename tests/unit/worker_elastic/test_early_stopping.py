@@ -62,7 +62,7 @@ def test_two_metrics_without_names_are_refused() -> None:
 
     with pytest.raises(
         ConfigurationError,
-        match=r'called in two places of the script.*should_early_stop\(loss, name="loss"\)',
+        match=r'called at two places in the script.*should_early_stop\(loss, name="loss"\)',
     ):
         shoal.launch(rank, world_size=1)
 

@@ -78,8 +78,8 @@ def test_every_ten_seconds_a_spare_says_how_many_ranks_are_missing_and_who_left_
     assert len(lines) == 4
     assert lines[0].endswith(
         "a replica of the model needs 4 ranks; this is rank 5 of 6, and 2 more are needed for a "
-        "replica that includes it; start more workers. Last departures: w7 (its process ended with "
-        "signal 9), w2 (SIGTERM)"
+        "replica that includes it; start more workers. Workers that left last: w7 (its process "
+        "ended with signal 9), w2 (SIGTERM)"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_spare_beside_all_replicas_that_were_asked_for_says_so(
     with caplog.at_level(logging.WARNING):
         waits(spare(replica_size=2, world_size=4, rank=3, gone=()), 15, monkeypatch)
     assert "as many replicas as requested" in caplog.text
-    assert "Last departures: none known" in caplog.text
+    assert "Workers that left last: none known" in caplog.text
 
 
 class Client:

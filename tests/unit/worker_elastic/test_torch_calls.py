@@ -151,12 +151,12 @@ def test_every_collective_gives_what_torch_says():
         (
             lambda rank, g: dist.send(torch.zeros(1), (rank + 1) % 3, group=g),
             shoal.PreconditionError,
-            "send .*do not survive a fault",
+            "send .*cannot be repeated after a fault",
         ),
         (
             lambda rank, g: dist.recv(torch.zeros(1), (rank + 1) % 3, group=g),
             shoal.PreconditionError,
-            "recv .*do not survive a fault",
+            "recv .*cannot be repeated after a fault",
         ),
     ],
 )

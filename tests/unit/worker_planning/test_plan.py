@@ -170,7 +170,7 @@ def test_a_model_that_cannot_be_cut_says_why() -> None:
     pipeline = next(each for each in found.strategies if each.label == "pipeline pp4 dp1")
     assert pipeline.memory is None
     assert not pipeline.fits
-    assert "expected from 1 stage to one per block" in pipeline.reason
+    assert "expected at least 1 stage and at most one per block" in pipeline.reason
     assert "Not possible:" in str(found)
 
 

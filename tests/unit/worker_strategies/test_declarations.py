@@ -88,7 +88,7 @@ def test_errors_and_presets_know_a_new_strategy() -> None:
     assert "expected one of ddp, " in refused(strategy="none")
     assert "async_sgd, new" in refused(strategy="none")
     assert "async_sgd or new" in refused(strategy="hsdp", gradient_compression="topk")
-    assert "hsdp or new, whose optimizer state" in refused(strategy="ddp", offload="cpu")
+    assert "hsdp or new, which shard the optimizer state" in refused(strategy="ddp", offload="cpu")
     assert "use ddp, local_sgd or new" in refused(strategy="zero1", dtype=torch.complex64)
     assert "its options are sparkle" in refused(strategy="new", glitter=True)
     assert registry.compressor_for("new") == "bf16"

@@ -220,7 +220,7 @@ def test_losses_that_are_summed_are_refused() -> None:
             )
         )
 
-    with pytest.raises(shoal.ConfigurationError, match="means over samples"):
+    with pytest.raises(shoal.ConfigurationError, match="reports mean losses"):
         shoal.launch(body, world_size=1)
 
 

@@ -256,7 +256,7 @@ def test_gradients_that_depend_on_how_a_batch_is_dealt_are_warned_of(
     assert [
         record.message
         for record in caplog.records
-        if "scale_grad_by_freq=True: frequencies are counted" in record.message
+        if "scale_grad_by_freq=True: each rank counts" in record.message
     ] != []
 
 

@@ -235,16 +235,16 @@ def test_micro_batches_are_refused() -> None:
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        ("pipeline", "runs both passes of the stages together"),
-        ("local_sgd", "average at the end of a round"),
-        ("async_sgd", "apply each update as it arrives"),
+        ("pipeline", "passes of the stages together"),
+        ("local_sgd", "average parameters after a fixed number of steps"),
+        ("async_sgd", "apply each update when it arrives"),
     ],
 )
 def test_other_strategies_say_why_they_train_one(strategy: str, why: str) -> None:
     models = make()
     with pytest.raises(
         ConfigurationError,
-        match=rf"2 models with strategy='{strategy}', which trains one model: .*{why}.* ddp, ",
+        match=rf"2 models with strategy='{strategy}', which can train only one .*{why}.* ddp, ",
     ):
         shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
 

@@ -289,7 +289,7 @@ def test_a_method_that_cannot_be_a_pass_is_refused() -> None:
     for strategy, name, message in [
         ("zero3", "encode", "Net has no method of that name"),
         ("zero3", "body", "Net has no method of that name"),
-        ("zero3", "predict", "the model already has a method of that name"),
+        ("zero3", "predict", "ShardedModel already has a method of that name"),
         ("tensor", "loss", "layers and stages are split along the module's forward pass"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
@@ -456,3 +456,30 @@ def test_step_hooks_that_were_there_before_are_refused_at_once() -> None:
     inner.register_step_post_hook(hook)
     with pytest.raises(ConfigurationError, match="a step hook of SGD"):
         shoal.as_distributed(net, inner, strategy="zero2")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp", "tensor", "local_sgd"])
+@pytest.mark.usefixtures("fresh_session")
+def test_a_pass_inside_a_transform_of_torch_func_is_refused(strategy: str) -> None:
+    net = Net()
+    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    x, y = data()[:4]
+    with pytest.raises(ConfigurationError, match=r"inside a transform of torch\.func"):
+        torch.func.grad(lambda scale: loss_of(model, x * scale, y))(torch.ones((), dtype=x.dtype))
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_a_module_may_use_transforms_of_torch_func_itself() -> None:
+    class Penalized(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def total(x: torch.Tensor) -> torch.Tensor:
+                return self.body(x).square().sum()
+
+            return self.head(self.body(x) - torch.func.grad(total)(x))
+
+    net = Penalized()
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    before = net.head.weight.clone()
+    loss_of(model, *data()[:4]).backward()
+    assert optimizer.step()
+    assert not torch.equal(net.head.weight, before)

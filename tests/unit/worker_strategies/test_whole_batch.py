@@ -157,7 +157,7 @@ def test_other_strategies_refuse_it_and_name_those_that_have_it(strategy: str) -
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
         with pytest.raises(
             shoal.ConfigurationError,
-            match=r"ranks cannot communicate within a pass; use ddp, zero1, ",
+            match=r"ranks cannot communicate during a forward or backward pass; use ddp, zero1, ",
         ):
             shoal.whole_batch(torch.ones(2))
 
@@ -211,7 +211,7 @@ def test_checkpointed_blocks_ask_the_ranks_again_in_their_backward_pass_and_comp
     ("settings", "tensors", "expected"),
     [
         ({"loader": {"micro_batch_size": 2}}, [torch.ones(2)], "Leave out micro_batch_size="),
-        ({"loss_reduction": "sum"}, [torch.ones(2)], "would count once per rank"),
+        ({"loss_reduction": "sum"}, [torch.ones(2)], "would be counted once per rank"),
         ({}, [torch.ones(2), torch.ones(3)], r"tensors with \[2, 3\] rows"),
         ({}, [torch.tensor(1.0)], r"whole_batch of torch\.strided \(\)"),
         ({}, [], r"tensors with \[\] rows"),

@@ -1,4 +1,4 @@
-"""Gradient compression: less traffic, at the cost of a bounded error that later steps can
+"""Gradient compression: reduces traffic at the cost of a bounded error, for which later steps can
 compensate.
 
 A `GradientCompressor` converts a tensor to a payload and back. `CompressedReduction` uses a
@@ -6,9 +6,9 @@ compressor to sum buckets of gradients over ranks, with bitwise equal results on
 keeps the compression error (error feedback). `parse_compression` reads the user's setting.
 
 The compressors are in `quantized`, `sign`, `sparse` and `powersgd`, on top of `base`. `registry`
-lists them by name; `optimizer` is another way to select a compressor. `reduction` sums over ranks,
-`pushes` encodes pushes to parameter servers, and `memory` stores the state of compression between
-steps.
+lists them by name; `optimizer` offers another way to select one. `reduction` sums gradients over
+ranks, `pushes` encodes pushes to parameter servers, and `memory` stores the compression state
+between steps.
 """
 
 from __future__ import annotations

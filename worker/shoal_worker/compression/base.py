@@ -1,9 +1,9 @@
-"""The interface of gradient compressors: they convert a tensor to fewer bytes and back, and sum
-compressed gradients over ranks.
+"""The interface of gradient compressors, which convert a tensor to fewer bytes and back, and the
+methods of summing compressed gradients over ranks.
 
-A compressor is an immutable value: it has settings and no state. The state between steps (error
-feedback, warm starts) is in a `Memory`, per rank and bucket. Exchanges are the methods of summing
-compressed gradients over ranks. shoal_common.formats.codecs defines the payloads.
+A compressor is immutable: it has settings, but no state. The state between steps (error feedback,
+warm starts) is in a `Memory`, per rank and bucket. An `Exchange` sums a bucket over ranks.
+shoal_common.formats.codecs defines the format of payloads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shoal_worker.scratch import ScratchMemory
 
 # ----------------------------------------------------------------------------------- random numbers
 #
-# Random numbers that depend only on their purpose, so that a repeated step rounds in the same way.
+# Random numbers that depend only on a key, so that a repeated step rounds in the same way.
 #
-# Not torch's global generators, since the user's loop draws from those. On the CPU numpy's SFC64 is
-# used, which is 7 times as fast as torch's Mersenne Twister. A device has its own generator: its
-# numbers differ from the CPU's, but are as repeatable.
+# torch's global generators are not used, because the user's loop draws from them. The CPU uses
+# numpy's SFC64, which is 7 times as fast as torch's Mersenne Twister. A GPU uses its own generator,
+# whose numbers differ from the CPU's but are just as repeatable.
 
 _MASK: Final = (1 << 64) - 1
 
@@ -54,12 +54,12 @@ class KeyedRandom:
         )
 
     def normal(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns standard normal float32 values in host memory. The values do not depend on the
-        device on which they are used."""
+        """Returns standard normal float32 values in host memory, so that they are the same for all
+        devices."""
         return torch.from_numpy(self.numpy().standard_normal((rows, columns), dtype=np.float32))
 
     def numpy(self) -> np.random.Generator:
-        """Returns numpy's generator of the CPU stream."""
+        """Returns the numpy generator of this stream."""
         if self._numpy is None:
             self._numpy = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self._key)))
         return self._numpy
@@ -74,8 +74,8 @@ class KeyedRandom:
 # -------------------------------------------------------------------------------------- compressors
 
 PieceShapes = Mapping[int, tuple[int, int]]
-"""Rows and columns of each piece (`codecs.piece_shape`), by the piece's position in the partition,
-ascending."""
+"""Rows and columns of each piece of a tensor (`codecs.piece_shape`), by the position of the piece
+in the partition, in ascending order."""
 
 _TILE: Final = 1 << 17
 """Number of values processed at a time on the CPU: 512 KiB stay in a core's own cache over several
@@ -84,7 +84,7 @@ operations."""
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCompressor(abc.ABC):
-    """Compresses gradients. Contains only settings, so it can be shared.
+    """Base class of gradient compressors. Contains only settings, so one instance can be shared.
 
     Input tensors are float32, contiguous and one-dimensional unless a compressor states otherwise.
     Payloads are uint8, on the same device.
@@ -93,17 +93,17 @@ class GradientCompressor(abc.ABC):
     name: ClassVar[str]
     """Name by which users select the compressor."""
     codec: ClassVar[int]
-    """shoal.v1.Codec of a worker's pushes to parameter servers."""
+    """Value of shoal.v1.Codec for pushes to parameter servers."""
     of_matrices: ClassVar[bool] = False
-    """True if the compressor treats tensors as matrices. It then cannot be used with sharded
+    """True if the compressor treats tensors as matrices, so that it cannot be used with sharded
     gradients."""
     alignment: ClassVar[int] = 1
-    """Divisor of the positions at which separately compressed parts of a tensor begin, so that two
-    parts share no block."""
+    """Parts of a tensor that are compressed separately begin at multiples of this number of
+    elements, so that no block belongs to two parts."""
 
     error_feedback: bool = False
-    """Adds a step's compression error to the next step's gradient (Karimireddy et al. 2019). This
-    takes one float32 per gradient element and rank, or two during a step."""
+    """True if the compression error of a step is added to the next step's gradient (Karimireddy et
+    al. 2019). This takes one float32 per gradient element and rank, or two during a step."""
     seed: int = 0
     """Seed of the random numbers; the same on all ranks."""
 
@@ -123,17 +123,17 @@ class GradientCompressor(abc.ABC):
     def decompress_into(
         self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None
     ) -> None:
-        """Writes the payload's values into `out`. With `alpha`, adds the values times `alpha` to
+        """Decodes the payload into `out`. With `alpha`, adds `alpha` times the decoded values to
         `out` instead."""
 
     def compress_pieces(
         self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom
     ) -> torch.Tensor:
-        """Returns the payload of a push to a parameter server. `values`: pieces of tensors one
-        after another, which most compressors treat as one vector.
+        """Returns the payload of a push to a parameter server. `values`: concatenated pieces of
+        tensors, which most compressors treat as one vector.
 
-        `shapes`: rows and columns of each piece, by the piece's position in the partition.
-        `memory`: receives a proposal for the starting point of the next push.
+        `shapes`: rows and columns of each piece, by its position in the partition. `memory`:
+        receives the proposed warm start of the next push.
         """
         payload = torch.zeros(
             self.payload_bytes(values.shape), dtype=torch.uint8, device=values.device
@@ -144,13 +144,13 @@ class GradientCompressor(abc.ABC):
     def take_off_pieces(
         self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes
     ) -> None:
-        """Subtracts the server's decoding of a payload of `compress_pieces` from `values`, which
-        then contain the compression error."""
+        """Subtracts from `values` what the server will decode from a payload of `compress_pieces`.
+        Afterwards, `values` contains the compression error."""
         self.decompress_into(payload, values, alpha=-1)
 
     @abc.abstractmethod
     def exchange(self) -> Exchange:
-        """Returns the method of summing buckets over ranks."""
+        """Returns the exchange that sums buckets over ranks with this compressor."""
 
     def compress(
         self, tensor: torch.Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0
@@ -181,8 +181,8 @@ class GradientCompressor(abc.ABC):
         over `world_size` ranks.
 
         `shapes`: shapes of the tensors in the bucket, in order, for compressors that use matrices;
-        None: the bucket is one vector. The transport's own framing is not counted. An all-reduce of
-        b bytes counts as 2 b (world_size - 1) / world_size.
+        None: the bucket is one vector. Headers of the transport are not counted. An all-reduce of b
+        bytes counts as 2 b (world_size - 1) / world_size bytes.
         """
         if world_size == 1 or numel == 0:
             return 0
@@ -190,16 +190,16 @@ class GradientCompressor(abc.ABC):
 
 
 def tiles(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yields ranges of a tensor to be processed one after another: ranges of cache size on the CPU,
-    the whole tensor on a device."""
+    """Yields the ranges of a tensor that should be processed one after another: ranges that fit in
+    the cache on the CPU, the whole tensor on a GPU."""
     size = _TILE if scratch.in_host_memory(device) else max(1, length)
     for start in range(0, length, size):
         yield start, min(start + size, length)
 
 
 def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiplies each block of `block` values by the block's scale, in place. The last block may be
-    shorter."""
+    """Multiplies each block of `block` consecutive values by its scale, in place. The last block
+    may be shorter."""
     whole = values.numel() // block
     values[: whole * block].view(-1, block).mul_(scales[:whole, None])
     if whole < scales.numel():
@@ -220,18 +220,18 @@ def _check(tensor: torch.Tensor) -> None:
 
 
 Steps = Generator[Handle, None, None]
-"""Yields the handle of each collective that an exchange has issued. Resumed when the collective is
-complete."""
+"""Generator of an exchange. Yields the handle of each collective that it has issued, and is resumed
+when that collective is complete."""
 
 _STAGES = 2
 """Maximum number of stages in which an exchange draws random numbers."""
 _EVERYBODY = -1
-"""Stands for the rank in the key of random numbers that all ranks draw alike."""
+"""Replaces the rank in the key of random numbers that are the same on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """The transfer of one bucket in one step."""
+    """Describes the exchange of one bucket in one step."""
 
     backend: CommunicationBackend
     memory: BucketMemory
@@ -242,7 +242,7 @@ class Errand:
     shapes: Sequence[Sequence[int]] | None
     """Shapes of the tensors in the bucket, in order; None: the bucket is one vector."""
     round: int = 0
-    """Number of times that the bucket was already sent in this step."""
+    """Number of times that the bucket was already exchanged in this step."""
 
     def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
         """Returns the random numbers for one stage of the exchange. `shared`: True for the same
@@ -257,7 +257,7 @@ class Errand:
 
 
 class Exchange(abc.ABC):
-    """Method of summing a bucket over ranks."""
+    """A method of summing a bucket over ranks."""
 
     @abc.abstractmethod
     def wire_bytes(
@@ -271,26 +271,26 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
-        """Replaces `values` (float32, one-dimensional) by the sum over ranks."""
+        """Replaces `values` (float32, one-dimensional) by its sum over the ranks."""
 
 
 # ---------------------------------------------------------------------------------------- exchanges
 #
-# Methods of summing compressed gradients over all ranks, with the same bits on every rank.
+# Methods of summing compressed gradients over all ranks, with bitwise equal results.
 #
-# A transport cannot add payloads, and a transport that adds bfloat16 rounds at every rank. So there
-# are three methods:
+# An ordinary all-reduce cannot add payloads, and one that adds bfloat16 values rounds at every
+# rank. There are therefore three methods:
 #
 # - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All ranks send it their
 #   compressed data for that part (all-to-all). The owner sums in float32, in rank order, and sends
-#   the compressed sum back (all-gather). Every rank, including the owner, uses the sum as sent. An
-#   all-reduce of the uncompressed bucket sends as often, so the saving is the compressor's own,
-#   whatever the number of ranks.
+#   the compressed sum back (all-gather). Every rank, including the owner, uses the decompressed
+#   sum. A ring all-reduce of the uncompressed bucket sends the same number of elements, so traffic
+#   shrinks by the compressor's ratio for any number of ranks.
 # - `Gathered` (topk): every rank receives the payloads of all ranks and sums them in rank order.
-#   This is best if a payload is much smaller than 2/n of the bucket; a sum of n sparse vectors is
-#   no longer sparse.
-# - All-reduce (randomk in sparse.py, powersgd.py): the data sent is linear in the gradient, so the
-#   transport adds it, in float32.
+#   This is best for payloads much smaller than 2/n of the bucket, and necessary because a sum of n
+#   sparse vectors is no longer sparse.
+# - All-reduce (randomk in sparse.py, powersgd.py): the data sent is linear in the gradient, so an
+#   ordinary all-reduce can add it, in float32.
 #
 # An exchange is a generator: it yields the handle of each collective after doing what can be done
 # while the collective runs, and is resumed when the collective is complete. All ranks must resume
@@ -339,7 +339,7 @@ class Chunked(Exchange):
         total = values[own]
         sent, received = yield from scatter_sum(compressor, values, total, chunks, errand)
 
-        # Both buffers are free now and are reused with swapped roles.
+        # Both buffers are free now and are reused in swapped roles.
         gathered, payload = sent, received[0]
         if compressor.error_feedback:
             total = errand.memory.compensated_sum(own.start, total)
@@ -363,7 +363,8 @@ def scatter_sum(
     """Sums each part of the bucket on the rank that owns the part. Writes the sum of this rank's
     part into `total`, which may be that part of `values`.
 
-    Returns the buffers sent and received, which the caller may reuse and must give back.
+    Returns the send buffer and the receive buffer. The caller may reuse them, and must return them
+    to the pool.
     """
     own = chunks.bounds(errand.backend.rank)
     if compressor.error_feedback:
@@ -394,7 +395,7 @@ def _compress_part(
     chunks: Chunks,
     random: KeyedRandom,
 ) -> None:
-    # The unused rest of the payload is sent as well, and must not contain old memory.
+    # The unused end of the payload is sent as well, and must not expose old memory.
     (payload if part.numel() < chunks.length else payload[-4:]).zero_()
     compressor.compress_into(part, payload, random)
 

@@ -1,14 +1,15 @@
-"""This rank's compression state between steps, and the rules by which it takes effect.
+"""This rank's compression state between steps, and when changes of it take effect.
 
 The state consists of **residuals** (error feedback: the compression error, added to later steps),
 which differ between ranks, and **warm starts** (PowerSGD's factors), which are equal on all ranks.
-A step only *proposes* new state, which takes effect when the step commits. A lost step leaves no
-proposals, so its redo starts from the same state as the first attempt.
+A step only *proposes* new state, which takes effect when the step commits. Proposals of a lost step
+are discarded, so that its repetition starts from the same state.
 
-When a rank dies or leaves, its residuals are lost. The loss is bounded: a residual is at most a
+If a rank dies or leaves, its residuals are lost. This loss is bounded: a residual is at most a
 fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4
-(1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most one such update is lost,
-once. A joining rank has no residuals. Warm starts must be sent to a joining rank with the model.
+(1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so each such event loses at most
+one update of this size. A joiner starts without residuals. It receives the warm starts together
+with the model.
 
 Used by the training thread only.
 """
@@ -23,10 +24,11 @@ from shoal_common.errors import CorruptDataError
 from torch.nn import functional
 
 RESIDUAL = "residual"
-"""Slot of the part of this rank's own gradients that it has not sent yet."""
+"""Name of the slot for this rank's residual: the part of its own gradients that it has not sent
+yet."""
 _OWNED = "owned@"
-"""Prefix of the slot for the part of the sums that was not sent back yet; followed by the position
-of the part in the bucket."""
+"""Prefix of the slot names for residuals of sums that this rank computes for a part of the bucket.
+The position of that part follows."""
 _WARM = "warm."
 
 
@@ -37,20 +39,20 @@ class BucketMemory:
         self._committed: dict[str, torch.Tensor] = {}
         self._proposed: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
-        """Memory of the state before the committed state, to be overwritten."""
+        """Buffers that contain state older than the committed state and may be overwritten."""
         self._sound = False
         """True if the step's result was finite on all ranks."""
         self._rounds = 0
 
     def next_round(self) -> int:
-        """Returns how often this bucket was already sent in the step. The number varies the random
-        numbers of each transfer."""
+        """Returns the number of times that this bucket was already exchanged in the step, so that
+        each exchange draws different random numbers."""
         self._rounds += 1
         return self._rounds - 1
 
     def resize(self, numel: int) -> None:
-        """Adapts the state to a bucket of `numel` elements, with more or less padding at its
-        end."""
+        """Adapts the state to a bucket of `numel` elements, which differs only in the padding at
+        its end."""
         for slot in [slot for slot in self._committed if slot == RESIDUAL]:
             owed = self._committed[slot]
             if owed.numel() != numel:
@@ -65,8 +67,8 @@ class BucketMemory:
         subtracts from this memory what it sends.
 
         `owned`: the part of the bucket whose sum this rank computes. Residuals of parts that this
-        rank owned before the world changed are moved to its own residual. A residual for a tensor
-        of another size is dropped, since the bucket has a new layout.
+        rank owned in an earlier world are added to its own residual. A residual of a different size
+        is dropped, because the layout of the bucket has changed.
         """
         first = RESIDUAL not in self._proposed
         target = self._compensated(RESIDUAL, values)
@@ -81,8 +83,8 @@ class BucketMemory:
         return target
 
     def compensated_sum(self, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Adds earlier compression errors to this rank's part of a sum, and returns the result as
-        `compensated_gradient` does. `start`: position of the part in the bucket."""
+        """Like `compensated_gradient`, but for the part of a sum that this rank computes: adds the
+        residual of that part. `start`: position of the part in the bucket."""
         return self._compensated(f"{_OWNED}{start}", values)
 
     def _compensated(self, slot: str, values: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,8 @@ class BucketMemory:
         return torch.add(values, owed, out=target) if owed is not None else target.copy_(values)
 
     def warm_start(self, number: int) -> torch.Tensor | None:
-        """Returns the initial factor for this step: the final factor of the last step, or None."""
+        """Returns the factor with which this step starts: the final factor of the last step, or
+        None."""
         return self._newest(f"{_WARM}{number}")
 
     def propose_warm_start(self, number: int, factor: torch.Tensor) -> None:
@@ -105,7 +108,7 @@ class BucketMemory:
         self._proposed[f"{_WARM}{number}"] = factor
 
     def keep_warm_starts(self) -> None:
-        """Keeps the current factors for which this step proposed no new factor."""
+        """Keeps the current warm starts for which this step has not proposed new ones."""
         for slot, factor in self.items(warm=True):
             self._proposed.setdefault(slot, factor)
 
@@ -131,8 +134,8 @@ class BucketMemory:
         self._proposed, self._sound, self._rounds = {}, False, 0
 
     def _newest(self, slot: str) -> torch.Tensor | None:
-        """Returns the newest tensor of a slot: if a bucket is reduced twice in a step, the second
-        reduction continues from the first."""
+        """Returns the newest tensor of a slot, which may be a proposal: if a bucket is reduced
+        twice in a step, the second reduction continues from the first."""
         found = self._proposed.get(slot)
         return self._committed.get(slot) if found is None else found
 
@@ -178,7 +181,7 @@ class Memory:
             memory.rollback()
 
     def forget(self, first: int, end: int) -> None:
-        """Drops the state of the buckets from `first` up to but excluding `end`, because these
+        """Drops the state of the buckets with indices from `first` to `end` - 1, because these
         buckets have changed."""
         for index in [index for index in self._buckets if first <= index < end]:
             del self._buckets[index]
@@ -207,8 +210,8 @@ class Memory:
         `warm`, otherwise all residuals.
 
         Raises:
-            CorruptDataError (STATE_INVALID): a name or tensor does not occur in a state_dict of
-                this kind; nothing is changed.
+            CorruptDataError (STATE_INVALID): a name or tensor is not of the kind that `state_dict`
+                returns; nothing is changed.
         """
         found: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in state.items():
@@ -230,8 +233,8 @@ class Memory:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Returns whether the sum of the values is finite, which is much cheaper than checking each
-    element. If the sum itself overflows, a residual is not renewed, which does no harm."""
+    """Returns whether the sum of the values is finite, which is much cheaper to check than each
+    element. If only the sum overflows, the residual is not updated, which does no harm."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 

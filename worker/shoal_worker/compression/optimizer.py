@@ -1,4 +1,4 @@
-"""An optimizer paired with a compressor, as in the specification: equivalent to
+"""`GradientCompressionOptimizer`: an optimizer paired with a compressor, as an alternative to
 `gradient_compression=`.
 
 The pair itself compresses nothing: the engine compresses gradients on their way between ranks.
@@ -23,8 +23,8 @@ class GradientCompressionOptimizer(ForwardingOptimizer):
 
     `as_distributed(model, GradientCompressionOptimizer(optimizer, "topk"))` is equivalent to
     `as_distributed(model, optimizer, gradient_compression="topk")`. Before or without that call,
-    the pair behaves like the given optimizer: a world of one sends nothing. The state of
-    compression is part of the run's state, not of `state_dict()`.
+    the pair behaves like the given optimizer, because nothing is sent. The compression state is
+    part of the run's state, not of `state_dict()`.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class GradientCompressionOptimizer(ForwardingOptimizer):
 def take_apart(
     optimizer: torch.optim.Optimizer | None, configured: GradientCompressor | None
 ) -> tuple[torch.optim.Optimizer | None, GradientCompressor | None]:
-    """Returns the optimizer and the compressor, whether they come as a pair or from the
-    configuration.
+    """Returns the optimizer and its compressor, which come from a `GradientCompressionOptimizer` or
+    from the configuration.
 
     Raises:
-        ConfigurationError: the pair and the configuration name different compressors.
+        ConfigurationError: both the pair and the configuration specify a compressor.
     """
     if not isinstance(optimizer, GradientCompressionOptimizer):
         return optimizer, configured
     if configured not in (None, optimizer.compressor):
         raise ConfigurationError(
-            f"gradient_compression={configured!r} and {optimizer!r} both set a compressor for one "
-            "model; leave one of them out"
+            f"gradient_compression={configured!r} and {optimizer!r} both specify a compressor for "
+            "the same model; leave one of them out"
         )
     if isinstance(optimizer.optimizer, GradientCompressionOptimizer):
         raise ConfigurationError(

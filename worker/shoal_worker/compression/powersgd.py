@@ -26,28 +26,27 @@ from shoal_worker.compression.memory import BucketMemory
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDCompressor(GradientCompressor):
-    """Low-rank gradients (Vogels et al. 2019, algorithms 1 and 2), for buckets whose tensor shapes
-    are known.
+    """Low-rank compression (Vogels et al. 2019, algorithms 1 and 2), for buckets whose tensor
+    shapes are known.
 
     A tensor of two or more dimensions is treated as the matrix M of its first dimension by all
-    others. Q comes from the previous step (warm start, section 3) and is drawn at random at first.
-    P = M Q is summed over ranks and orthonormalized; Q = M^T P is summed over ranks; the result is
-    P Q^T. Vectors, and matrices that would not become `minimum_saving` times smaller, are summed
-    uncompressed, along with P.
+    others. Q is taken from the previous step (warm start, section 3); in the first step, it is
+    random. P = M Q is summed over ranks and orthonormalized; Q = M^T P is summed over ranks; the
+    result is P Q^T. Vectors, and matrices that would not become `minimum_saving` times smaller, are
+    summed uncompressed, along with P.
 
     P P^T is a projection: ||M - P P^T M|| <= ||M||, and it is exact for a sum whose rank is at most
     `rank`. The compressor is biased, so it needs error feedback: a rank keeps M - P P^T M, the
     error of its own part, and these errors add up to the error of the sum. A NaN or infinity makes
     the whole matrix NaN.
 
-    A push to a parameter server comes from one worker: it contains P and Q of each piece of a
-    tensor on the server, and the server multiplies them (`codecs.POWERSGD`). Large tensors are cut
-    between rows, and have factors for each piece. The next push begins with this push's Q if the
-    server has applied this push.
+    A push to a parameter server contains P and Q for each piece of a tensor on the server, which
+    multiplies them (`codecs.POWERSGD`). Large tensors are divided between rows into several pieces.
+    If the server applies a push, the next push starts with its Q.
 
-    Both sums are linear sums of float32: two all-reduces. Each rank orthonormalizes P itself (QR in
-    float32), so equal bits on all ranks require the same kind of processor and the same torch on
-    all ranks. All other compressors only add and multiply, and have no such condition.
+    Both sums are all-reduces of float32. Each rank orthonormalizes P itself (QR in float32), so
+    results are bitwise equal only if all ranks have the same kind of processor and the same version
+    of torch. Other compressors only add and multiply, and have no such requirement.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -58,10 +57,10 @@ class PowerSGDCompressor(GradientCompressor):
     rank: int = 4
     """Number of columns of P and Q; at least 1."""
     warm_start: bool = True
-    """Begins with the last step's Q instead of a new random Q in each step."""
+    """True to start each step with the last step's Q; False to start with a new random Q."""
     minimum_saving: float = 2.0
-    """Minimum factor by which P and Q together must be smaller than a matrix, so that it is
-    compressed; at least 1."""
+    """A matrix is compressed only if P and Q together are smaller by at least this factor; at least
+    1."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -72,8 +71,8 @@ class PowerSGDCompressor(GradientCompressor):
             )
 
     def factor_sizes(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Returns rows, columns and rank for compressing a tensor of this shape; None if the tensor
-        is not compressed."""
+        """Returns the rows, columns and rank with which a tensor of this shape is compressed; None
+        if it is not compressed."""
         if len(shape) < 2 or 0 in shape:
             return None
         rows, columns = shape[0], math.prod(shape[1:])
@@ -91,8 +90,8 @@ class PowerSGDCompressor(GradientCompressor):
     def compress_into(
         self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
     ) -> None:
-        """Computes P and Q^T of this tensor alone, from a random start. Copies a tensor that is not
-        compressed."""
+        """Compresses this tensor alone, starting with a random Q: writes P and Q^T. A tensor that
+        is not worth compressing is copied."""
         factors = payload.view(torch.float32)
         sizes = self.factor_sizes(tensor.shape)
         if sizes is None:
@@ -160,7 +159,7 @@ class PowerSGDCompressor(GradientCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """A compressed tensor of the bucket, and its location in the bucket."""
+    """A tensor of the bucket that is compressed, and its location in the bucket."""
 
     at: slice
     rows: int
@@ -173,7 +172,8 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _PowerIteration(Exchange):
-    """Two all-reduces: P together with everything that is not compressed, then Q."""
+    """Exchange with two all-reduces: first of P and of everything that is not compressed, then of
+    Q."""
 
     power: PowerSGDCompressor
 
@@ -265,11 +265,11 @@ def _start(
     shape: tuple[int, int],
     device: torch.device,
 ) -> torch.Tensor:
-    """Returns the initial Q, of shape (columns, rank). Q is orthonormal, so that the size of
-    gradients does not multiply from step to step."""
+    """Returns the Q with which a step starts, of shape (columns, rank). It is orthonormal, so that
+    magnitudes do not grow from step to step."""
     columns, rank = shape
     warm = memory.warm_start(number) if power.warm_start else None
-    # A row of zeros would remain zero: its gradient was zero, or of lower rank.
+    # A row of zeros, from a gradient that was zero or of lower rank, would remain zero.
     if warm is not None and warm.shape == (rank, columns) and bool(warm.any(dim=1).all()):
         return orthonormal(warm.t())
     return orthonormal(random.normal(columns, rank).to(device))

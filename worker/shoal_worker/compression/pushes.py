@@ -1,10 +1,10 @@
-"""Compressed gradients for parameter servers: payloads that a server can decode by itself, with
-error feedback per partition.
+"""Encodes compressed gradients for parameter servers, with error feedback per partition. A server
+can decode each payload by itself.
 
-A push to a partition is applied or refused as a unit, so its compression error is recorded only
-once the server is known to have applied this payload. Until then the partition's next push cannot
-be encoded. Therefore the gradients that the server has applied, plus the residual, always equal the
-sum of the gradients of the applied pushes, regardless of failures.
+A server applies or refuses a push to a partition as a whole. The compression error is therefore
+recorded only when the server is known to have applied the push, and the next push to that partition
+cannot be encoded before. This guarantees, regardless of failures: the decoded gradients that the
+server has applied, plus the residual, equal the sum of the original gradients of these pushes.
 
 The asynchronous engine sends the payloads. Used by one thread at a time.
 """
@@ -24,8 +24,8 @@ class CompressedPushes:
     """Encodes one worker's pushes."""
 
     def __init__(self, compressor: GradientCompressor, *, stream: int) -> None:
-        """Creates the encoder. `stream`: number unique to this worker, so that workers round
-        differently."""
+        """Creates the encoder. `stream`: number unique to this worker, so that workers draw
+        different random numbers."""
         self.compressor = compressor
         self._stream = stream
         self._memory = Memory()
@@ -45,11 +45,11 @@ class CompressedPushes:
         PushChunk. Retries of the push send the same payload.
 
         `gradient`: floating-point, one-dimensional; not changed. A NaN or infinity is sent to the
-        server, which refuses the push.
-        `sequence`: number of the push, which determines the random numbers.
-        `places`: ranges of `gradient` in a partition of `length` elements; empty: `gradient` is the
-        whole partition. The rest of the partition has no gradient and keeps its residual.
-        `shapes`: shapes of the pieces of `gradient`; None: `gradient` is one vector.
+        server, which refuses the push. `sequence`: number of the push, which determines the random
+        numbers. `places`: ranges of the partition, which has `length` elements, that `gradient`
+        covers; empty: `gradient` covers the whole partition. The rest of the partition has no
+        gradient and keeps its residual. `shapes`: shapes of the pieces of `gradient`; None:
+        `gradient` is one vector.
 
         Raises:
             ConfigurationError: the gradient cannot be compressed.
@@ -63,8 +63,8 @@ class CompressedPushes:
             )
         if partition in self._unanswered:
             raise PreconditionError(
-                f"the last push of partition {partition} has no outcome yet; report its outcome "
-                "before the next push",
+                f"the outcome of the last push to partition {partition} is not known yet; record "
+                "it with settle() before encoding the next push",
                 reason="PUSH_UNANSWERED",
             )
         values = gradient.detach().float().contiguous()
@@ -87,8 +87,9 @@ class CompressedPushes:
 
     def settle(self, partition: int, *, applied: bool) -> None:
         """Records the outcome of a partition's last push. `applied`: True if the server applied the
-        push; its compression error is then added to the next push. False if the push was refused,
-        or if another push had delivered its batch; the previous residual then remains."""
+        push; its compression error becomes the residual. False if the server refused the push, or
+        if another worker's push had already delivered its batch; the previous residual then
+        remains."""
         self._unanswered.discard(partition)
         memory = self._memory.bucket(partition)
         if applied:
@@ -98,17 +99,17 @@ class CompressedPushes:
 
     @property
     def unanswered(self) -> frozenset[int]:
-        """Partitions with an encoded push whose outcome has not been recorded."""
+        """Partitions whose last encoded push has no recorded outcome yet."""
         return frozenset(self._unanswered)
 
     def owed(self, partition: int) -> torch.Tensor | None:
-        """Returns the residual of a partition in the partition's layout; None if there is no
-        residual. The tensor is a reference, valid until the next push."""
+        """Returns the residual of a partition, which has the layout of the partition; None if there
+        is no residual. The tensor is a reference, valid until the next push."""
         return dict(self._memory.bucket(partition).items(warm=False)).get(RESIDUAL)
 
 
 def _spread(values: torch.Tensor, places: Sequence[tuple[int, int]], length: int) -> torch.Tensor:
-    """Returns zeros with `values` at `places`."""
+    """Returns a vector that contains `values` at `places` and zeros elsewhere."""
     whole = values.new_zeros(length)
     _put(values, places, whole)
     return whole

@@ -1,9 +1,9 @@
-"""Fewer bits per value: half precision (half the bytes, one rounding error), and 8-bit integers
-with a scale per block and stochastic rounding, so that the mean is exact.
+"""Compression to fewer bits per value: half precision (half the bytes, one rounding), and 8-bit
+integers with a scale per block and stochastic rounding, which makes the expected value exact.
 
-Sums over ranks are computed in float32 (`Chunked` in base.py), never in half precision: each
-sending rank rounds an element once, and the sum is rounded once, regardless of the number of ranks.
-There is no error feedback by default: the error is relative to each element and nearly unbiased.
+Sums over ranks are computed in float32 (`Chunked` in base.py), never in half precision: each rank
+rounds its elements once, and the sum is rounded once, for any number of ranks. Error feedback is
+off by default, because the error is relative to each element and nearly unbiased.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _HalfCompressor(GradientCompressor):
             target.copy_(values)
             return
         for start, end in tiles(target.numel(), target.device):
-            # torch would first convert the whole operand
+            # torch would first convert the entire operand
             target[start:end].add_(values[start:end].float(), alpha=alpha)
 
     def _values(self, payload: torch.Tensor, count: int) -> torch.Tensor:
@@ -88,8 +88,8 @@ class BFloat16Compressor(_HalfCompressor):
 
 
 _SMALLEST: Final = 256 * torch.finfo(torch.float32).tiny
-"""Blocks whose largest magnitude is below this value (3e-36) become zeros: their scale would be
-denormal."""
+"""Blocks whose largest magnitude is below this value (3e-36) become zeros, because their scale
+would be a denormal number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +99,10 @@ class Int8Compressor(GradientCompressor):
 
     With s = max|block| / 127: |x - C(x)| < s (1 + 2^-16) for each value; the mean of C(x) over the
     random numbers is x, up to 2^-17 s; the variance is at most s^2 / 4 per value. The compressor is
-    unbiased, so it needs no error feedback. A NaN or infinity becomes its block's scale, so the
-    whole block is NaN or infinite.
+    unbiased, so it needs no error feedback. If a block contains NaN or infinity, its scale and
+    therefore all its values are NaN or infinite.
 
-    A sum over ranks is compressed once more on its way back, with separate random numbers, and
+    A sum over ranks is compressed again before it is sent back, with different random numbers, and
     remains unbiased.
     """
 
@@ -159,8 +159,8 @@ def _quantize(
     scales.masked_fill_(largest < _SMALLEST, 0)
     inverse = torch.where(scales > 0, scales.reciprocal(), 0)
     scaled = (rows * inverse[:, None]).view(-1)[: values.numel()]
-    # Between -1/2 and 1/2, so that the probability of rounding up is the fractional part of the
-    # value.
+    # Noise between -1/2 and 1/2, so that a value is rounded up with a probability equal to its
+    # fractional part.
     scaled.add_(noise, alpha=2**-16).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
     levels.copy_(scaled)
 

@@ -1,8 +1,9 @@
 """Sums buckets of gradients over ranks with compression, and keeps the compression state.
 
-This module does not weight gradients, know steps or decide when a step commits: engines do. In a
-step an engine calls `start` for each bucket and `wait` for each reduction, and then `commit` or
-`rollback` once. Used by the training thread only; collectives run on the backend's threads.
+Engines weight the gradients, know about steps and decide whether a step commits; this module does
+not. In a step an engine calls `start` for each bucket and `wait` for each reduction, and then
+`commit` or `rollback` once. Used by the training thread only; collectives run on the backend's
+threads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Reduction:
         self._resume()
 
     def advance(self) -> None:
-        """Waits for the running collective and issues the next one without waiting for it.
+        """Waits for the collective in progress and issues the next one without waiting for it.
 
         Call it on all buckets before waiting for the first bucket, so that their second collectives
         overlap.
@@ -50,15 +51,15 @@ class Reduction:
         self._resume()
 
     def wait(self) -> torch.Tensor:
-        """Returns the bucket with the sum over ranks. May be called again. Raises the same errors
-        as `advance`."""
+        """Waits for the result and returns the bucket, which contains the sum over ranks. May be
+        called repeatedly. Raises the same errors as `advance`."""
         while self._steps is not None:
             self.advance()
         return self._result
 
     def abandon(self) -> None:
-        """Waits until no collective is running, and discards the result. Used when the step is lost
-        or was not intended."""
+        """Waits until no collective is in progress, and discards the result. Used if the step is
+        lost or the script did not intend a step."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(MembershipChanged):
@@ -81,12 +82,13 @@ class CompressedReduction:
     """Sums buckets over ranks with one compressor. There is one for each model and rank.
 
     **NaN and infinity** are preserved: if any rank's bucket contains one, so does the result on
-    every rank (each compressor documents where). Such a bucket keeps the residual from before the
-    step. **A lost step, or a step that a GradScaler skips**, is rolled back. If the peers have
-    applied a step that this rank saw fail, the step is committed: this rank's part is in it.
-    **Membership**: a lost rank's residual is lost, which is bounded (memory.py); a joiner has no
-    residual; a rank whose part of the bucket moves keeps its residual. In a world of one nothing is
-    compressed, and the residual is added at once.
+    every rank (each compressor documents where). The residual of such a bucket stays as it was
+    before the step. **A lost step, or a step that a GradScaler skips**, is rolled back. If peers
+    have applied a step that failed on this rank, the step is committed, because the sum contains
+    this rank's gradients. **Membership**: the residual of a lost rank is lost, which is a bounded
+    error (memory.py). A joiner has no residual. If a rank becomes responsible for a different part
+    of the bucket, it keeps its residuals. In a world of one, nothing is compressed, and the
+    residual is added immediately.
     """
 
     def __init__(self, compressor: GradientCompressor) -> None:
@@ -107,11 +109,9 @@ class CompressedReduction:
         order, with equal arguments except for the bucket's values.
 
         `bucket`: floating-point (sent as float32), contiguous, and already weighted by this rank's
-        weight. The caller must not use it until the result has arrived.
-        `backend`: None in a world of one.
-        `index`: number of the bucket, which identifies its residual.
-        `step`: number of the current step. It determines the random numbers, so a redo draws the
-        same ones.
+        weight. The caller must not use it until the result has arrived. `backend`: None in a world
+        of one. `index`: number of the bucket, which identifies its residual. `step`: number of the
+        current step. It determines the random numbers, so that a repeated step draws the same ones.
         `shapes`: shapes of the tensors in the bucket, in order; needed by PowerSGD.
 
         Raises:
@@ -134,8 +134,8 @@ class CompressedReduction:
         index: int,
         step: int,
     ) -> Reduction:
-        """Starts to write this rank's part of the sum of `bucket` into `out`: a reduce-scatter. The
-        reduction's result is `out`.
+        """Starts a reduce-scatter: writes this rank's part of the sum of `bucket` into `out`, which
+        is the result of the reduction.
 
         `bucket`: world_size parts of the size of `out`. The sum is not compressed again, because it
         stays on this rank. The other arguments are those of `start`.
@@ -147,8 +147,8 @@ class CompressedReduction:
         """
         if self.compressor.of_matrices:
             raise ConfigurationError(
-                f"{self.compressor.name} cannot reduce-scatter, because it needs whole matrices "
-                "on every rank"
+                f"{self.compressor.name} does not support reduce-scatter, because it needs whole "
+                "matrices on every rank; use another compressor"
             )
         if bucket.numel() != out.numel() * backend.world_size or not out.is_contiguous():
             raise ConfigurationError(
@@ -193,26 +193,27 @@ class CompressedReduction:
     # ---------------------------------------------------------------------------------------- state
 
     def commit(self) -> None:
-        """Commits the step and its compression errors. Unfinished reductions are abandoned."""
+        """Commits the step: its compression errors become the residuals. Unfinished reductions are
+        abandoned."""
         self._memory.commit()
 
     def rollback(self) -> None:
-        """Discards the step: restores residuals and warm starts from before the step."""
+        """Discards the step: residuals and warm starts are those from before the step."""
         self._memory.rollback()
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the residuals by `factor`. Residuals have the scale of the given gradients,
-        which changes with a GradScaler's scale."""
+        """Multiplies the residuals by `factor`. Needed when a GradScaler changes its scale, because
+        residuals have the scale of the gradients."""
         self._memory.rescale(factor)
 
     def forget(self, first: int, end: int) -> None:
-        """Drops the residuals of the buckets with indices from `first` up to but excluding `end`,
-        because these buckets change."""
+        """Drops the residuals of the buckets with indices from `first` to `end` - 1, because these
+        buckets change."""
         self._memory.forget(first, end)
 
     def resize(self, index: int, numel: int) -> None:
-        """Adapts the residual of a bucket to `numel` elements, with more or less padding at the
-        bucket's end."""
+        """Adapts the residual of a bucket to `numel` elements. The new bucket differs only in the
+        padding at its end."""
         self._memory.resize(index, numel)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -221,7 +222,8 @@ class CompressedReduction:
         return self._memory.state_dict(warm=False)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Loads this rank's residuals. `state`: empty for a rank that the saved world did not have.
+        """Loads this rank's residuals. `state`: empty for a rank that did not exist when the state
+        was saved.
 
         Raises:
             CorruptDataError (STATE_INVALID): `state` is not a result of `state_dict`; nothing is
@@ -257,7 +259,7 @@ class CompressedReduction:
         errand.scratch.give_back(
             *(yield from scatter_sum(self.compressor, values, total, chunks, errand))
         )
-        # Another rank's part may be the non-finite part: this rank's residual is therefore also
+        # The non-finite value may be in another rank's part, so this rank's residual is also
         # checked when the step commits.
         if not is_finite(total):
             errand.memory.conclude(finite=False)
@@ -265,8 +267,7 @@ class CompressedReduction:
             out.view(-1).copy_(total)
 
     def _pay(self, bucket: torch.Tensor, values: torch.Tensor, memory: BucketMemory) -> Steps:
-        """Adds the residual to the bucket in a world of one: nothing is sent, so there is no
-        compression error."""
+        """Adds the residual to the bucket. Used in a world of one, where nothing is compressed."""
         yield from ()
         if self.compressor.error_feedback:
             given = memory.compensated_gradient(values, slice(0, 0))
@@ -280,7 +281,7 @@ class CompressedReduction:
 
 
 def _checked(bucket: torch.Tensor) -> torch.Tensor:
-    """Returns the bucket's values as float32, in the bucket's own memory if possible."""
+    """Returns the bucket's values as float32, without a copy if possible."""
     if not bucket.is_floating_point() or not bucket.is_contiguous():
         raise ConfigurationError(
             f"cannot compress a bucket of {bucket.dtype} that is "

@@ -1,5 +1,5 @@
-"""The compressors by name. To add a compressor, define a class and add a line here. Its module is
-imported on first use."""
+"""Registry of the compressors by name. To add a compressor, define a class and add a line here. A
+compressor's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compressor_names() -> tuple[str, ...]:
 
 
 def compressor_class(name: str) -> type[GradientCompressor]:
-    """Returns the compressor class called `name`.
+    """Returns the compressor class with this name.
 
     Raises:
         ConfigurationError: there is no such compressor.

@@ -38,13 +38,13 @@ class SignCompressor(GradientCompressor):
     """Scaled signs: sign(x) times the mean magnitude of the value's block of 1024 (EF-signSGD:
     Karimireddy et al. 2019, algorithm 1 and section 3).
 
-    For a block of d values ||x - C(x)||^2 = (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2 (lemma 8): a
-    contraction with a biased mean, which needs error feedback to converge. A NaN makes its block
-    NaN; an infinity makes its block infinite.
+    For a block of d values, ||x - C(x)||^2 = (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2 (lemma 8): a
+    biased contraction, which needs error feedback to converge. A NaN makes its block NaN; an
+    infinity makes its block infinite.
 
-    A sum over ranks is compressed once more on its way back, with separate error feedback on the
-    rank that sums (Tang et al. 2019, DoubleSqueeze, algorithm 1; as in 1-bit Adam, Tang et al.
-    2021).
+    A sum over ranks is compressed again before it is sent back, with separate error feedback on the
+    rank that computes the sum (Tang et al. 2019, DoubleSqueeze, algorithm 1; as in 1-bit Adam, Tang
+    et al. 2021).
     """
 
     name: ClassVar[str] = "sign"

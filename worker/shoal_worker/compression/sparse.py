@@ -36,8 +36,8 @@ from shoal_worker.compression.base import (
 _SAMPLES: Final = 1 << 16
 """Number of values sampled to estimate a threshold."""
 _SURPLUS: Final = 1.25
-"""Multiple of k values that an estimated threshold should select. Fewer than k would require a
-search among all values."""
+"""An estimated threshold should select this multiple of k values. If it selected fewer than k, all
+values would have to be searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class _SparseCompressor(GradientCompressor):
             )
 
     def kept(self, count: int) -> int:
-        """Returns the number of values to be sent of `count` values."""
+        """Returns how many of `count` values are sent."""
         return min(count, max(1, math.ceil(self.ratio * count)))
 
     def payload_bytes(self, shape: Sequence[int]) -> int:
@@ -65,11 +65,11 @@ class TopKCompressor(_SparseCompressor):
     """The k values of largest magnitude (Stich et al. 2018; Lin et al. 2018, deep gradient
     compression).
 
-    ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), with a biased mean: this
-    compressor needs error feedback. NaN counts as larger than any number, followed by infinities,
-    so non-finite values are always sent. The result is exactly the k largest values, found with a
-    threshold estimated from a sample (hierarchical selection, Lin et al.); on the CPU 20 times as
-    fast as torch.topk.
+    ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), and the compressor is biased, so
+    it needs error feedback. NaN counts as larger than any number, followed by infinities, so
+    non-finite values are always sent. The result is exactly the k largest values, which are found
+    with a threshold estimated from a sample (hierarchical selection, Lin et al.). On the CPU, this
+    is 20 times as fast as torch.topk.
 
     Ranks select different positions, so every rank gathers the payloads of all ranks: 6 k bytes to
     each other rank.
@@ -109,9 +109,9 @@ class RandomKCompressor(_SparseCompressor):
     """k values at random positions, the same on all ranks (Stich et al. 2018; Wangni et al. 2018).
 
     Each position is equally likely to be sent, so on average ||x - C(x)||^2 = (1 - k/n) ||x||^2
-    with error feedback (the default). Without error feedback, values are sent times n/k: the mean
-    is then x, and the error (n/k - 1) ||x||^2. When any value is NaN or infinite, all sent values
-    are NaN.
+    with error feedback (the default). Without error feedback, sent values are multiplied by n/k:
+    the expected value is then x, and the expected error (n/k - 1) ||x||^2. If any value is NaN or
+    infinite, all sent values are NaN.
 
     All ranks draw the same positions from (seed, step, bucket), so only the values are sent, and an
     ordinary all-reduce sums them.
@@ -153,7 +153,7 @@ class RandomKCompressor(_SparseCompressor):
         return self._places(*randomk_draw(random.numpy(), count), count, device)
 
     def select_into(self, values: torch.Tensor, out: torch.Tensor, places: torch.Tensor) -> None:
-        """Writes the sent part of `values` to `out`."""
+        """Writes the values that are sent to `out`."""
         torch.index_select(values, 0, places, out=out)
         if not self.error_feedback:
             out.mul_(values.numel() / max(1, out.numel()))
@@ -175,7 +175,7 @@ class RandomKCompressor(_SparseCompressor):
 
 @dataclass(frozen=True)
 class _Summed(Exchange):
-    """Exchange by an all-reduce of the values at positions known to all ranks."""
+    """Exchange by an all-reduce of the selected values, whose positions are known to all ranks."""
 
     chosen: RandomKCompressor
 
@@ -229,8 +229,8 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
     if candidates is None:
         return _largest_of(np.abs(values), kept)
     if candidates.size < kept:
-        # Only zeros are left, and any of them will do. The first `kept` positions contain enough
-        # that are not candidates.
+        # The other values are all zeros, so any of them can be chosen. The first `kept` positions
+        # contain enough positions that are not candidates.
         spare = np.ones(kept, bool)
         spare[candidates[candidates < kept]] = False
         return np.sort(
@@ -240,15 +240,16 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
 
 
 def _candidates(values: NDArray[np.float32], kept: int) -> NDArray[np.int64] | None:
-    """Returns ascending positions that include the `kept` largest values, or fewer than `kept`
-    positions if all other values are zeros. Returns None if the estimate was not good enough."""
+    """Returns ascending positions that include those of the `kept` largest values, or fewer than
+    `kept` positions if all other values are zero. Returns None if the estimated threshold selects
+    too few."""
     count = values.size
     if count <= _SAMPLES or kept * _SURPLUS * 2 > count:
         return None
     sample = np.abs(values[:: count // _SAMPLES])
     wanted = min(sample.size, math.ceil(_SURPLUS * kept * sample.size / count) + 16)
     threshold = np.partition(sample, sample.size - wanted)[sample.size - wanted]
-    # Not "above": NaN compares false and must be among them.
+    # Negated, because NaN compares false and must be selected.
     pieces = [
         np.flatnonzero(~(np.abs(values[start:end]) <= threshold)) + start
         for start, end in tiles(count, torch.device("cpu"))

@@ -1,16 +1,16 @@
 """Executes a schedule: runs one rank's stages, micro-batch by micro-batch.
 
-torch provides the order (schedule.py) and the division of a backward pass into two halves
-(`_backward`). The stages themselves are run here and not by torch's PipelineStage, for the reasons
-in docs/explanation/mesh.md#pipelines. Gradients are added to the parameters with the given weights;
-nothing is averaged or reduced.
+torch provides the order of actions (schedule.py) and splits a backward pass into two halves
+(`_backward`). This module runs the stages itself instead of using torch's PipelineStage, for the
+reasons in docs/explanation/mesh.md#pipelines. It adds weighted gradients to those of the
+parameters, and neither averages nor reduces them.
 
-The shapes of tensors between stages are learned from the first micro-batch of each kind of input,
-which sends the shapes ahead of its activation. For later micro-batches, receive buffers are posted
-immediately. Every step begins with one small all-reduce that checks that all ranks were given the
-same batch; the first stage computes meanwhile.
+The first micro-batch of each input shape sends the shape of each activation ahead of the activation
+itself. For later micro-batches of this shape, receivers post their buffers in advance. Every step
+begins with a small all-reduce that checks that all ranks were given the same batch; meanwhile, the
+first stage already computes.
 
-Threads: only the caller's.
+Everything runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ stage_backward_input, stage_backward_weight = stage_backwards()
 _HEADER_BYTES: Final = 1024
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Maps (output of the last stage, targets) to a scalar loss."""
+"""Function of the last stage's output and the targets that returns a scalar loss."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _BorderShape:
-    """The shapes that the receiver of a Border needs to know."""
+    """The shapes and dtypes of the tensors of a `Border`, as sent to its receiver."""
 
     shapes: tuple[_Shape, ...]
     wrapped: int
@@ -76,8 +76,8 @@ class _BorderShape:
         ).encode()
         if len(text) > _HEADER_BYTES:
             raise ConfigurationError(
-                f"{len(self.shapes)} tensors between two stages; expected at most about 20; pass "
-                "other cut_points"
+                f"{len(self.shapes)} tensors are passed between two pipeline stages; expected at "
+                "most about 20. Pass other cut_points"
             )
         return text.ljust(_HEADER_BYTES)
 
@@ -91,7 +91,7 @@ class _BorderShape:
 
 @dataclass
 class _Arriving:
-    """A Border whose tensors are in transit."""
+    """A `Border` that is being received."""
 
     shape: _BorderShape
     tensors: tuple[torch.Tensor, ...]
@@ -114,7 +114,7 @@ class _Held:
     gradients: tuple[torch.Tensor | None, ...] | None = None
     """Gradients of the outputs; None: the outputs are losses, whose gradients are one."""
     weights_later: list[dict[str, Any]] | None = None
-    """torch's data for the second half of a split backward pass; None: the pass is not split."""
+    """torch's data for the second half of a split backward pass; None if the pass is not split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +122,16 @@ class Ran:
     """The results of one pass through the schedule."""
 
     losses: list[torch.Tensor]
-    """Losses by micro-batch, detached; empty on ranks without the last stage and without a loss
-    function."""
+    """Detached losses by micro-batch; empty on ranks without the last stage, and if there is no
+    loss function."""
     outputs: list[Any]
-    """Outputs by micro-batch; empty on ranks without the last stage and with a loss function."""
+    """Outputs by micro-batch; empty on ranks without the last stage, and if there is a loss
+    function."""
 
 
 class _IntoStage(torch.autograd.Function):
-    """Identity function for a received value. The value is a leaf, but a stage may begin with an
-    in-place operation, which leaves do not allow. Costs nothing."""
+    """Identity function that is applied to a received value. The value is a leaf of the autograd
+    graph, on which torch does not allow in-place operations, but a stage may begin with one."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
@@ -145,13 +146,13 @@ class ScheduleExecutor:
     """Runs one rank's stages of a pipeline in the order of a schedule."""
 
     def __init__(self, stages: Mapping[int, PartialModel], stage_count: int, links: Links) -> None:
-        """Creates the executor of `stages`, the stages on this rank."""
+        """Creates the executor. `stages`: the stages on this rank."""
         self._stages = dict(stages)
         self._last = stage_count - 1
         self._links = links
         self._shapes: dict[tuple[int, int, bool, bool], _BorderShape] = {}
-        """Shapes of a stage's outputs, by stage, signature of the micro-batch, use of gradients,
-        and training mode."""
+        """Known shapes of outputs, by stage, signature of the micro-batch, whether gradients are
+        computed, and training mode."""
         self._trainable: tuple[bool, ...] = ()
 
     def run(
@@ -170,14 +171,15 @@ class ScheduleExecutor:
             schedule: schedule for this number of micro-batches.
             micro_batches: the micro-batches, in order.
             loss: loss function; None: forward passes only, without gradients.
-            scales: factors of the micro-batches' losses before their backward passes.
+            scales: factors by which the losses of micro-batches are multiplied before the backward
+                pass.
             observe: function called with ("before" or "after", stage, micro-batch) around each
                 forward pass.
 
         Raises:
             MembershipChanged: another rank failed or is gone.
-            ConfigurationError: ranks were given different batches, or the model or the loss does
-                something that a pipeline does not support.
+            ConfigurationError: ranks were given different batches, or a pipeline does not support
+                this model or loss.
         """
         with (
             self._links.ending_on_failure("a pipeline step"),
@@ -190,9 +192,9 @@ class ScheduleExecutor:
         return ran
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
-        """Starts checking whether all ranks were given the same kind of batch, and whether any rank
-        has learned shapes that are no longer valid. Returns a function that waits for the answer
-        and applies it. Nothing may be sent to another stage before that function has returned."""
+        """Starts to check whether all ranks were given batches of the same shapes, and whether any
+        rank must forget the shapes that it knows. Returns a function that waits for the result and
+        applies it. Nothing may be sent to another stage before that function has returned."""
         trainable = tuple(
             p.requires_grad for stage in self._stages.values() for p in stage.held_parameters
         )
@@ -211,9 +213,9 @@ class ScheduleExecutor:
             highest, lowest, changed = said.tolist()
             if highest != -lowest:
                 raise ConfigurationError(
-                    "the ranks of one pipeline received batches of different shapes, but ranks "
-                    "of one replica must pass the same batch (model.data_parallel_rank is the "
-                    "number of this rank's replica)"
+                    "the ranks of one pipeline were given batches of different shapes, but all "
+                    "ranks of a replica must pass the same batch; choose the batch by "
+                    "model.data_parallel_rank, the index of the replica"
                 )
             if changed:
                 self._shapes.clear()
@@ -260,8 +262,8 @@ class _Pass:
         self._results: list[Any] = []
 
     def run(self, agree: Callable[[], None]) -> Ran:
-        """Runs the pass. `agree`: function called before anything is sent to or received from
-        another stage; the first stage computes meanwhile."""
+        """Runs the pass. `agree`: function that is called before the first transfer from or to
+        another stage; the first stage may already compute before it is called."""
         does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -279,7 +281,9 @@ class _Pass:
                 agreed = True
             try:
                 does[action.kind](action.stage, action.micro_batch)
-            except Exception as error:  # of any kind: raised again with its location
+            except (
+                Exception
+            ) as error:  # any error is raised again, with its location in the pipeline
                 error.add_note(
                     f"in pipeline stage {action.stage}, micro-batch {action.micro_batch}, "
                     f"{action.kind.name.lower()}"
@@ -298,7 +302,7 @@ class _Pass:
         received = None if arriving is None else arriving.wait()
         self._observe("before", stage, index)
         if batch.seed is not None:
-            # the random numbers depend neither on the schedule nor on the rank that has the stage
+            # random numbers must not depend on the schedule or on the rank of the stage
             seed_generators((batch.seed, stage))
         output = self._stages[stage](
             None if received is None else _into_stage(received), batch.call
@@ -313,8 +317,8 @@ class _Pass:
             self._held[stage, index] = _Held(() if received is None else received.tensors, outputs)
 
     def _finish(self, output: Any, index: int) -> tuple[torch.Tensor, ...]:
-        """Finishes the last stage: returns the loss, or records the output if there is no loss
-        function."""
+        """Completes a forward pass of the last stage: returns the loss, or records the output if
+        there is no loss function."""
         if self._loss is None:
             self._results.append(output)
             return ()
@@ -326,17 +330,17 @@ class _Pass:
             )
         weighs = self._scales[index] != 0
         if not weighs:
-            # it may contain anything: the mean over no tokens, for example, has non-finite
-            # gradients
+            # the gradient may not be finite: for example, if the loss is a mean over no tokens
             keep_gradients_from(output)
         self._results.append(loss.detach().clone() if weighs else torch.zeros_like(loss.detach()))
         return (loss * self._scales[index],)
 
     def _hand_on(self, border: Border, stage: int, index: int) -> tuple[torch.Tensor, ...]:
-        """Passes a value to the next stage. If the next stage is on another rank, keeps the value
-        until it is sent."""
+        """Passes a value to the next stage. If that stage is on another rank, stores the value to
+        be sent."""
         if self._splits and any(one._is_view() for one in border.tensors):
-            # torch's split backward pass detaches outputs in place, which views do not allow.
+            # torch's split backward pass detaches outputs in place, which is not possible for
+            # views.
             border = Border(
                 tensors=tuple(t.clone() for t in border.tensors),
                 wrapped=border.wrapped,
@@ -361,9 +365,9 @@ class _Pass:
             self._shapes[self._key(stage, index)] = shape
         elif known != shape:
             raise ConfigurationError(
-                f"stage {stage} produced {shape.shapes} now but {known.shapes} before, for inputs "
-                "of the same shapes; shapes between pipeline stages must depend only on the "
-                "shapes of the inputs"
+                f"pipeline stage {stage} returned tensors of {shape.shapes}, but {known.shapes} "
+                "before for inputs of the same shapes; the shapes passed between stages must "
+                "depend only on the shapes of the inputs"
             )
         for tensor in border.tensors:
             self._links.send(
@@ -398,8 +402,8 @@ class _Pass:
     def _backward_input(self, stage: int, index: int) -> None:
         held = self._with_gradients(stage, index)
         if len(held.outputs) > 1:
-            # torch's split finds the parameters that an input leads to; of several outputs one
-            # might have parameters of its own.
+            # torch's split backward pass only finds parameters that are reachable from an input.
+            # With several outputs, some parameters may contribute to only one of them.
             self._whole_backward(held)
             held.weights_later = []
         elif any(one.requires_grad for one in held.inputs) and held.outputs[0].requires_grad:
@@ -411,15 +415,15 @@ class _Pass:
                     list(held.inputs),
                     iter(self._stages[stage].held_parameters),
                 )
-            except RuntimeError as error:  # torch's error, raised from the original one
+            except RuntimeError as error:  # torch raises this error from the original one
                 raise error.__cause__ or error from None
             if all(one is None for one in found):
                 raise ConfigurationError(
                     f"the output of stage {stage} does not depend on its input, so its backward "
                     "pass cannot be split; use another schedule"
                 )
-        # Without an input that requires a gradient torch's split finds no parameters at all: the
-        # second half is then the whole pass.
+        # If no input requires a gradient, torch's split backward pass finds no parameters; the
+        # second half is then the entire pass.
         self._hand_back(held, stage, index)
 
     def _backward_weight(self, stage: int, index: int) -> None:
@@ -449,8 +453,8 @@ class _Pass:
             )
 
     def _hand_back(self, held: _Held, stage: int, index: int) -> None:
-        """Returns gradients to the previous stage, one for each tensor that the stage passed on and
-        that requires a gradient."""
+        """Passes gradients back to the previous stage: one for each tensor received from it that
+        requires a gradient."""
         if stage == 0:
             return
         gradients = tuple(
@@ -498,8 +502,8 @@ def _into_stage(received: Border) -> Border:
 def _generators_kept(
     micro_batches: Sequence[MicroBatch], device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that restores torch's generators at its end, if any micro-batch seeds
-    them."""
+    """Returns a context that restores torch's random generators on exit if any micro-batch has a
+    seed."""
     seeded = any(one.seed is not None for one in micro_batches)
     devices = [device] if device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices) if seeded else contextlib.nullcontext()

@@ -1,13 +1,12 @@
 """Communication between the ranks of one pipeline: transfers between stages, and small collectives,
 over one process group.
 
-Any `torch.distributed.ProcessGroup` is suitable, whether or not it is registered in torch's world.
-Transfers between two ranks arrive in the order in which they were sent (schedule.py ensures that
-both sides agree), so they need no tags, which NCCL does not support. Every wait ends with the
-group's timeout, or when the group ends. A failure ends the group, so that no other rank waits for
-this rank.
+Works with any `torch.distributed.ProcessGroup`, even one that is not registered in torch's world.
+Two ranks send and receive in the same order, which schedule.py ensures, so transfers need no tags,
+which NCCL does not support. Every wait ends at the group's timeout or when the group ends. A
+failure ends the group, so that no other rank waits for this one.
 
-Threads: one thread issues all calls.
+All calls must come from one thread.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Traffic:
     activations: int = 0
     gradients: int = 0
     headers: int = 0
-    """Bytes of the shapes of activations, which are sent when they are new."""
+    """Bytes of activation shapes, which are sent the first time that they occur."""
     shared: int = 0
-    """Bytes of gradients of parameters that are on several stages."""
+    """Bytes of gradients of parameters that are shared by several stages."""
     outputs: int = 0
     """Bytes of outputs of the last stage."""
 
@@ -58,8 +57,8 @@ class Links:
         come_after: Callable[[dist.Work], None] | None = None,
     ) -> None:
         """Connects the ranks. `end(reason)`: ends the group for all ranks; None: use the
-        group's own `abort`. `come_after(work)`: orders later computations after a transfer of
-        floating-point numbers that the host does not read; None: the host waits for the
+        group's own `abort`. `come_after(work)`: makes later computations on the device wait for a
+        transfer of floating-point numbers that the host does not read; None: the host waits for the
         transfer."""
         self._group = group
         self.rank: int = group.rank()
@@ -73,8 +72,8 @@ class Links:
         )
 
     def end(self, reason: str) -> None:
-        """Ends the group, here at once and soon on all other ranks. Idempotent; callable from any
-        thread."""
+        """Ends the group: immediately on this rank, and soon on all other ranks. Idempotent; may be
+        called from any thread."""
         if self._end is not None:
             self._end(reason)
         else:
@@ -82,11 +81,11 @@ class Links:
 
     @contextmanager
     def ending_on_failure(self, what: str) -> Iterator[None]:
-        """Ends the group if an exception is raised within the context, so that the other ranks
-        notice immediately."""
+        """Returns a context that ends the group if an exception is raised within it, so that the
+        other ranks notice immediately."""
         try:
             yield
-        except BaseException as error:  # an interrupt leaves others waiting, too
+        except BaseException as error:  # a KeyboardInterrupt would leave the others waiting, too
             self._sends.clear()
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
             self.end(
@@ -130,7 +129,7 @@ class Links:
     def all_reduce(
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """Reduces `tensor` over the pipeline's ranks, in place."""
+        """All-reduces `tensor` over the ranks of the pipeline, in place."""
         self.start_all_reduce(tensor, what, op)()
 
     def start_all_reduce(
@@ -141,7 +140,7 @@ class Links:
         return start_all_reduce(self._group, tensor, what, op) if self.size > 1 else lambda: None
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Copies `tensor` of rank `source` to all ranks."""
+        """Broadcasts `tensor` from rank `source` to all ranks, in place."""
         if self.size == 1:
             return
         options = BroadcastOptions()
@@ -165,7 +164,7 @@ class Links:
 
 
 class Incoming:
-    """A transfer in progress."""
+    """A tensor that is being received."""
 
     def __init__(
         self, links: Links, work: dist.Work, into: torch.Tensor, peer: int, what: str
@@ -173,8 +172,8 @@ class Incoming:
         self._links, self._work, self._into, self._peer, self._what = links, work, into, peer, what
 
     def wait(self) -> None:
-        """Waits until later computations can use the data. Raises MembershipChanged if the data
-        will not arrive."""
+        """Waits until later computations can use the data. Raises MembershipChanged if the transfer
+        failed."""
         with self._links._translated(self._what, self._peer):
             self._links._await(self._work, self._into)
 
@@ -185,8 +184,8 @@ def all_reduce(
     what: str,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
-    """Reduces `tensor` over the group's ranks, in place. Raises MembershipChanged if the group is
-    over."""
+    """All-reduces `tensor` over the ranks of the group, in place. Raises MembershipChanged if the
+    group has ended."""
     start_all_reduce(group, tensor, what, op)()
 
 
@@ -220,8 +219,9 @@ def end_group(group: Any, reason: str) -> None:
 
 @contextmanager
 def _group_errors(what: str) -> Iterator[None]:
-    """Converts a failed transfer or collective to the error for an ended group, since later
-    operations might no longer match."""
+    """Returns a context that converts the error of a failed transfer or collective to
+    GroupEndedError. The group cannot be used any more, because later operations of the ranks might
+    not match."""
     try:
         yield
     except MembershipChanged as error:
@@ -234,14 +234,14 @@ def _group_errors(what: str) -> Iterator[None]:
 
 # ------------------------------------------------------------ a model's output, for the other ranks
 #
-# Distributes the output of a model whose last stage is on one rank to the other ranks: any nesting
-# of mappings, sequences, tensors and numbers. Mappings arrive as plain dicts, tuples as tuples. It
-# knows nothing about stages. Threads: one, which is the links'.
+# Sends the output of the last stage from its rank to all other ranks of the pipeline. The output
+# may consist of nested mappings, sequences, tensors and numbers. Mappings arrive as plain dicts,
+# and tuples as tuples.
 
 
 def plain(value: Any) -> Any:
-    """Returns the value with all mappings as dicts and all DTensors as full tensors. Logits of
-    layers that are split over ranks may be DTensors."""
+    """Converts all mappings in a value to dicts and all DTensors to full tensors. Logits of layers
+    that are split over ranks may be DTensors."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, Mapping):
@@ -256,11 +256,12 @@ def plain(value: Any) -> Any:
 
 
 def broadcast_output(value: Any, source: int, links: Links) -> Any:
-    """Sends `value` of rank `source` to all ranks: first its structure, then its tensors. All ranks
-    call this function. `value`: a result of `plain`.
+    """Broadcasts `value` from rank `source`: first its structure, then its tensors. All ranks call
+    this function. `value`: a result of `plain`.
 
     Raises:
-        ConfigurationError: on `source`, if the value contains something that cannot be sent.
+        ConfigurationError: raised on `source` only: the value contains an object that cannot be
+            sent.
         MembershipChanged: a rank failed or is gone.
     """
     tensors: list[torch.Tensor] = []

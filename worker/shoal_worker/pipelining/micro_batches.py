@@ -1,4 +1,4 @@
-"""Division of a batch into the micro-batches that pass through the pipeline one after another.
+"""Divides a batch into micro-batches, which pass through the pipeline one after another.
 
 Every rank of a pipeline divides the same batch in the same way. The sizes of micro-batches differ
 by at most one sample. A batch with fewer samples than micro-batches is divided into single samples.
@@ -19,9 +19,9 @@ from shoal_worker.torch_internals import pytree
 
 # -------------------------------------------------------------------- inputs and outputs of a stage
 #
-# Inputs and outputs of a stage. A `Call` contains the model's arguments; every stage has it, since
-# ranks of one replica are given the same batch. A `Border` is passed from one stage to the next:
-# tensors, and how the model wraps them.
+# Inputs and outputs of a stage. A `Call` contains the arguments of the model. Every stage has them,
+# because all ranks of a replica are given the same batch. A `Border` is what one stage passes to
+# the next: tensors, and the form in which the model expects them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,22 +42,22 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Border:
-    """The value that one stage passes to the next."""
+    """The value that one pipeline stage passes to the next."""
 
     tensors: tuple[torch.Tensor, ...]
     wrapped: int = 0
-    """Length of the tuple in which the model wraps the tensors; 0: the value is a bare tensor."""
+    """Length of the tuple in which the model expects the tensors; 0: it expects a single tensor."""
     given: int = 0
-    """Bit mask of the other elements of the tuple that are present and not None. Layered models
-    pass only the first element."""
+    """Bit mask of the elements of the tuple, other than the first, that are not None. Layered
+    models pass only the first element."""
 
     @classmethod
     def of(cls, value: Any, what: str) -> Border:
-        """Returns the border for a chain's value between two blocks: a tensor, or a tuple of
-        tensors.
+        """Returns the border for a value that one block of a chain passes to the next: a tensor, or
+        a tuple of tensors.
 
         Raises:
-            TypeError: the value is neither and cannot be sent.
+            TypeError: the value is neither of these.
         """
         if isinstance(value, torch.Tensor):
             return cls(tensors=(value,))
@@ -73,12 +73,12 @@ class Border:
         )
 
     def value(self) -> Any:
-        """Returns the value in the form that the next block of a chain takes."""
+        """Returns the value in the form that the next block of a chain expects."""
         return self.tensors if self.wrapped else self.tensors[0]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested mappings, tuples and lists, and in attributes of plain
+    """Yields the tensors in a value: in nested mappings, tuples and lists, and in attributes of
     objects."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -91,8 +91,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def keep_gradients_from(output: Any) -> None:
-    """Replaces the gradient of an output by zero in the backward pass, even if the gradient is not
-    finite."""
+    """Returns an output unchanged, but makes its gradient zero in the backward pass, even if the
+    incoming gradient is not finite."""
     for one in pytree.tree_leaves(output):
         if isinstance(one, torch.Tensor) and one.requires_grad:
             one.register_hook(torch.zeros_like)
@@ -100,20 +100,20 @@ def keep_gradients_from(output: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A part of a batch that passes through the pipeline as a unit."""
+    """A part of a batch that passes through the pipeline at once."""
 
     inputs: Any
     """Arguments of the model: a mapping of keyword arguments, a tuple of positional arguments, or a
     single argument."""
     targets: Any = None
     weight: float
-    """Weight of the micro-batch in the batch: its samples, or tokens. The batch's loss is the
-    weighted mean of the micro-batches' losses."""
+    """Weight of the micro-batch in the batch, such as its number of samples or tokens. The batch's
+    loss is the weighted mean of the micro-batches' losses."""
     samples: int
     """Number of rows."""
     seed: int | None = None
-    """Seed of each stage's random numbers, together with the stage's index; None: use the
-    generator's current state."""
+    """Seed of random numbers, which each stage combines with its index; None: stages use the
+    current state of the generators."""
 
     @property
     def call(self) -> Call:
@@ -122,7 +122,7 @@ class MicroBatch:
 
     @functools.cached_property
     def signature(self) -> int:
-        """Hash of 62 bits; equal for inputs with the same structure, shapes and dtypes."""
+        """Hash of 62 bits over the structure, shapes and dtypes of the inputs."""
         leaves, structure = pytree.tree_flatten(self.inputs)
         shapes = [
             f"{tuple(one.shape)}{one.dtype}"
@@ -145,21 +145,20 @@ def cut_batch(
     if there are fewer than `count`.
 
     Tensors of one dimension or more are divided and must have the same number of rows; every other
-    value is passed to all micro-batches. A tensor that is not a batch but happens to have the same
-    number of rows, such as a mask of T x T with T samples, cannot be distinguished and is divided
-    as well.
+    value is passed to all micro-batches. A tensor that has the same number of rows by chance, such
+    as a T x T mask with T samples, cannot be distinguished from a batch and is divided as well.
 
     Args:
         inputs: inputs of the batch; see `MicroBatch`.
-        targets: targets, divided in the same way.
-        count: number of micro-batches; at least 1.
+        targets: targets, which are divided in the same way. count: number of micro-batches; at
+            least 1.
         weight_fn: function that returns the weight of a micro-batch from its inputs and targets;
             None: the weight is the number of samples.
         seeds: one seed for each micro-batch.
 
     Raises:
         ConfigurationError: there are no samples, the numbers of rows differ, or a weight is
-            negative or not a number.
+            negative or not finite.
     """
     if count < 1:
         raise ConfigurationError(f"micro_batches={count}: expected at least 1")
@@ -174,7 +173,7 @@ def cut_batch(
     rows = sizes.pop()
     if rows == 0:
         raise ConfigurationError(
-            "a batch of 0 rows: expected at least one sample; do not call train_step on a "
+            "the batch has 0 rows; expected at least one sample. Do not call train_step on a "
             "replica without samples"
         )
     count = min(count, rows)
@@ -202,8 +201,8 @@ def cut_batch(
 
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
-    """Combines the outputs of the micro-batches. Tensors are joined along the first dimension;
-    numbers and scalar tensors are averaged by samples."""
+    """Combines the outputs of micro-batches. Tensors are concatenated along the first dimension;
+    numbers and scalar tensors are averaged, weighted by samples."""
     flattened = [pytree.tree_flatten(one) for one in outputs]
     merged: list[Any] = []
     for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):

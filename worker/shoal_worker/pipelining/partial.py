@@ -1,21 +1,21 @@
 """The part of a model that one stage runs.
 
-In a chain the part consists of some of the blocks. A layered model (split.py) keeps its own forward
-code, and each stage runs all of that code on a copy of the model. In the copy, modules of other
+For a chain (split.py), this part is a sequence of blocks. A layered model (split.py) keeps its own
+forward code: each stage runs all of that code on a copy of the model, in which the modules of other
 stages have no values:
 
-- Modules before the layers return placeholders (`Placeholder`) of the right shape, which is
-  determined by running the modules on `meta`.
-- The layers of earlier stages pass their placeholder on. The stage's first layer uses the received
-  value instead of the placeholder.
+- Modules before the layers return a `Placeholder` of the right shape, which is determined by
+  running these modules on the meta device.
+- The layers of earlier stages return the placeholder unchanged. The stage's own first layer uses
+  the received value instead.
 - The forward pass ends where the next stage's part begins.
 
 Masks, position tables and other values that a model computes from its inputs alone are therefore
-recomputed on each stage instead of sent. If the model needs values of another stage other than the
-one tensor passed from layer to layer, an error is raised at that point. Nothing is ever computed
-wrongly.
+recomputed on each stage instead of sent. Apart from the tensor that is passed from layer to layer,
+the model must not use values of another stage. If it does, an error is raised; the result is never
+silently wrong.
 
-Threads: a stage runs one forward pass at a time.
+A stage runs only one forward pass at a time.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from shoal_worker.torch_internals import DisableTorchFunctionSubclass
 
 # ------------------------------------------------------------------------------------- placeholders
 #
-# Tensors that represent data held only by another stage. A `Placeholder` represents a value: right
-# shape, dtype and device, no meaning. Results computed from one are placeholders too, so that a
-# result that secretly needs data of another stage can be detected and refused. A fresh tensor that
-# merely has the same shape (zeros_like, new_full) is not one. An `Absent` represents a parameter,
-# takes no memory, and cannot be used in computations. A tensor on `meta` would not be sufficient: a
-# matrix product of a CPU tensor and one on `meta` is a CPU tensor of arbitrary values (torch 2.13),
-# without any error.
+# Tensors that represent data that only another stage has. A `Placeholder` represents a value: it
+# has the right shape, dtype and device, but arbitrary contents. Results computed from a placeholder
+# are placeholders too, so that a result that depends on data of another stage is detected and
+# refused. A new tensor that only takes its shape (zeros_like, new_full) is not a placeholder. An
+# `Absent` represents a parameter, takes no memory, and cannot be used in computations. A tensor on
+# the meta device would not be sufficient: in torch 2.13, the matrix product of a CPU tensor and a
+# meta tensor raises no error, but returns a CPU tensor of arbitrary values.
 
 _FRESH: Final = frozenset(
     {
@@ -91,15 +91,15 @@ _LOOKS: Final = frozenset(
     }
     | {"detach", "requires_grad_", "t", "__repr__", "__len__", "__hash__", "data_ptr", "get_device"}
 )
-"""Operations permitted on an `Absent`."""
+"""Operations that are permitted on an `Absent`."""
 
 
 class Placeholder(torch.Tensor):
-    """Placeholder for a value that is only on another stage, as described in the module."""
+    """Represents a value that only another stage has; see the comment above."""
 
     received: torch.Tensor | None = None
-    """The value that has replaced the placeholder, if any, for a repeated run (activation
-    checkpointing)."""
+    """The received value that has replaced the placeholder, if any. Used again if activation
+    checkpointing repeats the forward pass."""
 
     @classmethod
     def __torch_function__(
@@ -123,7 +123,7 @@ class Placeholder(torch.Tensor):
 
 
 class Absent(torch.Tensor):
-    """A parameter of another stage, as described in the module. Its attributes can be read. A
+    """Represents a parameter of another stage; see the comment above. Its attributes can be read. A
     transposed or detached `Absent` is also an `Absent`."""
 
     @classmethod
@@ -148,7 +148,7 @@ class Absent(torch.Tensor):
 def absent_like(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an `Absent` that replaces a parameter or buffer."""
     with DisableTorchFunctionSubclass():
-        # not like a DTensor
+        # does not return a DTensor
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(Absent)
     return (
         nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -166,8 +166,8 @@ def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
 # ----------------------------------------------------------------------------------- a stage's part
 
 Inside = Callable[[Callable[[], Any], bool], Any]
-"""Runs a part of the model's forward pass within a wrapper and returns the result. The second
-argument is True for the last part."""
+"""Function that runs a part of the model's forward pass within a wrapper and returns the result.
+Its second argument is True for the last part."""
 
 
 def _as_it_is(run: Callable[[], Any], _: bool) -> Any:
@@ -178,24 +178,25 @@ class PartialModel(nn.Module):
     """One stage's part of a model. Its parameters and buffers are the original model's own."""
 
     _modes: Sequence[tuple[nn.Module, nn.Module]]
-    """Each module of the part, paired with the module of the whole model whose training mode it
-    follows."""
+    """Pairs of a module of this part and the module of the whole model from which it takes its
+    training mode."""
 
     def forward(self, received: Border | None, call: Call) -> Any:
-        """Returns the next stage's input as a Border; on the last stage, the model's output.
-        `received`: None on the first stage."""
+        """Runs the stage. Returns the next stage's input as a `Border`, or the model's output on
+        the last stage. `received`: output of the previous stage; None on the first stage."""
         raise NotImplementedError
 
     @functools.cached_property
     def held_parameters(self) -> list[nn.Parameter]:
-        """Parameters of the part that have values."""
+        """The parameters that have values on this stage."""
         return [p for p in self.parameters() if not p.is_meta]
 
     def follow_modes(self) -> None:
-        """Copies the training mode of each part of the whole model."""
+        """Sets the training mode of each module to that of the corresponding module of the whole
+        model."""
         for mine, original in self._modes:
             if mine.training != original.training:
-                # setting a module's attribute takes longer than everything else here
+                # setting an attribute of a module is slow, so it is avoided if nothing changes
                 mine.training = original.training
 
 
@@ -206,13 +207,12 @@ def partial_model(
     plain: Callable[[nn.Module], None] | None = None,
     inside: Inside | None = None,
 ) -> PartialModel:
-    """Returns the part of `module` that a stage runs, sharing its tensors. Parts that are not on
-    the stage may be on `meta`.
+    """Returns the part of `module` that a stage runs. It shares the tensors of `module`. Modules of
+    other stages may be on the meta device.
 
-    `plain`: function that converts a module of another stage so that it can be run to determine its
-    output's shape; None: no conversion is needed.
-    `inside`: function that runs blocks as if within the model's own forward pass, which a chain's
-    stages do not use; None: not needed.
+    `plain`: function that converts a module of another stage, so that it can be run to determine
+    the shape of its output; None: no conversion is needed. `inside`: wrapper for the blocks of a
+    chain, for models that need to do something around their forward pass; None: no wrapper.
 
     Raises:
         ConfigurationError: a layered model cannot be copied.
@@ -227,8 +227,8 @@ def partial_model(
         return _LayeredPart(module, split, stage, plain or (lambda _: None), inside or _as_it_is)
     except (TypeError, RuntimeError) as error:
         raise ConfigurationError(
-            f"{type(module).__name__} cannot be copied, but a stage needs copies ({error}); "
-            "implement __deepcopy__, or pipeline_blocks()"
+            f"{type(module).__name__} cannot be copied ({error}), but each pipeline stage needs a "
+            "copy; implement __deepcopy__, or give the model a method pipeline_blocks()"
         ) from error
 
 
@@ -242,7 +242,7 @@ class _ChainPart(PartialModel):
         inside: Inside,
     ) -> None:
         super().__init__()
-        self._modes = [(self, module)]  # the blocks are the model's own
+        self._modes = [(self, module)]  # the blocks are modules of the model itself
         self._inside = inside
         self._names = [name for name, _ in blocks]
         self.blocks = nn.ModuleList(module for _, module in blocks)
@@ -265,8 +265,8 @@ class _ChainPart(PartialModel):
 
 
 class _StageEnds(BaseException):
-    """Raised through the model's forward pass where the next stage's part begins. Not an Exception,
-    so that no handler of the model catches it."""
+    """Raised in the model's forward pass at the point where the next stage begins, to end the pass.
+    Not an Exception, so that no `except Exception` in the model catches it."""
 
     def __init__(self, border: Border) -> None:
         self.border = border
@@ -277,18 +277,18 @@ class _Run:
     """One forward pass of a stage."""
 
     received: Border | None
-    """The received value, until the stage's first layer uses it."""
+    """The received value; None once the stage's first layer has used it."""
 
 
 @dataclass
 class _State:
-    """Mutable state of a stage's forward passes. Kept outside the module, since setting an
+    """Mutable state of a stage's forward passes. Kept in a separate object, because setting an
     attribute of a module is slow."""
 
     run: _Run | None = None
     wrapped: int = 0
     given: int = 0
-    """Structure of the layers' outputs, as in `Border`."""
+    """Structure of the outputs of layers; see `Border.given`."""
 
 
 class _LayeredPart(PartialModel):
@@ -340,8 +340,8 @@ class _LayeredPart(PartialModel):
             run, self._state.run = self._state.run, None
         if not self._is_last:
             raise ConfigurationError(
-                "the model's forward returned before running all of its layers, so they cannot "
-                "be divided into several stages"
+                "the model's forward returned without running all of its layers, so the layers "
+                "cannot be divided into pipeline stages"
             )
         self._check_values(tensors_in(output))
         if run.received is not None:
@@ -351,20 +351,22 @@ class _LayeredPart(PartialModel):
         return output
 
     def _check_values(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Checks that the values passed on were not computed from a placeholder."""
+        """Raises an error if a value that this stage passes on was computed from a placeholder."""
         for one in tensors:
             if isinstance(one, Placeholder):
                 raise ConfigurationError(
-                    "the model's output needs values of earlier pipeline stages other than those "
-                    "passed between layers (all hidden states, or a connection around the "
-                    "layers); disable such outputs, or give the model a method pipeline_blocks()"
+                    "the model's output depends on values of earlier pipeline stages other than "
+                    "the tensor passed between layers (such as all hidden states, or a skip "
+                    "connection around the layers); disable such outputs, or give the model a "
+                    "method pipeline_blocks()"
                 )
 
     # --------------------------------------------------------------------------------------- layers
 
     def _arrange_layer(self, name: str, index: int, first: int, end: int, layers: int) -> None:
-        """Replaces a layer's forward. `first`: index of the layer that takes the received value
-        (-1: nothing is received). `end`: index of the first layer of the next stage."""
+        """Replaces the forward method of a layer. `first`: index of the layer that uses the
+        received value; -1: nothing is received. `end`: index of the first layer of the next
+        stage."""
         layer = self.shell.get_submodule(name)
         original = layer.forward
         if max(first, 0) <= index < end:
@@ -381,16 +383,15 @@ class _LayeredPart(PartialModel):
             layer.forward = self._ending_after(layer.forward)
 
     def _skipped(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the forward of an earlier stage's layer: computes nothing and returns a
-        placeholder for the layer's output."""
+        """Returns the new forward method of a layer of an earlier stage, which computes nothing and
+        returns a placeholder for the layer's output."""
         received = self._running.received
         slot = _hidden_slot(args, kwargs)
         hidden = args[0] if slot is None else kwargs[slot]
         if received is None:
             raise ConfigurationError(
-                "the model's forward uses a layer of an earlier pipeline stage again, after "
-                "layers of this one; use each layer once, or give the model a method "
-                "pipeline_blocks()"
+                "the model's forward runs a layer of an earlier pipeline stage again after layers "
+                "of this stage; run each layer once, or give the model a method pipeline_blocks()"
             )
         if isinstance(hidden, torch.Tensor) and not isinstance(hidden, Placeholder):
             # the model's input, which every stage has
@@ -404,7 +405,7 @@ class _LayeredPart(PartialModel):
         return (hidden, *others)
 
     def _entering(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the forward of the stage's first layer."""
+        """Returns the new forward method of the stage's first layer."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             slot = _hidden_slot(args, kwargs)
@@ -430,8 +431,8 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _entering_after(self) -> Callable[..., Any]:
-        """Returns the forward of the last layer for a stage that has only the modules after the
-        layers."""
+        """Returns the new forward method of the last layer, for a stage that has only the modules
+        after the layers."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = self._skipped(*args, **kwargs)
@@ -451,16 +452,18 @@ class _LayeredPart(PartialModel):
         run = self._state.run
         if run is None or run.received is None or not isinstance(stand_in, Placeholder):
             raise ConfigurationError(
-                f"no pipeline stage can begin with layer {name!r}: it is called twice, or on a "
-                "value that no earlier module produced, or again in the backward pass by "
-                "reentrant checkpointing; use non-reentrant checkpointing, or pipeline_blocks()"
+                f"no pipeline stage can begin with layer {name!r}, because it is called twice, or "
+                "with a value that no earlier module returned, or again in the backward pass by "
+                "reentrant checkpointing; use non-reentrant checkpointing, or give the model a "
+                "method pipeline_blocks()"
             )
         stand_in.received = run.received.tensors[0]
         run.received = None
         return stand_in.received
 
     def _ending(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends the stage's forward pass. Replaces the forward of the next stage's first layer."""
+        """Returns the new forward method of the next stage's first layer, which ends this stage's
+        forward pass."""
         slot = _hidden_slot(args, kwargs)
         value = args[0] if slot is None else kwargs[slot]
         raise _StageEnds(
@@ -468,8 +471,8 @@ class _LayeredPart(PartialModel):
         )
 
     def _ending_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the forward of the last layer for a stage whose successor has only the modules
-        after the layers."""
+        """Returns the new forward method of the last layer, for a stage after which only the
+        modules after the layers follow."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
@@ -481,7 +484,7 @@ class _LayeredPart(PartialModel):
 
     def _stand_in(self, name: str) -> None:
         """Makes a module of another stage return placeholders. Their shapes are determined from the
-        module's inputs and cached, since micro-batches are similar."""
+        module's inputs, and cached because most micro-batches have the same shapes."""
         module = self.shell.get_submodule(name)
         original = module.forward
         module.eval()
@@ -491,9 +494,9 @@ class _LayeredPart(PartialModel):
             nonlocal known
             if self._running.received is None:
                 raise ConfigurationError(
-                    f"{name!r} belongs to another pipeline stage by its position among the "
-                    "model's submodules, but runs on this one; register the model's submodules "
-                    "in the order in which they run"
+                    f"{name!r} belongs to another pipeline stage because of its position among "
+                    "the model's submodules, but the model's forward runs it on this stage; "
+                    "register the submodules in the order in which they run"
                 )
             try:
                 with torch.no_grad(), DisableTorchFunctionSubclass():
@@ -522,7 +525,7 @@ class _LayeredPart(PartialModel):
         return run
 
     def _record(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Records how this model's layers wrap their output."""
+        """Records the structure of the layers' outputs."""
         border = _output_border(output)
         self._state.wrapped, self._state.given = border.wrapped, border.given
 
@@ -534,8 +537,8 @@ def _copy(
     others: Sequence[str],
     plain: Callable[[nn.Module], None],
 ) -> nn.Module:
-    """Returns a copy of the model's structure. Tensors on this stage are the same objects; tensors
-    of the modules in `others` have no values."""
+    """Returns a copy of the model's modules. Tensors of this stage are shared with the original;
+    tensors of the modules in `others` have no values."""
     named = named_tensors(module)
     valueless = {id(tensor): absent_like(tensor) for tensor in named.values()}
     elsewhere: dict[int, Any] = {}
@@ -548,7 +551,8 @@ def _copy(
 
 
 def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a parameter or buffer of the same shape and kind, without values."""
+    """Returns a parameter or buffer of the same type and shape on another device, without
+    values."""
     empty = torch.empty_like(tensor, device=device)
     return (
         nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -558,8 +562,8 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Returns the name of a layer's keyword argument for the previous layer's output: the first
-    argument that is a tensor. Returns None if that output is the first positional argument."""
+    """Returns the name of the keyword argument through which a layer receives the previous layer's
+    output: the first one that is a tensor. Returns None if it is the first positional argument."""
     if args:
         return None
     for name, value in kwargs.items():
@@ -588,8 +592,8 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(value: Any) -> Any:
-    """Returns a key for a module's input. Equal keys imply equal shapes of the module's output. A
-    value of unknown type equals no other value."""
+    """Returns a cache key for an input of a module. Inputs with equal keys lead to outputs of equal
+    shapes. The key of a value of unknown type equals no other key."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, dict):

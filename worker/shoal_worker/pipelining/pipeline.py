@@ -3,8 +3,9 @@
     pipeline = Pipeline(module, PipelineSettings(schedule="1f1b", micro_batches=8), group=group)
     loss = pipeline.train_on(cut_batch(inputs, targets, count=8), loss_fn)
 
-This module does not depend on sessions, generations or optimizers, and leaves the gradients where
-autograd does. When ranks join or leave, a new pipeline is created on a new group. Threads: one.
+Gradients are accumulated in `.grad`, as autograd does. This module is independent of sessions,
+generations and optimizers: when ranks join or leave, a new pipeline is created on the new group.
+All calls come from one thread.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from shoal_worker.pipelining.split import SharedParameter, Split, split_model
 
 # ------------------------------------------------------------------- gradients of shared parameters
 #
-# After the schedule: the gradients of parameters that several stages hold are summed over their
-# copies. Done after the schedule, and not from hooks in the backward pass: the reducer of torch's
-# DDP does not see the second half of a split backward pass and silently leaves its gradients
-# unreduced. Gradients that no copy has stay None, as in one process.
+# After the schedule, the gradients of a parameter that is on several stages are summed over its
+# copies. This cannot be done by hooks in the backward pass: torch's DDP, for example, does not see
+# the second half of a split backward pass and silently leaves its gradients unreduced. If no copy
+# has a gradient, it remains None, as on a single process.
 
 
 def sum_shared(
@@ -47,15 +48,15 @@ def sum_shared(
     links: Links,
     here: Sequence[bool],
 ) -> None:
-    """Sets the gradient of each copy of a shared parameter to the sum of all copies' gradients,
-    added in the order of their stages.
+    """Sets the gradient of each copy of a shared parameter to the sum of the gradients of all
+    copies, added in the order of the stages.
 
     Args:
         shared: shared parameters of the whole model, the same on every rank.
         rank_of: the rank of each stage.
         parameters: parameters of this rank, by any of their names.
         links: connections to the pipeline's ranks.
-        here: for each shared parameter, True if any rank has a gradient.
+        here: for each shared parameter, whether any rank has a gradient.
     """
     for one, exists in zip(shared, here, strict=True):
         ranks = list(dict.fromkeys(rank_of[stage] for stage in one.stages))
@@ -115,7 +116,7 @@ class PipelineSettings:
     """Names of the submodules that begin a new stage. None: stages are balanced by parameter
     bytes."""
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """Combination of the micro-batches' losses: their weighted mean, or their sum."""
+    """How the losses of micro-batches are combined: "mean" (weighted) or "sum"."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
@@ -141,11 +142,11 @@ class Pipeline:
         plain: Callable[[nn.Module], None] | None = None,
         inside: Inside | None = None,
     ) -> None:
-        """Splits `module` over the ranks of `group`; sends nothing.
+        """Splits `module` over the ranks of `group`, without communication.
 
         Args:
-            module: the model, the same on every rank; parts that this rank does not have may be on
-                `meta`. The pipeline keeps the model and shares the tensors of this rank's stages.
+            module: the model, the same on every rank; parts of other ranks may be on the meta
+                device. The pipeline keeps a reference to the model and uses its tensors.
             settings: settings, the same on every rank.
             group: the ranks of one replica, in the order of the stages.
             device: device of this rank's tensors; None: the CPU.
@@ -157,8 +158,8 @@ class Pipeline:
             plain, inside: arguments of `partial_model`.
 
         Raises:
-            ConfigurationError: the model or the settings do not allow a pipeline over this number
-                of ranks.
+            ConfigurationError: a pipeline over this number of ranks is not possible with this model
+                or these settings.
         """
         kind = schedule_kind(settings.schedule)
         self.settings = settings
@@ -183,8 +184,8 @@ class Pipeline:
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor:
-        """Runs forward and backward passes of micro-batches like `take_through`. Returns the loss
-        of this replica's batch on every rank of the pipeline."""
+        """Like `take_through`, but returns the loss of this replica's batch on every rank of the
+        pipeline."""
         mean_loss = self.take_through(micro_batches, loss)
         total = self._zero() if mean_loss is None else mean_loss
         with self.links.ending_on_failure("a pipeline step"):
@@ -194,12 +195,13 @@ class Pipeline:
     def take_through(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor | None:
-        """Runs forward and backward passes of micro-batches, and adds the gradients of the batch's
-        loss to the parameters' gradients. Returns the loss of this replica's batch on the last
-        stage, and None on other ranks. Without `loss`, the loss is the output's `.loss`.
+        """Runs the forward and backward passes of micro-batches. The gradients of the batch's loss
+        are added to those of the parameters. Returns the loss of this replica's batch on the rank
+        with the last stage, and None on other ranks. Without `loss`, the loss is the output's
+        `.loss`.
 
         All ranks of the replica call this method with the same micro-batches. If a parameter is on
-        several stages, each copy has its stage's part of the gradient.
+        several stages, each copy gets only the part of the gradient from its own stage.
 
         Raises:
             MembershipChanged: a rank failed or is gone. The gradients are then invalid.
@@ -267,7 +269,7 @@ def own_loss(output: Any, targets: Any) -> torch.Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor):
         raise ConfigurationError(
-            "a train step without a loss function needs an output with a .loss tensor, but the "
+            "train_step without a loss function requires an output with a .loss tensor, but the "
             f"model returned {type(output).__name__}"
         )
     return found

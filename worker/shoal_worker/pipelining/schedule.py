@@ -1,10 +1,10 @@
-"""The order in which each rank computes and communicates: torch's pipeline schedules as plain
-values.
+"""torch's pipeline schedules as plain values: the order in which each rank computes and
+communicates.
 
 torch.distributed.pipelining computes the orders and places sends and receives so that they cannot
 deadlock; executor.py executes the orders. If a schedule requires more micro-batches than there are,
-its order is computed for the required number, and the actions of the missing micro-batches are
-removed, which leaves a valid order. The names are torch's, or the short names below.
+the order is computed for the required number, and the actions of missing micro-batches are removed,
+which leaves a valid order. Schedules have torch's names and the short names below.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _Action, _add_send_recv = schedule_parts()
 
 
 class Kind(enum.StrEnum):
-    """Kind of action. The values are torch's."""
+    """Kind of an action. The values are those of torch."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The whole backward pass of a stage."""
     BACKWARD_INPUT = "I"
-    """The part of a backward pass that the previous stage needs."""
+    """First half of a split backward pass: the gradients of the stage's inputs, which the previous
+    stage needs."""
     BACKWARD_WEIGHT = "W"
-    """The rest of a backward pass, which runs later."""
+    """Second half of a split backward pass, which runs later: the gradients of the parameters."""
     SEND_FORWARD = "SEND_F"
     RECEIVE_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
@@ -54,19 +55,18 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleKind:
-    """Properties of one of the schedules."""
+    """Properties of a schedule."""
 
     name: str
     torch_class: str
     stages_per_rank: int | None
-    """Number of stages on each rank; None: any number, from 1."""
+    """Number of stages on each rank that the schedule requires; None: any number."""
     v_shaped: bool = False
-    """True if stages are assigned to ranks forth and back (0 1 1 0) instead of in rounds (0 1 0
-    1)."""
+    """True if stages are assigned to ranks in a V (0 1 1 0) instead of in rounds (0 1 0 1)."""
 
     @property
     def default_stages_per_rank(self) -> int:
-        """Number of stages on each rank if the user gives none."""
+        """Number of stages on each rank if the user specifies none."""
         return self.stages_per_rank or 2
 
 
@@ -168,8 +168,8 @@ def training_schedule(
 
 @functools.lru_cache(maxsize=64)
 def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Returns an order of forward passes only, breadth first: each rank runs all micro-batches
-    through one of its stages and then through the next stage."""
+    """Returns an order of forward passes only. Each rank runs all micro-batches through one of its
+    stages before it runs them through the next one."""
     order = {
         rank: [
             _Action(stage, torch_schedules.FORWARD, index)
@@ -183,7 +183,8 @@ def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 class _StandIn:
-    """Provides the attributes of a stage that torch's schedules read to compute their order."""
+    """Stage without a model, with the attributes that torch's schedules read to compute an
+    order."""
 
     def __init__(self, index: int, stages: int, rank: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = (
@@ -198,8 +199,8 @@ class _StandIn:
 
 
 def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[Any]]:
-    """Returns the order in which torch's Schedule1F1B runs. The order that torch provides as a
-    value lacks the last stage's first forward pass (torch 2.13)."""
+    """Returns the order of torch's Schedule1F1B. It is computed here because the order that torch
+    2.13 provides lacks the first forward pass of the last stage."""
     order: dict[int, list[Any]] = {}
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)
@@ -215,8 +216,8 @@ def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[
 def _check_complete(
     name: str, rank_of: Sequence[int], micro_batches: int, order: Mapping[int, Sequence[Any]]
 ) -> None:
-    """Checks that each micro-batch passes each stage once forward and once backward, on the stage's
-    rank."""
+    """Checks that each micro-batch passes each stage once forward and once backward, on the rank of
+    that stage."""
     expected = {(stage, index) for stage in range(len(rank_of)) for index in range(micro_batches)}
     done: dict[Kind, list[tuple[int, int]]] = {kind: [] for kind in _COMPUTES}
     for rank, actions in order.items():
@@ -245,8 +246,8 @@ def _check_complete(
 def _torch_order(
     kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> dict[int, list[Any]]:
-    """Returns torch's order of computations by rank, for the number of micro-batches that the
-    schedule requires, without the actions of missing micro-batches."""
+    """Returns the computations of torch's schedule by rank. If the schedule requires more
+    micro-batches than there are, the actions of the missing ones are removed."""
     make: Callable[..., Any] = torch_schedules.get_schedule_class(kind.torch_class)
     stages = [
         _StandIn(rank * stages_per_rank, ranks * stages_per_rank, 0, ranks)
@@ -258,7 +259,7 @@ def _torch_order(
     for wanted in range(micro_batches, micro_batches + 2 * ranks * stages_per_rank + 1):
         try:
             order = make(given, wanted, scale_grads=False).pipeline_order
-        except ValueError as error:  # too few, or not a required multiple
+        except ValueError as error:  # too few micro-batches for torch, or no multiple
             refusal = error
             continue
         return {rank: list(_computations(order[rank], micro_batches)) for rank in range(ranks)}

@@ -1,15 +1,15 @@
-"""Possible cuts of a model, and the parts of each stage. The result is a plain, printable value
-that is the same on every rank.
+"""Splits a model into pipeline stages. The result is a plain, printable value that is the same on
+every rank.
 
-Stages are contiguous runs of blocks. By default their parameter bytes are balanced: the largest
-stage is as small as possible (dynamic programming, not greedy), and among such splits the one with
-the least sum of squares is chosen. Values and devices are ignored: a model on `meta` is split in
-the same way.
+Each stage is a contiguous sequence of blocks. By default, stages are balanced by parameter bytes:
+the largest stage is as small as possible (by dynamic programming), and among such splits, the sum
+of squares is minimal. Values and devices do not matter: a model on the meta device is split in the
+same way.
 
-The sequence of blocks is found by structure and not by tracing. Three forms are supported. A model
-that **offers** its blocks (`pipeline_blocks()`) and an `nn.Sequential` are **chains**: each block
-takes the output of the previous one. A model with a `ModuleList` of layers of one class (such as
-GPT, BERT and Llama, wherever the list is nested) is **layered**: modules registered before the list
+Blocks are found by the model's structure, not by tracing. Three forms of models are supported. A
+model with a method `pipeline_blocks()` and an `nn.Sequential` are **chains**: each block takes the
+output of the previous one. A model with a `ModuleList` of layers of one class (such as GPT, BERT
+and Llama, wherever the list is nested) is **layered**: modules registered before the list
 (embeddings) run before the layers, and modules registered after the list (norm, head) run after
 them. A layered model keeps its own `forward`; partial.py runs parts of it.
 """
@@ -29,21 +29,21 @@ from torch import nn
 from shoal_worker.torch_internals import _NormBase
 
 _REMEDY: Final = (
-    "make it an nn.Sequential, keep its repeated layers in one nn.ModuleList, or give it a "
-    "method pipeline_blocks() that returns its submodules in the order in which they run, where "
-    "each takes the output of the previous one"
+    "make the model an nn.Sequential, keep its repeated layers in one nn.ModuleList, or give it a "
+    "method pipeline_blocks() that returns its submodules in the order in which they run, each "
+    "taking the output of the previous one"
 )
 
 
 @runtime_checkable
 class OffersBlocks(Protocol):
-    """A model that declares its own possible cuts."""
+    """A model that declares where it can be split."""
 
     def pipeline_blocks(self) -> list[nn.Module]:
         """Returns the model's submodules in the order in which they run. The first submodule takes
         the model's inputs. Each later one takes the result of its predecessor (a tensor, or a tuple
         of tensors, as one argument). The result of the last one is the model's output. The model
-        can be cut between the submodules."""
+        can be split between any two of them."""
         ...
 
 
@@ -56,15 +56,15 @@ class Form(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """An indivisible part of a model: one or more submodules that run one after another."""
+    """A part of a model that is never split: one or more submodules that run one after another."""
 
     names: tuple[str, ...]
-    """Names of the block's submodules in the model. In a layered model the modules before the
-    layers form one block, and so do the modules after the layers."""
+    """Names of the block's submodules in the model. In a layered model, all modules before the
+    layers form one block, and all modules after the layers form another."""
 
     @property
     def name(self) -> str:
-        """Name of the cut point before the block."""
+        """Name by which `cut_points` refers to the beginning of this block."""
         return self.names[0]
 
 
@@ -81,15 +81,17 @@ class Blocks:
     has_head: bool = False
     """True if the last block of a layered model follows the layers."""
     everywhere: tuple[str, ...] = ()
-    """In a layered model, the modules around the layers that own parameters or buffers directly; ""
-    is the model itself. Their forward code runs on every stage and may use these tensors there."""
+    """In a layered model, the modules that contain the layers and own parameters or buffers
+    directly; "" is the model itself. Their forward code runs on every stage and may use these
+    tensors there."""
 
 
 def find_blocks(module: nn.Module) -> Blocks:
     """Returns the blocks of a model.
 
     Raises:
-        ConfigurationError: the model has none of the three forms, or it offers inconsistent blocks.
+        ConfigurationError: the model has none of the three forms, or its `pipeline_blocks()`
+            returns invalid blocks.
     """
     if isinstance(module, OffersBlocks):
         return _offered(module)
@@ -108,9 +110,9 @@ def find_blocks(module: nn.Module) -> Blocks:
 
 
 def stateful(module: nn.Module) -> bool:
-    """Returns whether a module must be on one stage only: it has parameters, or statistics that
-    training changes. Other modules (dropout, activations, tables of constants) may be on several
-    stages."""
+    """Returns whether a module must be on a single stage, because it has parameters, or statistics
+    that change in training. Other modules (dropout, activations, tables of constants) may be on
+    several stages."""
     if next(module.parameters(), None) is not None:
         return True
     return any(
@@ -155,9 +157,9 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the parts of a Sequential and of the Sequentials nested in it."""
+    """Yields the submodules of a Sequential, including those of nested Sequentials."""
     for name, part in module._modules.items():
-        # not named_children(), which yields a module that is used twice only once
+        # named_children() would yield a module that is used twice only once
         if part is not None and _is_plain_sequential(part) and part._modules:
             yield from _flattened(part, f"{prefix}{name}.")
         elif part is not None:
@@ -165,8 +167,9 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _longest_list(module: nn.Module) -> str | None:
-    """Returns the name of the ModuleList with the most parameters whose entries (at least two) all
-    have the same class. Of equal lists, the outermost is chosen."""
+    """Returns the name of the ModuleList with the most parameters, among those with at least two
+    entries, all of the same class. Of lists with equally many parameters, the outermost is
+    chosen."""
     candidates = [
         (sum(p.numel() for p in part.parameters()), -name.count("."), name)
         for name, part in module.named_modules()
@@ -185,15 +188,15 @@ def _layered(module: nn.Module, layers: str) -> Blocks:
     entries = list(module.get_submodule(layers)._modules.items())
     if len({id(layer) for _, layer in entries}) < len(entries):
         raise ConfigurationError(
-            f"{layers!r} contains the same module more than once, but a module cannot be on "
-            f"several stages: {_REMEDY}"
+            f"{layers!r} contains the same module more than once, but a module can be on only one "
+            f"pipeline stage: {_REMEDY}"
         )
     path = layers.split(".")
     around = [".".join(path[:depth]) for depth in range(len(path))]
     before: list[str] = []
     after: list[str] = []
     for depth, owner in reversed(list(enumerate(around))):
-        # from the inside out, as it runs after the layers
+        # from the inside out, which is the order in which these modules run after the layers
         names = [name for name, _ in module.get_submodule(owner).named_children()]
         position = names.index(path[depth])
         own = [f"{owner}.{name}" if owner else name for name in names]
@@ -222,7 +225,7 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The part of the model on one stage."""
+    """The part of the model that is on one stage."""
 
     index: int
     first: int
@@ -232,31 +235,31 @@ class StagePlan:
     modules: tuple[str, ...]
     """Names of the stage's submodules, in the order in which they run."""
     parameters: int
-    """Number of parameter elements, including parameters shared with other stages."""
+    """Number of elements of parameters, including parameters shared with other stages."""
     parameter_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParameter:
-    """A parameter with copies on several stages: tied weights, or a parameter of a module around
-    the layers. Its gradients are summed over these stages."""
+    """A parameter with copies on several stages: a tied weight, or a parameter of a module that
+    contains the layers. The gradients of the copies are summed."""
 
     names: tuple[str, ...]
-    """All names of the parameter, in the model's order. The optimizer knows the parameter by the
-    first name."""
+    """All names of the parameter, in the order of the model. The first one is its name in the
+    optimizer's state."""
     stages: tuple[int, ...]
     """Stages with a copy, ascending. The first stage is the owner, which counts the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The stage of each part of a model."""
+    """Assignment of a model's parts to stages."""
 
     blocks: Blocks
     stages: tuple[StagePlan, ...]
     placement: Mapping[str, tuple[int, ...]]
-    """Stages of each parameter and buffer, by name (tied tensors under each of their names), in the
-    model's order. The first stage is the owner."""
+    """Stages of each parameter and buffer by name, in the order of the model; tied tensors are
+    listed under each of their names. The first stage is the owner."""
     shared: tuple[SharedParameter, ...]
 
     def __str__(self) -> str:
@@ -294,8 +297,8 @@ def split_model(
     if not 1 <= stages <= len(blocks.blocks):
         raise ConfigurationError(
             f"stages={stages}: {type(module).__name__} has {len(blocks.blocks)} blocks "
-            f"({_abbreviated([b.name for b in blocks.blocks])}); expected from 1 stage to one per "
-            "block"
+            f"({_abbreviated([b.name for b in blocks.blocks])}); expected at least 1 stage and at "
+            "most one per block"
         )
     named = named_tensors(module)
     if cut_points is None:
@@ -318,8 +321,8 @@ def split_model(
 
 
 def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Divides `sizes` into `parts` non-empty runs and returns the first index and the end of each.
-    The largest sum is as small as possible; among such divisions, the sum of squares is the least.
+    """Divides `sizes` into `parts` non-empty contiguous ranges and returns the start and end index
+    of each. The largest sum is minimal; among such divisions, the sum of squares is minimal.
     O(len(sizes)^2 * parts)."""
     totals = [0]
     for size in sizes:
@@ -374,7 +377,7 @@ def _named_borders(blocks: Blocks, stages: int, cut_points: Sequence[str]) -> li
 def _placement(
     blocks: Blocks, borders: Sequence[tuple[int, int]], named: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the stages of each tensor. A tied parameter is on the stages of all its names."""
+    """Returns the stages of each tensor. A tied parameter is on the stages of each of its names."""
     prefixes = [
         tuple(f"{name}." for block in blocks.blocks[first:last] for name in block.names)
         for first, last in borders
@@ -383,8 +386,8 @@ def _placement(
     own: dict[str, tuple[int, ...]] = {}
     for name in named:
         inside = tuple(stage for stage in stages if name.startswith(prefixes[stage]))
-        # Tensors of the modules around the layers, and constants (of modules without parameters),
-        # are on every stage.
+        # Tensors of the modules that contain the layers, and constants (of modules without
+        # parameters), are on every stage.
         own[name] = inside or stages
     everywhere_of: dict[int, set[int]] = {}
     for name, tensor in named.items():
@@ -414,7 +417,7 @@ def _shared(
         elif statistics & set(aliases):
             raise ConfigurationError(
                 f"the running statistics {aliases} would be on stages {list(stages)}, but a batch "
-                "norm that is used in several places must be within one stage; pass other "
+                "norm that is used in several places must be on a single stage; pass other "
                 "cut_points"
             )
     return tuple(shared)
@@ -442,8 +445,8 @@ def _stage_plan(
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name, in the order of the state dict for tensors that it
-    contains. Tied tensors appear under each of their names."""
+    """Returns all parameters and buffers by name, including non-persistent buffers, in the order of
+    the state dict. Tied tensors appear under each of their names."""
     found: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:

@@ -1,18 +1,18 @@
 """Collectives for sharding, over the session's current group.
 
-Inside a step a failure never raises, since the calling forward or backward pass belongs to the
-user. The step is marked lost, the results are zeros, and nothing more is sent in that step. Outside
-of a step (evaluation, gathering a state) the failure is raised, because the session then repeats
-the entire operation. The same rules apply to a unit's compressed reduce-scatter, which replaces the
-plain reduce-scatter if the model has `gradient_compression=`.
+A failure inside a step raises no error, because the calling forward or backward pass is the user's
+code. Instead, the step is marked as lost, results are zeros, and nothing more is sent in that step.
+Outside of a step (evaluation, gathering a state), a failure raises an error, and the session
+repeats the entire operation. The same rules apply to the compressed reduce-scatter, which replaces
+the plain one with `gradient_compression=`.
 
-Ranks that gather blocks in different orders would exchange the wrong data. If the blocks have the
-same size, nothing fails: each rank uses the values of another block as its own. Each rank therefore
-records a trace of the collectives issued in a step, and a check word of the trace is part of the
-commit all-reduce. If sizes differ, a collective fails, and the step is lost before its commit
-all-reduce: the ranks then compare their traces at the next rendezvous.
+If ranks gather blocks in different orders, they exchange the wrong data. If the blocks have the
+same size, no collective fails, and ranks silently compute with the values of another block. Each
+rank therefore records a trace of the collectives issued in a step, and the commit all-reduce
+compares a check word of the traces. If sizes differ, a collective fails, and the step is lost
+before its commit all-reduce; the ranks then compare their traces at the next rendezvous.
 
-Runs on the training thread and, in a backward pass, on torch's thread for the backward pass.
+Runs on the training thread and, in backward passes, on autograd's thread.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ class IssuedCollectives:
         self._check = zlib.crc32(code.to_bytes(4, "little"), self._check)
 
     def word(self) -> list[float]:
-        """Returns this rank's part of the sum of the ranks' check words."""
+        """Returns this rank's summand for the commit all-reduce, which sums the check words of all
+        ranks."""
         value = float(self._check & ((1 << _CHECK_BITS) - 1))
         return [1.0, value, value * value]
 
     def encode(self) -> bytes:
-        """Encodes the trace for `compare` on the other ranks."""
+        """Returns the encoded trace, which other ranks pass to `compare`."""
         return json.dumps([self._step, *self._codes]).encode() if self._codes else b""
 
     @staticmethod
@@ -115,17 +116,17 @@ class Pending(Protocol):
     """A collective in progress."""
 
     def wait(self) -> bool:
-        """Waits for the result and returns whether later computations can use it. Call this method
+        """Waits for the result. Returns True if later computations can use it. Call this method
         once.
 
-        Within a step on a device, the device waits for the result, and its success is known when
-        the step is prepared.
+        In a step on a GPU, only the device waits for the result; whether the collective succeeded
+        is known when the step is prepared.
         """
         ...
 
 
 class Collectives(Protocol):
-    """Communication of units. All ranks issue the same calls in the same order."""
+    """Collectives for units. All ranks issue the same calls in the same order."""
 
     @property
     def lost(self) -> bool:
@@ -134,17 +135,17 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Starts to fill `full` with the `shard` of all ranks, in rank order. Both are flat tensors
-        of one dtype."""
+        """Starts an all-gather of the ranks' `shard` tensors into `full`, in rank order. Both are
+        flat tensors of the same dtype."""
         ...
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """Starts to sum `full` over the ranks, storing this rank's part of the sum in `shard`."""
+        """Starts a reduce-scatter of `full`. This rank's part of the sum is stored in `shard`."""
         ...
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
-        """Starts to send `sent` to the rank `stride` after this rank, and to receive from the rank
-        `stride` before it. Sizes must be equal."""
+        """Starts to send `sent` to rank (rank + stride) mod N, and to receive a tensor of equal
+        size from rank (rank - stride) mod N."""
         ...
 
 
@@ -153,7 +154,7 @@ class _Ended:
         self._succeeded = succeeded
 
     def wait(self) -> bool:
-        """Returns at once, since the collective has already ended."""
+        """Returns immediately, because the collective has already ended."""
         return self._succeeded
 
 
@@ -162,7 +163,7 @@ _FAILED: Final = _Ended(False)
 
 
 class SessionCollectives:
-    """Collectives over the session's current group. In a world of one they are copies."""
+    """Collectives over the session's current group. In a world of one, they only copy."""
 
     def __init__(self, session: StrategySession) -> None:
         self._session = session
@@ -175,7 +176,7 @@ class SessionCollectives:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Implements `Collectives.all_gather`."""
-        # A shard that is part of the result must survive a failure.
+        # The shard may be part of the result's memory, and must survive a failure.
         in_place = full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         cleared = None if in_place else full
         return self._issue(
@@ -216,7 +217,7 @@ class SessionCollectives:
 
     @property
     def _shard_group(self) -> Group | None:
-        """Group of the ranks that together have all shards."""
+        """Group of the ranks that form one replica and together have all shards."""
         return self._group
 
     def _issue(
@@ -237,12 +238,12 @@ class SessionCollectives:
         if issuing.failed:
             _clear(cleared)
             return _FAILED
-        assert work is not None, "a group of several ranks has something to wait for"
+        assert work is not None, "a collective over several ranks returns a handle"
         return _Issued(self._session, group, work, cleared)
 
 
 class PartCollectives(SessionCollectives):
-    """Collectives over some ranks of the session's current group. Valid only as long as that group
+    """Collectives over a subset of the session's current group. Valid only as long as that group
     exists."""
 
     def __init__(self, session: StrategySession, part: Group) -> None:
@@ -251,7 +252,7 @@ class PartCollectives(SessionCollectives):
 
     @property
     def rank(self) -> int:
-        """This process's rank in the part."""
+        """This process's rank within the subset."""
         return self._part.rank
 
     @property
@@ -269,7 +270,7 @@ class ReplicatedCollectives(SessionCollectives):
         self._across: Group | None = None
 
     def connect(self, group: Group, division: Division) -> None:
-        """Connects the parts of a new group. A collective of all its ranks.
+        """Connects the subsets of a new group. Every rank of the group calls it.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -332,7 +333,7 @@ class _Issued:
     def wait(self) -> bool:
         """Implements `Pending.wait`."""
         group, work = self._group, self._work
-        del self._group, self._work  # both keep sockets open
+        del self._group, self._work  # both references keep sockets open
         succeeded = await_ordered(self._session, group, work)
         if not succeeded:
             _clear(self._cleared)
@@ -390,7 +391,7 @@ class _Scattering:
         shard: torch.Tensor | None,
     ) -> None:
         """`shard`: destination of the sum; None if the step is lost. `reduction`: the reduction in
-        progress; None if there is nothing to wait for."""
+        progress; None if the result is already available."""
         self._session = session
         self._group = group
         self._reduction = reduction
@@ -399,7 +400,7 @@ class _Scattering:
     def wait(self) -> bool:
         """Implements `Pending.wait`."""
         group, reduction, shard = self._group, self._reduction, self._shard
-        del self._group, self._reduction  # they keep sockets open
+        del self._group, self._reduction  # these references keep sockets open
         if shard is None or group is None or reduction is None:
             return shard is not None
         with (

@@ -1,20 +1,21 @@
 """Engine of zero1, zero2, zero3, fsdp and hsdp: the elements of parameters, gradients and optimizer
 state are sharded over the ranks.
 
-Strategies differ in what is sharded (`Stage`), in what is gathered or reduced at once (`groups`),
-and in whether there are replicas of the shards (`divide`). (Rajbhandari et al., "ZeRO", SC 2020,
+The strategies differ in the state that is sharded (`Stage`), in the parameters that one collective
+covers (`groups`), and in the number of replicas (`divide`). (Rajbhandari et al., "ZeRO", SC 2020,
 sections 5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat
-pieces of parameters, which is correct for elementwise optimizers, the majority. For optimizers that
-consider entire tensors (Muon, Adafactor), each tensor is assigned to one rank
+pieces of parameters, which is correct for elementwise optimizers such as Adam. For optimizers that
+need entire tensors (Muon, Adafactor), each tensor is assigned to one rank
 (`UnitLayout.whole_tensors`).
 
-A step ends as described in `engine/partitioned.py`. A rank's gradients are prepared when it has the
-sum of its shard and has sent this sum to the mirror holder. The mirror holder mirrors the shard's
-parameters and optimizer state as further pieces of the same optimizer. The commit all-reduce also
-determines which parameters were used and how the buffers changed. Owners and mirror holders apply
-the same update. After a failure the shards are redistributed for the new group (`reshard`).
-Operations on the state between steps are in `sharded_state.py`; the gathering of units in the
-passes is in `execution.py`. Everything runs on the training thread, in the same way on every rank.
+A step ends as described in `engine/partitioned.py`. A rank's gradients are prepared when it has
+summed the gradients of its shard and has sent the sum to the mirror holder. The mirror holder keeps
+the shard's parameters and optimizer state as additional pieces of its own optimizer. The commit
+all-reduce also determines which parameters were used and how the buffers changed. Owners and mirror
+holders apply the same update. After a failure, the shards are redistributed for the new group
+(`reshard`). `sharded_state.py` contains the operations on the state between steps, and
+`execution.py` gathers units during the passes. Everything runs on the training thread, in the same
+order on every rank.
 """
 
 from __future__ import annotations
@@ -68,25 +69,27 @@ _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """Empty tensor with the dtype and device of the commit sum."""
 
 Groups = Callable[[nn.Module, ShardingConfiguration], list[ParameterGroup]]
-"""Returns the units of a model that are gathered or reduced at once, beginning with the unit of the
-outermost module."""
+"""Function that divides a model's parameters into units, each gathered or reduced by one
+collective. The unit of the outermost module comes first."""
 Divide = Callable[[Topology], Division]
-"""Returns the division of the model over ranks that are distributed over hosts in this way."""
+"""Function that returns the division of the model over the ranks, given how the ranks are
+distributed over hosts."""
 
 OPTIONS: Final = frozenset({"elementwise_optimizer", "whole_tensors"})
 """Keyword arguments of `as_distributed` read by this engine."""
 SETTINGS: Final = frozenset({"param_dtype", "reduce_dtype", "offload", "mirrors"})
-"""Configuration fields read by this engine but not by every engine."""
+"""Fields of `ShardingConfiguration` that this engine reads and some other engines do not."""
 
 
 def in_buckets(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
-    """Returns a model's parameters in buckets, which are reduced as soon as the backward pass has
-    filled them."""
+    """Divides a model's parameters into buckets. A bucket is reduced as soon as the backward pass
+    has computed all its gradients."""
     return by_bytes(module, config.bucket_cap_mb << 20)
 
 
 def in_blocks(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
-    """Returns a model's parameters in blocks. Each block is unsharded only while it computes."""
+    """Divides a model's parameters into blocks. A block's parameters are gathered only while the
+    block computes."""
     return by_modules(module, config.shard_modules, at_least=config.minimum_parameter_group_size)
 
 
@@ -105,7 +108,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     _payload_type = ShardedCommitPayload
     _execution: ShardedExecution
-    """Runs the units of the module, once the module has values."""
+    """Gathers and reduces units in the passes. Created when the module has values."""
 
     def __init__(
         self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None
@@ -115,16 +118,16 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
         Args:
             setup: the model and its configuration.
-            stage: state that is sharded.
-            groups: function that returns the units that are gathered or reduced at once.
-            divide: function that divides the ranks into replicas that each have all shards; None:
-                all ranks together have each shard once.
+            stage: state that is sharded. groups: function that divides the parameters into units.
+                divide: function that divides the ranks into replicas, each of which has all shards;
+                None: all ranks form one replica.
         """
         super().__init__(setup)
         self.stage = stage
         self._compression = compression_of(self.config.compressor, self._session)
         self._weighed = False
-        """True if the weight of the gradients of this micro-batch, or of this step, is known."""
+        """True if the weight of the gradients is already known for this micro-batch, or for this
+            step."""
         self._frozen_pass = False
         """True if all parameters were frozen in the last forward pass."""
         compressor = self.config.compressor
@@ -140,7 +143,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._replicas = ReplicatedCollectives(self._session) if divide is not None else None
         self._collectives = self._replicas or SessionCollectives(self._session)
         self._whole_tensors = False
-        """True if the optimizer considers entire tensors."""
+        """True if the optimizer needs entire tensors."""
         self._weights = 0.0
         """Weight of this rank's micro-batches in this step."""
         self._changes: torch.Tensor | None = None
@@ -212,9 +215,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         if self._compression is not None:
             raise ConfigurationError(
                 f"gradient_compression={self._compression.compressor.name!r} with "
-                f"{type(optimizer).__name__} and strategy={self.strategy!r}: whole tensors are "
-                "dealt to the ranks, but the compressor's residuals are of sharded gradients; "
-                "leave gradient_compression out, or use ddp"
+                f"{type(optimizer).__name__} and strategy={self.strategy!r}: this optimizer needs "
+                "entire tensors, each of which is assigned to one rank, but compression works on "
+                "gradients that are split over ranks; leave gradient_compression out, or use ddp"
             )
         if self._parts is not None:
             self._parts.keep_tensors_whole()
@@ -222,7 +225,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # ------------------------------------------------------------------------- the passes of a step
 
     def _passes_begin(self) -> None:
-        """Resets the state of the passes at the beginning of a step."""
+        """Resets the per-step state of the passes when a step begins."""
         self._weighed = self._frozen_pass = False
 
     def _micro_batch_begins(self) -> None:
@@ -241,11 +244,13 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         if self._trains:
             self._execution.take_gradients_last()
             step = self._session.lifecycle.ensure_step()
-            if step.source is not None:  # otherwise it may be a dry run, and no step
+            if (
+                step.source is not None
+            ):  # otherwise the script may only be trying out the model, outside of a step
                 check_reproducible(self.config, step)
             if step is self._session.step:
                 self._weigh(step)
-            else:  # a joiner's pass before its loop
+            else:  # a pass of a joiner before its training loop
                 self._execution.factor = 0.0
         if self.config.param_dtype is not None:
             args, kwargs = _in_dtype((args, kwargs), self.config.param_dtype)
@@ -289,8 +294,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def _before_backward(self) -> None:
-        """Prepares a backward pass before its gradients are used. Its forward pass may have covered
-        only part of the module."""
+        """Prepares a backward pass before its first gradient is used. The forward pass may have
+        covered only part of the module."""
         step = self._session.step
         if step is None or step.share is None or self._frozen_pass:
             return
@@ -328,9 +333,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # ------------------------------------------------------------------------------------- training
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Implements `Engine.exchange_update`. Unsharded parameters are fetched before the next
-        step at the latest."""
-        # data being copied to host memory could otherwise be read too early
+        """Implements `Engine.exchange_update`. Updated parameters that are unsharded on every rank
+        are fetched before the next step at the latest."""
+        # otherwise data could be read before its copy to host memory is complete
         self._held.bring_mirrors()
         super().exchange_update(update)
         for unit in self._held.units:
@@ -345,8 +350,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """Returns the entire state before the first step; afterwards, the part that every rank
-        has."""
+        """Returns the entire state before the first step. Afterwards, returns only the state that
+        is not sharded."""
         if self._held.whole:
             return self._held.capture_whole() | {
                 "applied": self._applied,
@@ -378,8 +383,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             ):
                 raise PreconditionError(
                     f"this rank has applied {self._applied} steps, but its peers have applied "
-                    f"{state['applied']}, so its shards are outdated; let this process end, and "
-                    "start a replacement"
+                    f"{state['applied']}, so its shards are outdated; end this process and start "
+                    "a replacement"
                 )
             self._applied = state["applied"]
             self._held.restore_common(state)
@@ -442,7 +447,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         elif any(row[0] for row in group.all_gather_integers([0])):
             raise PreconditionError(
                 "this rank's model is on the meta device, but its peers have already sharded "
-                "their state; the rank must enter as a joiner"
+                "their state; end this process and start it again, so that it joins the run"
             )
 
     @torch.no_grad()
@@ -465,8 +470,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
                 number=step.placement.generation, rank=step.placement.rank, topology=topology
             )
         elif self.stage is not Stage.PARAMETERS:
-            self._execution.gather_all()  # if a failure prevented it after the update
-        # operations between steps may have moved them to the device
+            self._execution.gather_all()  # if a failure prevented this after the update
+        # operations between steps may have moved the mirrors to the device
         self._held.mirrors.put_away(self.optimizer)
         if self._compression is not None:
             trained = self._held.trained
@@ -518,7 +523,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 self._execution.take_part()
         self._execution.reduce_rest()
-        if step.lost is None:  # failed collectives may have left any values
+        if step.lost is None:  # failed collectives may have left arbitrary values
             if not self._carries_writes:
                 self._writes.refuse(unless=self._proves_lost)
                 for unit in held.units:
@@ -577,7 +582,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             extremes.agree(group.exchange(made) if group is not None else [made])
 
     def _buffer_changes(self, step: Step) -> torch.Tensor:
-        """Returns this rank's part of the changes of the buffers."""
+        """Returns this rank's contribution to the changes of the buffers."""
         if step.in_micro_batches:
             return (
                 torch.zeros(self._step_buffers.size, dtype=torch.float64)
@@ -607,7 +612,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._execution.drop_gradients()
 
     def _updated(self) -> None:
-        """Fetches the other ranks' pieces of unsharded parameters after an update."""
+        """After an update, fetches the pieces of unsharded parameters that other ranks have
+        updated."""
         self._held.updated()
         self._execution.applied()
 
@@ -619,7 +625,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._step_buffers.put_back()
         step = self._session.step
         if step is not None and step.lost is None:
-            # No step was intended, and the script's later writes are its own.
+            # The script did not intend a step, and may write to the parameters afterwards.
             self._writes.forget()
             self._attributes.forget()
             return
@@ -667,7 +673,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             raise ConfigurationError(
                 f"parameter {moved!r} was moved to other memory or another dtype after "
                 "as_distributed (for example by module.half() or p.data = ...): with "
-                f"strategy={self.strategy!r}, it would no longer be trained; convert the module "
+                f"strategy={self.strategy!r}, Shoal would no longer train it; convert the module "
                 "before as_distributed, and set values with model.with_parameters(values)"
             )
 
@@ -701,7 +707,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns this rank's shards, including mirrors, and unsharded state."""
+        """Returns this rank's shards, its mirrors, and its unsharded state."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
@@ -717,8 +723,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @torch.no_grad()
     def consolidate(self, channel: Channel) -> None:
-        """Updates parameters that are unsharded on every rank but were updated only on their
-        owners. Also restores a consistent state if only some ranks have begun the first step."""
+        """Fetches parameters that every rank has unsharded but only their owners have updated. Also
+        restores a consistent state if only some ranks have begun the first step."""
         if self._parts is not None:
             self._parts.make_whole_again(channel)
             self._parts.fill(channel)
@@ -753,8 +759,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def layout(self) -> dict[str, Any]:
-        """Returns the sharded state, the number of shards, the number of owners of each shard, and
-        whether other ranks mirror shards."""
+        """Returns a description: what is sharded, the number of shards, the number of owners of
+        each shard, and whether shards are mirrored."""
         division = (
             self._parts.division if self._parts is not None else Division(world_size=1, shards=1)
         )

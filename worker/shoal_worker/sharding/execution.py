@@ -1,20 +1,21 @@
 """Gathers, frees and reduces units with hooks on the user's modules, around forward and backward
 passes.
 
-- Forward: before a unit's module runs, its parameters are gathered, and the gathering of the next
-  units (`prefetch`) is started. Afterwards the parameters are freed. The outermost unit remains
-  gathered, since its own layers run first and last (embedding and head).
+- Forward: before a unit's module runs, its parameters are gathered, and gathering of the next
+  `prefetch` units starts. Afterwards the parameters are freed. The outermost unit remains gathered,
+  since its own layers run first and last (embedding and head).
 - Backward: before the first gradient enters a unit, the unit is gathered again. When the gradients
   have left its module, the unit's own gradients are reduced and the unit is freed. If nothing is
   gathered, the unit is reduced when all its parameters have their gradients.
-- Reductions are issued in one fixed order, last unit first, in whatever order the gradients arrive,
-  and each unit takes part in every backward pass. So ranks still issue the same collectives if some
-  of them do not use a parameter. Gatherings follow the passes, which must run through the blocks in
-  the same order on all ranks; `issued` detects ranks that differ.
+- Reductions are issued in a fixed order, last unit first, regardless of the order in which
+  gradients arrive, and each unit is reduced in every backward pass. Ranks therefore issue the same
+  collectives even if some of them do not use a parameter. Gathers are issued in the order of the
+  passes, which must run through the blocks in the same order on all ranks; `issued` detects ranks
+  that differ.
 
-This module does not depend on steps. The caller determines the weight of the coming gradients, and
+This module does not know about steps: the caller determines the weight of the next gradients and
 when to reduce (`engine.py`). Everything runs on the training thread or, in a backward pass, on
-torch's thread for the backward pass, while the training thread waits.
+autograd's thread while the training thread waits.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ from shoal_worker.torch_internals import after_backward, in_backward, uncompiled
 
 
 class GradientHook:
-    """Calls a method when autograd has accumulated a parameter's gradient.
+    """Hook that calls a method when autograd has accumulated a parameter's gradient.
 
     The hook must not refer to the parameter: Python's garbage collector does not see such a cycle,
     and the model would never be freed.
     """
 
     def __init__(self, ready: Callable[[int, int], None], number: int, index: int) -> None:
-        """`ready`: a method, called with `number` and `index` as long as its object exists."""
+        """`ready`: method that is called with `number` and `index`. Only a weak reference to its
+        object is kept."""
         self._ready, self._number, self._index = weakref.WeakMethod(ready), number, index
 
     def __call__(self, _: torch.Tensor) -> None:
@@ -78,7 +80,7 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
 class BeforeForward(_ModuleHook):
-    """Calls a function with a module's inputs before the module computes. Registered with
+    """Hook that calls a function with a module's inputs before the module runs. Registered with
     `with_kwargs=True`."""
 
     def __init__(self, call: Callable[[Any], None]) -> None:
@@ -90,7 +92,7 @@ class BeforeForward(_ModuleHook):
 
 
 class AfterForward(_ModuleHook):
-    """Calls a function with a module's output after the module has computed."""
+    """Hook that calls a function with a module's output after the module has run."""
 
     def __init__(self, call: Callable[[Any], None]) -> None:
         self._call = call
@@ -121,7 +123,7 @@ class Block:
         """Inputs of each forward pass in progress, and the tensors visible in the inputs and in
         attributes when the pass began, with torch's count of changes to each tensor."""
         self.open = 0
-        """Number of forward passes through the module without a finished backward pass."""
+        """Number of forward passes through the module whose backward pass is not finished."""
         self.passes_gradients = False
         """True if a backward pass may run through the module: it has trained parameters, or inputs
         that require a gradient."""
@@ -169,9 +171,9 @@ class ShardedExecution:
         prefetch: int = 1,
     ) -> None:
         """`units`: the modules that are units, outermost first, each with the units of its
-        parameters (one for each dtype; trained and frozen). `whereabouts`: location of the model's
-        hidden parameters; None if they belong to no model. `prefetch`: number of blocks gathered
-        ahead."""
+        parameters (one for each dtype; trained and frozen). `whereabouts`: record of where the
+        model's hidden parameters are; None if they belong to no model. `prefetch`: number of blocks
+        gathered ahead."""
         self._collectives = collectives
         self._stage = stage
         self._whereabouts = whereabouts or Whereabouts()
@@ -180,9 +182,9 @@ class ShardedExecution:
         self._reduced = [unit for unit in reversed(self.units) if unit.trained]
         """Units in the order of reduction."""
         self.factor: float | None = None
-        """Weight of the coming gradients; None: no gradients are expected."""
+        """Weight of the next gradients; None: no gradients are expected."""
         self.came = False
-        """True if a gradient has arrived since the last `forget`, whatever its weight."""
+        """True if a gradient has arrived since the last `forget`, even with weight zero."""
         self.before_backward: Callable[[], None] = _do_nothing
         """Function called when a backward pass begins, before any gradient is used."""
         self.reduces_in_backward = True
@@ -201,29 +203,29 @@ class ShardedExecution:
         """Number of forward passes of the outermost module in progress. There are several if a
         model calls itself, as in a LightningModule's `training_step`."""
         self.pinned = False
-        """True if gathered units remain until `free_all`."""
+        """True if units stay gathered until `free_all`."""
         self._in_backward = False
         self._ready: dict[Unit, int] = {}
         """Number of each unit's parameters that have a gradient in this backward pass."""
         self._left: set[Unit] = set()
-        """Units whose modules the gradients of this backward pass have already left."""
+        """Units whose modules have completed this backward pass."""
         self._next = 0
         """Index in `_reduced` of the next unit to be reduced in this backward pass."""
         self._on_their_way: deque[Reducing] = deque()
         self._pass: list[tuple[str, Unit]] = []
-        """Collectives of the current pass, forward and backward."""
+        """Collectives issued so far in the current forward and backward pass."""
         self._whole_pass: list[tuple[str, Unit]] = []
-        """Collectives of the last complete pass."""
+        """Collectives of the last complete forward and backward pass."""
         self._all_know = False
-        """True if all ranks of this group know the collectives of a pass."""
+        """True if all ranks of this group know which collectives a pass issues."""
         self._asked = False
-        """True if the ranks have exchanged the collectives of a pass in this step."""
+        """True if the ranks have exchanged their lists of collectives in this step."""
         self._number = 0
-        """Number of the last step that began."""
+        """Number of the step that began last."""
         self._issues: Callable[[str], None] = _do_nothing
         self._hooks: list[RemovableHandle] = []
         self._on_gradients: list[tuple[torch.Tensor, RemovableHandle]] = []
-        """Trained parameters and the hooks that take their gradients."""
+        """Trained parameters, and the hooks that remove and process their gradients."""
         self._around_root: tuple[BeforeForward, AfterForward] | None = None
         """Functions called around the outermost module's forward pass."""
         for number, unit in enumerate(self._reduced):
@@ -296,7 +298,7 @@ class ShardedExecution:
 
     @property
     def passed(self) -> list[tuple[str, int]]:
-        """Kind and unit of each collective of one forward and backward pass, for `take_part` on
+        """Kind and unit of each collective in one forward and backward pass. Used by `take_part` on
         this rank or on a joiner."""
         return [(kind, self._numbers[unit]) for kind, unit in self._whole_pass]
 
@@ -324,17 +326,18 @@ class ShardedExecution:
             self._all_know = True
 
     def keep_whole(self) -> None:
-        """Keeps units gathered until the update. Passes then gather nothing, but are recorded as if
-        they did. A rank without samples can therefore take part although no pass is known."""
+        """Keeps units gathered until the update. Passes then issue no gathers, but are recorded as
+        if they did. A rank without samples can therefore take part although it does not know the
+        collectives of a pass."""
         self.gather_all()
         for unit in self.units:
             unit.resident = True
             unit.free()
 
     def take_part(self) -> None:
-        """Joins a pass of other ranks for which this rank has no samples: issues the same
-        collectives, without a gradient. If no pass is known, these are only the reductions, since
-        parameters are unsharded on all ranks."""
+        """Takes part in a pass of other ranks for which this rank has no samples: issues the same
+        collectives, with zero gradients. If no pass is known, issues only the reductions, because
+        parameters are then unsharded on all ranks."""
         self.free_all()
         for kind, unit in list(self._whole_pass) or [("reduce", unit) for unit in self._reduced]:
             if kind == "gather":
@@ -349,7 +352,7 @@ class ShardedExecution:
         """Reduces the gradients that no backward pass has reduced, and waits for all sums.
 
         Raises:
-            ConfigurationError: the script has set a gradient itself.
+            ConfigurationError: the script has set a gradient by itself.
         """
         for unit in self._reduced:
             unit.hidden.refuse_set_gradients()
@@ -360,9 +363,9 @@ class ShardedExecution:
             self._on_their_way.popleft().wait()
 
     def begin_step(self, number: int, issues: Callable[[str], None] = _do_nothing) -> None:
-        """Begins step number `number` of this model: calls `forget` and, when a lost step is
-        repeated, drops its gradients. `issues`: function called before each joint action of this
-        rank."""
+        """Begins step number `number` of this model: calls `forget` and, if a lost step is
+        repeated, drops the gradients of the first attempt. `issues`: function called before this
+        rank issues a collective."""
         self.forget()
         if number == self._number:
             self.drop_gradients()
@@ -372,13 +375,13 @@ class ShardedExecution:
 
     @property
     def carries(self) -> bool:
-        """True if gradients of the previous step were not cleared, and no gradient of this step has
-        arrived."""
+        """True if gradients of the previous step were not cleared and no gradient of this step has
+        arrived yet."""
         return not self.came and any(unit.hidden.have_gradients for unit in self._reduced)
 
     def take_gradients_last(self) -> None:
-        """Lets hooks of the user change a gradient before it is taken. Called before the forward
-        pass, since hooks may be registered at any time."""
+        """Makes Shoal's gradient hooks run after those of the user, which may change the gradient.
+        Called before each forward pass, because the user may register hooks at any time."""
         run_last(self._on_gradients)
 
     def begin_passes(self) -> None:
@@ -386,16 +389,16 @@ class ShardedExecution:
         self._pass = []
 
     def end_passes(self) -> None:
-        """Ends the passes and keeps the list of their collectives, because a rank without samples
-        must issue the same ones."""
+        """Ends the recording of passes. The list of their collectives is kept, because a rank
+        without samples must issue the same ones."""
         if self._pass and not self._collectives.lost:
             # otherwise some collectives were issued twice, and some not at all
             self._whole_pass = self._pass
         self._pass = []
 
     def refuse_half_a_pass(self) -> None:
-        """Raises PreconditionError if a backward pass of this step raised an error half way. Does
-        nothing within a backward pass."""
+        """Raises PreconditionError if a backward pass of this step was aborted by an error. Does
+        nothing if called within a backward pass."""
         if self._in_backward and not in_backward():
             raise half_a_pass()
 
@@ -403,13 +406,13 @@ class ShardedExecution:
         """Waits for all collectives in progress and ignores their failures."""
         while self._on_their_way:
             with contextlib.suppress(MembershipChanged):
-                # between steps there is none to mark as lost
+                # between steps, there is no step to mark as lost
                 self._on_their_way.popleft().wait()
         self._leave_backward()
         self._visited, self._root_forwards = [], 0
 
     def forget(self) -> None:
-        """Waits like `settle`, and drops accumulated gradients."""
+        """Waits for all collectives in progress, like `settle`, and drops accumulated gradients."""
         self.settle()
         self.came, self.factor = False, None
         self._whereabouts.pending = False
@@ -417,9 +420,9 @@ class ShardedExecution:
             unit.forget_gradients()
 
     def drop_gradients(self) -> None:
-        """Drops all gradients so far: the gradients left from the last step, and the gradients
-        already summed in the current step. A graph built earlier may still produce more gradients,
-        with the same weight."""
+        """Drops the gradients left from the last step and the gradients already summed in the
+        current step. An autograd graph that was built earlier may still produce more gradients,
+        which keep their weight."""
         if self._whereabouts.pending:
             factor = self.factor
             self.forget()
@@ -428,13 +431,13 @@ class ShardedExecution:
             unit.hidden.drop_gradients()
 
     def show_gradients(self) -> None:
-        """Restores the parameters' gradients for a training forward pass."""
+        """Restores `grad` of the parameters for a training forward pass."""
         for unit in self._reduced:
             unit.hidden.show_gradients()
 
     def resharded(self) -> None:
-        """Discards what is known about passes, because the ranks of a new group need not have made
-        the same passes."""
+        """Forgets the recorded passes, because the ranks of a new group may have made different
+        ones."""
         self._order = []
         self._visited = []
         self._all_know = False
@@ -467,7 +470,7 @@ class ShardedExecution:
                 self._start(following.units)
 
     def after_forward(self, block: Block, output: Any) -> None:
-        """Frees a block that has computed, or keeps it for its backward pass."""
+        """Frees a block that has run, or keeps it gathered for its backward pass."""
         is_root = block is self._root
         if self._in_backward:
             return
@@ -480,15 +483,16 @@ class ShardedExecution:
         elif not when_gradients_come(
             [output, *left_behind], lambda _: self._before_backward(block), mode="any"
         ):
-            # It may have returned an object that does not show its tensors. The end of the backward
-            # pass frees it.
+            # The output may be an object whose tensors cannot be found. The block is then freed at
+            # the end of the backward pass.
             stays = stays or block.passes_gradients
         if not stays:
             for unit in block.units:
                 unit.free()
 
     def show_copies(self, _: Any) -> None:
-        """Shows parameters that are copies of shards, before the module computes with them."""
+        """Makes parameters that are copies of shards visible to the module, before the module
+        computes with them."""
         for unit in self.units:
             unit.hidden.show()
 
@@ -499,19 +503,19 @@ class ShardedExecution:
             self.free_all()
 
     def gradient_ready(self, number: int, index: int) -> None:
-        """Takes a parameter's gradient when it is ready in this backward pass. `number`: index of
-        the unit in the order of reduction. `index`: index of the parameter in the unit.
+        """Processes a parameter's gradient that has become ready in this backward pass. `number`:
+        index of the unit in the order of reduction. `index`: index of the parameter in the unit.
 
         Raises:
-            PreconditionError: the pass does not belong to a step.
+            PreconditionError: the backward pass does not belong to a step.
         """
         if not self._in_backward:
             self.before_backward()
         if self.factor is None:
             raise PreconditionError(
                 "a backward pass ran outside a step, because the model was in eval mode when the "
-                "step should have begun. Call model.train(), and eval() only on the parts that "
-                "must stay in eval mode, or take batches from a Shoal loader"
+                "step should have begun. Call model.train() before the step, and eval() only on "
+                "submodules that must stay in eval mode, or take batches from a Shoal loader"
             )
         self._enter_backward()
         self.came = self._whereabouts.pending = True
@@ -536,9 +540,9 @@ class ShardedExecution:
                 self._start(self._order[position - ahead].units)
 
     def _after_backward_of(self, block: Block) -> None:
-        """Reduces and frees a block after the gradients have left its module. All gradients of the
-        module are complete then: autograd runs the last created nodes first, and accumulates at
-        once."""
+        """Reduces and frees a block once the backward pass has left its module. By then, all
+        gradients of the module are complete, because autograd runs the most recently created nodes
+        first and accumulates gradients immediately."""
         self._enter_backward()
         block.open -= 1
         if block.open == 0:
@@ -555,7 +559,7 @@ class ShardedExecution:
             self._in_backward = True
             self._next = 0
             if torch.is_grad_enabled():
-                # with create_graph, the following passes use the parameters' values again
+                # with create_graph, later passes use the parameters' values again
                 self.pinned = True
             self.show_gradients()
             after_backward(self._after_backward)
@@ -578,8 +582,8 @@ class ShardedExecution:
         self._next = 0
 
     def _is_ready(self, unit: Unit) -> bool:
-        # If units are gathered in the pass, the time of a reduction must not depend on which
-        # parameters this rank uses.
+        # If units are gathered during the pass, the point at which a reduction is issued must not
+        # depend on the parameters that this rank uses.
         return (
             unit in self._left
             if self._stage is Stage.PARAMETERS

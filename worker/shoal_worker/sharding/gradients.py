@@ -1,12 +1,12 @@
 """Summed gradients of a step on this rank, for its own shard and the shard that it mirrors.
 
-Their squared norm can be summed exactly, so that it does not depend on the distribution of elements
+The squared norm can be summed exactly, so that it does not depend on how elements are distributed
 over ranks. Squares of float32 numbers are exact in float64. Each square is split into digits of 20
 bits at fixed positions; the digits of one position add up to integers below 2^53 for 2^31 elements,
 which float64 represents exactly, even through an all-reduce. (The idea of a long accumulator:
 Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8.)
 
-This module does not decide how a step ends (`engine.py`). Used by the training thread only.
+How a step ends is decided elsewhere (`engine.py`). Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal_worker.sharding.unit import Unit
 
 _BITS: Final = 20
 _HIGHEST: Final = 260
-"""Exponent above all squares of float32 numbers."""
+"""Binary exponent that exceeds the exponents of all squares of float32 numbers."""
 DIGITS: Final = 28
 """Number of digits. They reach 2^-300, below the square of the smallest float32 number."""
 
@@ -58,26 +58,26 @@ def from_digits(digits: Sequence[float]) -> float:
 
 
 _SQUARED_AT_ONCE: Final = 1 << 16
-"""Number of elements processed at once on a CPU. Their float64 copies remain in the cache. For an
-entire shard the copies would be four times its size and determine the step's peak memory."""
+"""Number of elements processed at a time on a CPU, so that their float64 copies stay in the cache.
+Copies of an entire shard would take four times its size and determine the step's peak memory."""
 
 
 class CutGradients:
     """Gradients of all trained units on this rank."""
 
     def __init__(self, trained: Sequence[Unit], *, exact: bool) -> None:
-        """`exact`: True if the bits of the norm must not depend on the number of ranks."""
+        """`exact`: True if the norm must be bitwise independent of the number of ranks."""
         self._trained = trained
         self._exact = exact
 
     @property
     def touched(self) -> list[bool]:
-        """Flags of the trained parameters: True if this rank used the parameter in this step."""
+        """One flag per trained parameter: True if this rank used the parameter in this step."""
         return [flag for unit in self._trained for flag in unit.touched]
 
     def pass_on(self, collectives: Collectives, division: Division) -> bool:
-        """Sends the sums to the ranks that mirror them, if any. Returns False if the step is
-        lost."""
+        """Sends the gradient sums to the ranks that mirror this rank's shard, if any. Returns False
+        if the step is lost."""
         if not division.mirrors:
             return True
         on_their_way = []
@@ -93,7 +93,7 @@ class CutGradients:
 
     def squared_norm_part(self, counted: Sequence[Unit]) -> torch.Tensor:
         """Returns this rank's part of the squared norm, as float64 numbers to be summed over the
-        ranks. `counted`: units that no other rank counts."""
+        ranks. `counted`: units whose norm is counted on this rank only."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
         plain = squared_norms(gradients).sum().cpu().view(1)
         if not self._exact:
@@ -142,8 +142,8 @@ class CutGradients:
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the squared norm of each gradient, on the gradient's device, without waiting for the
-    device. Computes in float64, since squares of large gradients exceed float32."""
+    """Returns the squared norm of each gradient on the gradient's device, without synchronizing.
+    Computes in float64, because squares of large gradients overflow float32."""
     return (
         torch.stack([_squared_norm(each) for each in gradients])
         if gradients
@@ -153,7 +153,7 @@ def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     if not gradient.is_cpu:
-        # one kernel, which converts while reading
+        # a single kernel, which converts while reading
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         return norm.square()
     return torch.stack(

@@ -1,23 +1,23 @@
-"""Location of sharded elements, and their movement when it changes. Pure arithmetic: all ranks
-compute the same results.
+"""Layout of sharded elements over ranks, and their movement when the layout changes. Pure
+arithmetic: all ranks compute the same results.
 
 A unit (`UnitLayout`) is gathered and reduced in one collective. Its parameters, in order, fill a
 vector that is padded to equal shards of complete cache lines, one per rank. A rank's shard is
-divided at the parameters' boundaries into pieces: an optimizer sees one piece per parameter,
-possibly an empty one, so that parameter groups remain meaningful.
+divided into pieces at the boundaries of parameters. The optimizer gets one piece per parameter,
+possibly empty, so that parameter groups keep their meaning.
 
-An optimizer that considers entire tensors requires another layout (`whole_tensors`): each parameter
-has one owner, and every other rank's piece is empty. All shards are as long as the longest, so that
-the same collectives move them.
+An optimizer that needs entire tensors requires a different layout (`whole_tensors`): each parameter
+has one owner, and the pieces of all other ranks are empty. All shards are padded to the length of
+the longest one, so that the same collectives can be used.
 
 A `Division` defines the number of shards of a model, and the shards of each rank. Ranks that
-together have all shards form a replica. The ranks of a replica are adjacent, so a replica of a
-host's size is on one host. With one replica, another rank mirrors each shard. With several
-replicas, each shard has copies in the other replicas and needs no mirror.
+together have all shards form a replica. The ranks of a replica are consecutive, so a replica with
+as many ranks as a host has is on one host. With one replica, another rank mirrors each shard. With
+several replicas, each shard has copies in the other replicas and needs no mirror.
 
-To move from one division to another (`runs` and the functions below it), position p of w denotes
-the p-th of w shards of a unit's layout. Before a move, one or more ranks have each old position
-(its owner, its mirror holder). Afterwards each rank has its assigned positions. One all-to-all per
+To move from one division to another (`runs` and the functions below it), "position p of w" denotes
+shard p of w shards of a unit. Before a move, each old position is on one or more ranks: its owners
+and its mirror holder. Afterwards, each rank has its assigned new positions. One all-to-all per
 vector performs the move.
 """
 
@@ -34,8 +34,8 @@ import torch
 from shoal_worker.elastic.contract.generation import Topology
 
 _ALIGNMENT = 16
-"""Number of elements at whose multiples shards start, so that vectorized kernels cover all of a
-shard."""
+"""Shards start at multiples of this number of elements, so that vectorized kernels process entire
+shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Elements that are adjacent both in the concatenated parameters and in one shard."""
+    """Range of elements that is contiguous both in the concatenated parameters and in one shard."""
 
     start: int
     """Index of the first element, counted over all parameters in order."""
@@ -67,14 +67,14 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """The parameters of a unit over `world_size` ranks."""
+    """Layout of a unit's parameters over `world_size` ranks."""
 
     shapes: tuple[torch.Size, ...]
     world_size: int
     whole_tensors: bool = False
     """True if no parameter is split: each parameter is in one rank's shard."""
     turn: int = 0
-    """First rank in the assignment of whole tensors. It differs between units, so that no
+    """Rank at which the assignment of whole tensors starts. It differs between units, so that no
     rank gets the largest tensor of every unit."""
 
     def over(self, world_size: int) -> UnitLayout:
@@ -157,8 +157,8 @@ class UnitLayout:
         return flat.view(self.shapes[cut.parameter]) if self.whole_tensors and cut.length else flat
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a flat vector of this layout in the parameters' shapes. The vector may
-        lack the last padding."""
+        """Returns views of a flat vector of this layout in the shapes of the parameters. The
+        padding at the end of the vector may be missing."""
         return [
             flat[start : start + numel].view(shape)
             for start, numel, shape in zip(self.starts, self.numels, self.shapes, strict=True)
@@ -219,25 +219,25 @@ def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout
 
 
 def mirror_stride(topology: Topology) -> int:
-    """Returns the distance in ranks between a shard and its mirror: the number of ranks on the
-    largest host. Ranks of one host are adjacent, so no mirror is on its shard's own host, unless
-    that host has more than half of the ranks."""
+    """Returns the distance in ranks between the owner of a shard and its mirror holder: the number
+    of ranks on the largest host. Ranks of one host are consecutive, so a mirror is never on the
+    same host as its shard, unless that host has more than half of the ranks."""
     return topology.most_local % topology.world_size or 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Division of `world_size` ranks into replicas that each have all shards."""
+    """Division of `world_size` ranks into replicas, each of which has all shards."""
 
     world_size: int
     shards: int
     """Number of shards; divides `world_size`."""
     stride: int = 1
-    """Distance in ranks to a shard's mirror, if there is one replica."""
+    """Distance in ranks from a shard's owner to its mirror holder, if there is only one replica."""
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that own each shard."""
+        """Number of replicas, which is also the number of ranks that own each shard."""
         return self.world_size // self.shards
 
     @property
@@ -271,9 +271,9 @@ def among_all(topology: Topology) -> Division:
 
 
 def in_replicas(topology: Topology, shards: int | None) -> Division:
-    """Returns a division into replicas of `shards` ranks; None: as many ranks as on the largest
-    host. If this number does not divide the number of ranks, the next larger divisor is used. So no
-    rank has a larger part of the state than requested."""
+    """Returns a division into replicas of `shards` ranks; None: the number of ranks on the largest
+    host. If this number does not divide the number of ranks, the next larger divisor is used, so
+    that no rank has a larger part of the state than requested."""
     world_size = topology.world_size
     wanted = min(shards or topology.most_local, world_size)
     fitting = next(number for number in range(wanted, world_size + 1) if world_size % number == 0)
@@ -282,8 +282,8 @@ def in_replicas(topology: Topology, shards: int | None) -> Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Adjacent elements of a shard that one rank sends to another rank, and that are also adjacent
-    in the new shard."""
+    """Range of elements that one rank sends to another, contiguous both in the old and in the new
+    shard."""
 
     length: int
     old_position: int
@@ -295,12 +295,13 @@ class Transfer:
 def runs(
     *, old: UnitLayout, new: UnitLayout, sends: Mapping[int, int], gets: Sequence[Sequence[int]]
 ) -> list[list[list[Transfer]]]:
-    """Returns the runs to be sent, by sender and receiver, in the order of the message.
+    """Returns the ranges ("runs") to be sent, by sender and receiver, in the order in which
+    messages contain them.
 
     Args:
         old, new: layouts of the same parameters before and after the move.
-        sends: the rank that sends each old position.
-        gets: the new positions of each rank of the new group.
+        sends: for each old position, the rank that sends it. gets: for each rank of the new group,
+            its new positions.
     """
     moved = _overlaps(old.segments, new.segments)
     table: list[list[list[Transfer]]] = [[[] for _ in gets] for _ in gets]
@@ -312,8 +313,8 @@ def runs(
 
 
 def _overlaps(old: Sequence[Segment], new: Sequence[Segment]) -> list[Transfer]:
-    """Returns the ranges that are adjacent in both lists of segments. Both lists are in order, and
-    have the same elements."""
+    """Returns the ranges that are contiguous in both lists of segments. Both lists are ordered and
+    cover the same elements."""
     overlaps, at_old, at_new = [], 0, 0
     while at_old < len(old) and at_new < len(new):
         before, after = old[at_old], new[at_new]
@@ -336,8 +337,8 @@ def _overlaps(old: Sequence[Segment], new: Sequence[Segment]) -> list[Transfer]:
 def message(
     table: Sequence[Sequence[Sequence[Transfer]]], rank: int, shards: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
-    """Returns the message of `rank` to all receivers, in their order. `shards`: the rank's shards
-    at old positions."""
+    """Returns the elements that `rank` sends, concatenated in the order of the receivers. `shards`:
+    the rank's shards by old position."""
     parts = [
         shards[run.old_position][run.old_offset : run.old_offset + run.length]
         for to_receiver in table[rank]
@@ -360,8 +361,8 @@ def place(
     received: torch.Tensor,
     shards: Mapping[int, torch.Tensor],
 ) -> None:
-    """Copies the data that `rank` received to its place. `shards`: the rank's shards at new
-    positions, which are filled."""
+    """Copies the data that `rank` received into its new shards. `shards`: the rank's shards by new
+    position, which are filled."""
     offset = 0
     for row in table:
         for run in row[rank]:

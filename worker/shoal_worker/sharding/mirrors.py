@@ -1,14 +1,15 @@
-"""Mirrors of shards, which are stored in host memory and moved to the device for updates.
+"""Moves mirrors of shards between host memory, where they are stored, and the device, where they
+are updated.
 
-A mirror is a copy of another rank's shard with its optimizer state, kept so that a death loses
-nothing. The same optimizer updates the mirror and this rank's own shard, on the same device: an
-update on the host would be rounded differently, and a mirror must equal its owner's shard bit for
-bit. It is therefore moved to the device before the update, and back afterwards. During the passes,
-when activations need most memory, it uses no device memory. Each direction costs a step the
-transfer time of the mirror on the bus.
+A mirror is a copy of another rank's shard with its optimizer state, so that nothing is lost if that
+rank dies. A mirror must equal the owner's shard bit for bit, but an update on the host would be
+rounded differently. It is therefore moved to the device before each update, where this rank's
+optimizer updates it together with the rank's own shard, and moved back afterwards. During the
+passes, when activations need most memory, mirrors use no device memory. The price is two transfers
+of the mirror over the bus per step.
 
-Copies are queued on the training thread's stream, and the host does not wait for them. The training
-thread owns everything.
+Copies are queued on the training thread's stream, and the host does not wait for them. Only the
+training thread uses this module.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from shoal_worker.sharding.unit import Holding, Unit
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY: Final = 16
-"""Number of updates between two checks of the device's memory."""
+"""Number of updates between two checks of the device's free memory."""
 _MUCH: Final = 0.8
-"""Fraction of a device's memory above which the device counts as short of memory."""
+"""Fraction of the device's memory in use above which the device counts as short of memory."""
 
 
 class HostMemory(Protocol):
-    """Host memory next to a device."""
+    """Host memory in which the tensors of a device can be stored."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Returns whether `tensor` is in this host memory, and not on the device."""
@@ -51,8 +52,8 @@ class HostMemory(Protocol):
 
 
 class PinnedMemory:
-    """Pinned memory, so that copies run at the bus's full speed and concurrently with the host's
-    work."""
+    """Pinned host memory, so that copies run at the full speed of the bus and in parallel to work
+    on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,8 +88,8 @@ class TravellingMirrors:
     where they may be stored between updates."""
 
     def __init__(self, units: Sequence[Unit], where: Literal["device", "host"] | None) -> None:
-        """`where`: memory of the mirrors between updates. None: on the device, until an update
-        finds the device short of memory; in host memory from then on."""
+        """`where`: memory of the mirrors between updates. None: mirrors stay on the device until
+        the device is short of memory at an update, and are in host memory from then on."""
         self._units = units
         self._where = where
         self._updates = 0
@@ -101,9 +102,9 @@ class TravellingMirrors:
             self._move(optimizer, memory.holds, memory.bring)
 
     def put_away(self, optimizer: torch.optim.Optimizer | None, *, updated: bool = False) -> None:
-        """Moves all mirrors to host memory, if required, and drops their gradients. `updated`: True
-        if an update was made. The device's memory is then checked occasionally, which takes a tenth
-        of a millisecond."""
+        """Moves all mirrors to host memory if required, and drops their gradients. `updated`: True
+        if the mirrors were updated; the device's free memory is then checked occasionally, which
+        takes 0.1 ms."""
         memory = self._memory
         if memory is None:
             return
@@ -116,8 +117,8 @@ class TravellingMirrors:
         ):
             self._where = "host"
             _log.info(
-                "the device is short of memory; mirrors of shards were moved to host memory, "
-                "except during updates"
+                "the device is short of memory; the mirrors of other ranks' shards are now stored "
+                "in host memory and moved to the device only for updates"
             )
         if self._where == "host":
             self._move(optimizer, lambda tensor: not memory.holds(tensor), memory.put)
@@ -133,7 +134,7 @@ class TravellingMirrors:
             if mirror.position is None or unit.placement.apart:
                 continue
             if unit.apart and wanted(mirror.shard):
-                # otherwise it is part of the parameters, which every rank has unsharded
+                # otherwise the mirror is part of the parameters, which every rank has unsharded
                 mirror.move(move(mirror.shard), unit.layout)
             for state, key, value in _elements(optimizer, mirror):
                 if wanted(value):
@@ -143,8 +144,8 @@ class TravellingMirrors:
 def _elements(
     optimizer: torch.optim.Optimizer | None, mirror: Holding
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yields each per-element value in the optimizer's state of a mirror: its container, its key,
-    and the value."""
+    """Yields each per-element tensor in the optimizer state of a mirror, with its container and its
+    key."""
     for piece in mirror.pieces if optimizer is not None else ():
         state = optimizer.state.get(piece, {}) if optimizer is not None else {}
         for key, value in list(state.items()):

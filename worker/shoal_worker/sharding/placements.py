@@ -1,8 +1,8 @@
 """Memory of shards and their optimizer state: with the parameters, in host memory, or in files.
 
-In host memory or in files, shards use no device memory. Unsharded parameters and gradients are on
-the device while they are used, and updates are made where the shards are. (Ren et al.,
-"ZeRO-Offload", USENIX ATC 2021, section 3.)
+Shards in host memory or in files use no device memory. Gathered parameters and gradients are on the
+device while they are used, and updates run where the shards are. (Ren et al., "ZeRO-Offload",
+USENIX ATC 2021, section 3.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 
 class ShardPlacement:
-    """Memory for shards next to the parameters."""
+    """Memory of shards on the same device as the parameters."""
 
     apart = False
     """True if shards are never part of the parameters' own memory."""
@@ -37,9 +37,9 @@ class ShardPlacement:
         return kept.copy_(tensor)
 
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the values of a flat device tensor in this memory, for an update. Returns the
-        tensor itself if it already is in this memory and has this dtype. The values are available
-        once `arrived` has returned, so that one wait suffices for many tensors."""
+        """Returns a copy of a flat device tensor in this memory, or the tensor itself if it is
+        already there and has this dtype. Used for updates. The values are available once `arrived`
+        has returned; one call suffices for many tensors."""
         return tensor.to(self.device, dtype)
 
     def arrived(self) -> None:
@@ -54,7 +54,7 @@ class HostPlacement(ShardPlacement):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self._comes_from: torch.device | None = None
-        """Device with a pending copy that the host has not waited for."""
+        """Device from which a copy is pending; None if there is none."""
 
     @override
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -75,8 +75,8 @@ class HostPlacement(ShardPlacement):
 
 
 class FilePlacement(ShardPlacement):
-    """Files mapped into memory, which the operating system writes to the disk when it needs space.
-    A file has no name, and is deleted with its last tensor."""
+    """Files mapped into memory. The operating system writes them to disk when memory is short. The
+    files have no names, and each is deleted when its last tensor is freed."""
 
     apart = True
     keeps_files = True
@@ -124,8 +124,8 @@ class FilePlacement(ShardPlacement):
 
 
 def placement_of(offload: Literal["cpu"] | Path | None, device: torch.device) -> ShardPlacement:
-    """Returns the memory that `offload` selects for parameters on `device`. On the CPU the value
-    "cpu" changes nothing."""
+    """Returns the memory of shards selected by `offload` for parameters on `device`. For parameters
+    on the CPU, "cpu" has no effect."""
     if isinstance(offload, Path):
         return FilePlacement(offload)
     return HostPlacement() if offload == "cpu" and device.type != "cpu" else ShardPlacement(device)

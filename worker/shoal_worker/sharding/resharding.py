@@ -1,13 +1,13 @@
-"""Redistributes parameters and optimizer state for another group from the shards of its ranks.
+"""Redistributes sharded parameters and optimizer state when the ranks change.
 
-One all-to-all per vector sends each rank the elements that it lacks (`layout.py`). Nothing is
-replaced before every rank has received everything and confirmed that, and the earlier shards are
-kept until the next commit. So a failure leaves one of the two shardings complete, and the next
-attempt uses the newest complete sharding.
+One all-to-all per vector sends each rank the elements that it needs (`layout.py`). No rank replaces
+its shards before every rank has confirmed that it received everything, and the previous shards are
+kept until the next commit. After a failure, one of the two shardings is therefore complete, and the
+next attempt starts from the newest complete one.
 
-Between two shardings a shard may be left on a single rank, when a rank has died or leaves and its
-peers cannot reshard yet. Another rank then keeps a copy of the shard (`engine/state/holders.py`),
-so that the next death loses nothing.
+If a rank dies or leaves and its peers cannot reshard yet, a shard may remain on a single rank.
+Another rank then keeps a copy of it (`engine/state/holders.py`), so that nothing is lost if one
+more rank dies.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ ELEMENTS: Final = "elements of"
 #
 # The state of an optimizer, by the pieces of parameters that it updates.
 #
-# State with the shape of its piece (moments) is an element state: it is sharded and moved like the
-# parameter. All other state (step counts) is the same on every rank, whichever piece the rank has,
-# even an empty one. For each parameter, the names of the element states (`ELEMENTS`) are the same
-# on every rank as well: groups with other options have other states, and momentum has no other
-# state.
+# State in the shape of a piece (moments) is called an element state: it is sharded and moved like
+# the parameter. All other state (step counts) is the same on every rank, even on a rank whose piece
+# is empty. Every rank also stores the names of each parameter's element states (`ELEMENTS`),
+# because they depend on the options of the parameter group, and momentum has no other state.
 #
-# If tensors are not split, this applies only to the owners of a parameter, and state that is not an
-# element state may be anything (sums of rows and columns, preconditioners). All ranks receive this
-# state when the optimizer state is resharded or assembled (`gather_from_owners`).
+# If tensors are not split, all this applies only to the owners of a parameter, and the other state
+# may be anything (sums of rows and columns, preconditioners). All ranks receive this state when the
+# optimizer state is resharded or assembled (`gather_from_owners`).
 
 
 class ShardedOptimizerState:
@@ -53,7 +52,7 @@ class ShardedOptimizerState:
 
     def element_keys(self, unit: Unit) -> dict[str, torch.dtype]:
         """Returns the names and dtypes of a unit's element states. If tensors are split, the result
-        is the same on all ranks that have stepped."""
+        is the same on all ranks whose optimizer has stepped."""
         found: dict[str, torch.dtype] = {}
         for piece in (piece for holding in unit.holdings for piece in holding.pieces):
             for key, value in self._of(piece).items():
@@ -71,8 +70,8 @@ class ShardedOptimizerState:
         return flat
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
-        """Returns each parameter's state other than its element states, and `ELEMENTS`; {} for a
-        parameter without state on this rank."""
+        """Returns, for each parameter, its state other than element states, and `ELEMENTS`; {} for
+        a parameter without state on this rank."""
         return self.scalars_of(unit, unit.own)
 
     def scalars_of(self, unit: Unit, holding: Holding) -> list[dict[str, Any]]:
@@ -112,7 +111,8 @@ class ShardedOptimizerState:
                 self.optimizer.state[piece] = state
 
     def move_to_placement(self, unit: Unit) -> None:
-        """Moves state that the optimizer has created in other memory to the unit's placement."""
+        """Moves optimizer state to the memory of the unit's shards, if the optimizer has created it
+        elsewhere."""
         for holding in unit.holdings:
             for piece in holding.pieces:
                 for key, value in self._of(piece).items():
@@ -133,8 +133,8 @@ class ShardedOptimizerState:
         position: int,
         mirrored: int | None,
     ) -> None:
-        """Shards the values and the state of a unit that is unsharded on this rank, with
-        `Unit.cut`."""
+        """Shards the values of a unit that is unsharded on this rank (`Unit.cut`), and its
+        optimizer state."""
         scalars = self.scalars(unit)
         wholes = {key: self.shard(unit, unit.own, key, dtype) for key, dtype in keys.items()}
         unit.cut(world_size, position, mirrored)
@@ -154,9 +154,10 @@ class ShardedOptimizerState:
 
 
 def is_cut(value: object, key: str, unit: Unit, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value of the optimizer's state is sharded and moved like the parameter.
-    `shape`: shape of the parameter or of its local part. If tensors are not split, the value must
-    have the parameter's dtype, so that a unit's owners agree on the dtype without communication."""
+    """Returns whether a value of the optimizer state is an element state, which is sharded and
+    moved like the parameter. `shape`: shape of the parameter or of its local part. If tensors are
+    not split, the value must have the parameter's dtype, so that a unit's owners agree on the dtype
+    without communication."""
     return is_element(value, key, shape) and (
         not unit.layout.whole_tensors or value.dtype == unit.dtype
     )
@@ -171,8 +172,8 @@ def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[
 
 
 def _own_copy(value: Any, device: torch.device) -> Any:
-    """Returns a copy of an optimizer's value with independent tensors on `device`. Single numbers
-    remain on the device where the optimizer keeps them."""
+    """Returns a deep copy of a value of the optimizer state, with tensors on `device`. Tensors of
+    one element stay on the device where the optimizer keeps them."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(),
@@ -183,11 +184,11 @@ def _own_copy(value: Any, device: torch.device) -> Any:
 # --------------------------------------------------------------------------------------- resharding
 
 MOST_COPIES: Final = 4
-"""Maximum number of other shards of which a rank keeps copies. There is a maximum because the
-rank's report of its shards has a fixed length."""
+"""Maximum number of other ranks' shards of which a rank keeps copies. It is limited because a rank
+reports its shards in a message of fixed length."""
 _MOST_ROWS: Final = 2 + MOST_COPIES // 2
-"""Number of rows in a rank's report: its sharding, its previous sharding, and its copies, two per
-row."""
+"""Number of rows in a rank's report of its shards: one for its sharding, one for its previous
+sharding, and one for every two copies."""
 
 
 class Messages(Protocol):
@@ -216,23 +217,24 @@ class Peers(Messages, Protocol):
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
     ) -> None:
-        """Sends the parts of a flat tensor to the ranks, and receives their parts."""
+        """Sends one part of a flat tensor to each rank, and receives one part from each rank."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Number of shards of this rank's parameters, and the shards on this rank."""
+    """A sharding, and the shards that this rank has of it."""
 
     number: int
-    """Number of the generation that made the sharding. Newer shardings have higher numbers."""
+    """Number of the generation in which the state was sharded. Newer shardings have higher
+    numbers."""
     world_size: int
     """Number of shards."""
     position: int
     mirrored: int | None
 
     def row(self) -> list[int]:
-        """Returns the sharding as integers."""
+        """Returns the sharding encoded as a list of integers."""
         return [
             self.number,
             self.world_size,
@@ -242,38 +244,38 @@ class Cut:
 
 
 WHOLE: Final = Cut(number=0, world_size=1, position=0, mirrored=None)
-"""State of a rank that has not sharded anything since it received the state. The rank has the whole
+"""Marks a rank that has not sharded the state since it received it. Such a rank has the whole
 state, in an older version than any sharding of its peers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShards:
-    """Shards of one sharding on this rank, by unit, position and vector."""
+    """The shards of one sharding that this rank has, by unit, position and vector."""
 
     cut: Cut
     vectors: list[dict[int, dict[str, torch.Tensor]]]
     scalars: list[dict[int, list[dict[str, Any]]]] | None = None
-    """The optimizer's state other than these vectors, by unit, position and parameter, if tensors
-    are not split. Otherwise every rank has this state of all parameters, and the field is None."""
+    """If tensors are not split: the optimizer state other than element states, by unit, position
+    and parameter. Otherwise None, because every rank has this state for all parameters."""
     copied: bool = False
-    """True if these are copies of another rank's shards, on the CPU. They are used if no rank has
-    the shards themselves any more."""
+    """True if these are copies of another rank's shards, on the CPU. They are used only if no rank
+    has the original shards any more."""
 
 
 _NO_ROW: Final = [-1, 0, -1, -1, 0]
 
 
 def rows_of(held: Sequence[RankShards]) -> list[int]:
-    """Returns this rank's shardings as a list of integers, whose length is the same on every
-    rank."""
+    """Returns this rank's shardings encoded as integers. The length of the list is the same on
+    every rank."""
     row = [value for each in held for value in (*each.cut.row(), int(each.copied))]
     assert len(row) <= _MOST_ROWS * len(_NO_ROW)
     return (row + _NO_ROW * _MOST_ROWS)[: _MOST_ROWS * len(_NO_ROW)]
 
 
 def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
-    """Returns the ranks with each shard of the newest complete sharding. `rows`: each rank's result
-    of `rows_of`. Raises ShardsLostError if no sharding is complete."""
+    """Returns, for each shard of the newest complete sharding, the ranks that have it. `rows`: each
+    rank's result of `rows_of`. Raises ShardsLostError if no sharding is complete."""
     reported = [
         (rank, entry)
         for rank, row in enumerate(rows)
@@ -293,8 +295,8 @@ def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
 
 
 def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
-    """Returns all of this rank's shards of sharding `number`; None if the rank has none. The rank's
-    own shards take precedence over copies."""
+    """Returns the shards that this rank has of sharding `number`; None if it has none. The rank's
+    own shards take precedence over copies of other ranks' shards."""
     own = sorted(
         (each for each in held if each.cut.number == number), key=lambda each: not each.copied
     )
@@ -318,9 +320,8 @@ def merge_copies(
     arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]],
     scalars: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[RankShards]:
-    """Returns the copies that a rank keeps from now on: its earlier copies of this sharding, and
-    the received copies (by unit and position). `scalars`: scalars of all parameters, if tensors are
-    not split."""
+    """Merges a rank's earlier copies of this sharding with the copies that it has received, by unit
+    and position. `scalars`: scalars of all parameters, if tensors are not split."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
         if each.cut.number == newest.cut:
@@ -345,7 +346,7 @@ def merge_copies(
 
 
 VALUES = ""
-"""Name of the vector of the parameters' values; other names are those of the optimizer's element
+"""Name of the vector of parameter values. The other vectors are named after the optimizer's element
 states."""
 
 
@@ -374,8 +375,8 @@ def hold(
 def vector_of(
     unit: Unit, shards: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns a vector of a shard. If tensors are not split and no tensor in the shard has such a
-    state, returns zeros."""
+    """Returns a vector of a shard. Returns zeros if tensors are not split and no tensor in the
+    shard has this element state."""
     if name in shards or not unit.layout.whole_tensors:
         return shards[name]
     return torch.zeros_like(shards[VALUES], dtype=dtype)
@@ -384,8 +385,8 @@ def vector_of(
 def gather_from_owners(
     units: Sequence[Unit], sends: Mapping[int, int], mine: RankShards | None, peers: Messages
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-    """Returns, if tensors are not split, `scalars` and `element_keys` of all units, sent by the
-    rank that sends each position. A collective; all ranks get the same result.
+    """Returns `scalars` and `element_keys` of all units, as received from the rank that sends each
+    position. Used if tensors are not split. Every rank calls it and gets the same result.
 
     Args:
         sends, mine: results of `newest_of` and `held_of`.
@@ -429,13 +430,13 @@ def reshard(
     number: int,
     division: Division,
 ) -> tuple[Cut, RankShards | None]:
-    """Reshards all units for `peers`; a collective. Returns the new sharding, and this rank's
-    shards of the previous sharding. If an error is raised, nothing has changed.
+    """Reshards all units over `peers`. Every rank calls it. Returns the new sharding, and this
+    rank's shards of the previous one. If an error is raised, nothing has changed.
 
     Args:
-        held: shardings of which this rank has shards; empty on a joiner.
-        scalars, keys: scalars and element keys of the optimizer's state by unit; the same on all
-            ranks. If tensors are not split, their owners send both.
+        held: the shardings of which this rank has shards; empty on a joiner. scalars, keys: scalars
+            and element keys of the optimizer state, by unit; the same on all ranks. If tensors are
+            not split, their owners send both instead.
         number: number of the new sharding.
         division: division of `peers`.
 
@@ -475,7 +476,7 @@ def reshard(
             for position, shard in shards.items():
                 arrived[position][name] = shard
         fresh.append(arrived)
-    peers.all_gather_integers([number])  # every rank has everything
+    peers.all_gather_integers([number])  # every rank has received everything
     cut = division_cut(division, rank, number)
     for unit, arrived, own in zip(units, fresh, scalars, strict=True):
         unit.adopt(
@@ -493,7 +494,7 @@ def reshard(
 
 
 def division_cut(division: Division, rank: int, number: int) -> Cut:
-    """Returns the part of a division on `rank`."""
+    """Returns the shards that `rank` has in a division."""
     return Cut(
         number=number,
         world_size=division.shards,

@@ -2,8 +2,8 @@
 the ranks of a group.
 
 This module changes the sharding, and assembles the complete state (`whole_vectors.py`) for
-checkpoints, operations between steps, and the user. It does not depend on steps (`engine.py`) or on
-when units are gathered (`execution.py`). Used by the training thread only.
+checkpoints, operations between steps, and the user. It does not know about steps (`engine.py`) or
+about gathering during passes (`execution.py`). Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ from shoal_worker.state.tree import StatePart
 _log = logging.getLogger(__name__)
 
 _MUCH_PADDING: Final = 2.0
-"""Multiple of the model's size above which the padded state causes a warning."""
+"""A warning is logged if padding enlarges the state to more than this multiple of the model's
+size."""
 
 
 class ShardedState(PartitionedState):
@@ -72,13 +73,14 @@ class ShardedState(PartitionedState):
         stage: Stage,
         divide: Callable[[Topology], Division] = among_all,
     ) -> None:
-        """`divide`: function that returns the division for a group's distribution over hosts."""
+        """`divide`: function that returns the division of the model, given how the ranks are
+        distributed over hosts."""
         self.module = module
         self.units: Sequence[Unit] = execution.units
         self.trained = [unit for unit in execution.units if unit.trained]
         self.cut: Cut | None = WHOLE
-        """This rank's part of the sharding. None on a joiner that has not received any shards
-        yet."""
+        """The current sharding, with this rank's shards. None on a joiner that has not received
+        shards yet."""
         self.division = Division(world_size=1, shards=1)
         """Division of the current ranks."""
         self._divide = divide
@@ -87,19 +89,21 @@ class ShardedState(PartitionedState):
         self._before: RankShards | None = None
         """Shards of the previous sharding, until the next commit."""
         self._copies: list[RankShards] = []
-        """Copies of shards that only one other rank has, until the next resharding."""
+        """Copies of shards that would otherwise be on one other rank only, until the next
+        resharding."""
         self._places: list[list[ParameterIndex]] = []
-        """Units and indices of the parameters in the optimizer's groups, in the user's order."""
+        """For each of the optimizer's groups, its parameters in the user's order, as unit and
+        index."""
         self._state = ShardedOptimizerState(None)
         self.mirrors = TravellingMirrors(self.units, "device")
         self.whole_tensors = False
-        """True if the optimizer considers entire tensors, so that each has one owner."""
+        """True if the optimizer needs entire tensors, so that each tensor has one owner."""
         self._scalars: list[list[dict[str, Any]]] = [
             [{} for _ in unit.parameters] for unit in self.units
         ]
         self._keys: list[dict[str, torch.dtype]] = [{} for _ in self.units]
-        """Names and dtypes of the optimizer's state, on a joiner that has not received any shards
-        yet."""
+        """On a joiner that has not received shards yet: names and dtypes of the optimizer's element
+        states."""
 
     def keep_tensors_whole(self) -> None:
         """Assigns every tensor to one rank instead of splitting it. Call this method before
@@ -109,7 +113,7 @@ class ShardedState(PartitionedState):
             unit.keep_tensors_whole(number)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the optimizer, which updates the units' pieces."""
+        """Sets the optimizer that updates the units' pieces."""
         where = {
             id(p): (u, i)
             for u, unit in enumerate(self.units)
@@ -137,12 +141,12 @@ class ShardedState(PartitionedState):
 
     @property
     def whole(self) -> bool:
-        """True if the state is not sharded, so that this rank has the whole state."""
+        """True if the state is not sharded yet, so that this rank has all of it."""
         return self.cut is WHOLE
 
     def cut_whole(self, *, number: int, rank: int, topology: Topology) -> None:
-        """Shards for the first time a state that every rank has entirely, without communication.
-        `topology`: topology of the ranks."""
+        """Shards the state for the first time. Needs no communication, because every rank has the
+        whole state. `topology`: distribution of the ranks over hosts."""
         self.division = self._divide(topology)
         cut = division_cut(self.division, rank, number)
         for unit in self.units:
@@ -154,10 +158,11 @@ class ShardedState(PartitionedState):
         self._warn_of_padding()
 
     def reshard(self, group: Group) -> None:
-        """Reshards the state for the ranks of another group from these ranks' shards. A collective.
+        """Reshards the state for the ranks of a new group, from the shards that these ranks have.
+        Every rank calls it.
 
         Raises:
-            ShardsLostError: some shard and its mirror are gone.
+            ShardsLostError: a shard and its mirror are both lost.
             MembershipChanged: the group has ended.
         """
         number = group.generation.number
@@ -168,7 +173,7 @@ class ShardedState(PartitionedState):
             for row in group.all_gather_integers([int(self.cut is not None and not self.whole)])
         ]
         if not any(received):
-            return  # no step has begun anywhere
+            return  # no step has begun on any rank
         if self.cut is not None:
             self._scalars = [self._state.scalars(unit) for unit in self.units]
             self._keys = [self._state.element_keys(unit) for unit in self.units]
@@ -190,23 +195,24 @@ class ShardedState(PartitionedState):
             self._execution.gather_all()
 
     def _warn_of_padding(self) -> None:
-        """Logs a warning about padding: if tensors are not split, a unit's shards are as long as
-        the shard of its largest owner."""
+        """Logs a warning if padding takes much memory. If tensors are not split, all shards of a
+        unit are as long as its longest shard."""
         whole, padded = (
             sum(unit.layout.numel for unit in self.units),
             sum(unit.layout.padded_numel for unit in self.units),
         )
         if self.whole_tensors and padded > _MUCH_PADDING * whole:
             _log.warning(
-                "whole tensors over %d ranks: some blocks have few large tensors, so padding "
-                "enlarges them to %.1f times the model's size, in memory and on the wire; choose "
-                "larger blocks, with bucket_cap_mb= (zero1, zero2) or shard_modules=",
+                "tensors are not split but assigned to one of %d ranks each, and blocks with few "
+                "large tensors are padded to %.1f times the model's size, in memory and on the "
+                "wire; choose larger blocks, with bucket_cap_mb= (zero1, zero2) or shard_modules=",
                 self.division.shards,
                 padded / whole,
             )
 
     def updated(self) -> None:
-        """Moves optimizer state and mirrors to their proper memory after an optimizer step."""
+        """After an optimizer step, moves optimizer state and mirrors back to the memory in which
+        they are stored."""
         for unit in self.trained:
             if unit.placement.keeps_files:
                 self._state.move_to_placement(unit)
@@ -217,7 +223,7 @@ class ShardedState(PartitionedState):
         self.mirrors.bring(self.optimizer)
 
     def committed(self) -> None:
-        """Drops the earlier sharding after a step was applied on the current sharding."""
+        """Drops the previous sharding, because a step was applied on the current one."""
         self._before, self._copies = None, []
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
@@ -229,15 +235,15 @@ class ShardedState(PartitionedState):
                 return  # resharding reports this
             copied = copy_singles(self.units, held, keys, channel, leaving)
             if copied is not None:
-                # First, since a leaving rank leaves once it has received all other ranks' messages
-                # below.
+                # Sent first, because a leaving rank leaves as soon as it has received all other
+                # ranks' messages below.
                 self._copies = merge_copies(
                     self._copies, *copied, scalars if self.whole_tensors else None
                 )
                 channel.exchange(b"")
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns state that other ranks have as well: mirrored shards, and unsharded
+        """Returns the state that other ranks have as well: mirrored shards and unsharded
         parameters."""
         self.bring_mirrors()
         state = self.optimizer.state if self.optimizer is not None else {}
@@ -277,9 +283,9 @@ class ShardedState(PartitionedState):
     def _agreed(
         self, channel: Channel
     ) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-        """Returns this rank's shards, and the scalars and keys of the complete state. If tensors
-        are not split, their owners send the scalars and keys. Called by all ranks within an
-        operation. Raises the same errors as `reshard`."""
+        """Returns this rank's shards, and the scalars and element keys of the complete state, which
+        the owners send if tensors are not split. All ranks call it within an operation. Raises the
+        same errors as `reshard`."""
         held = self._held()
         if self.whole_tensors:
             sends, mine, _ = agree(held, channel)
@@ -313,8 +319,8 @@ class ShardedState(PartitionedState):
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of a peer's `capture_common`. A rank that has not sharded anything
-        has no state afterwards; `reshard` sends its shards."""
+        """Restores the result of a peer's `capture_common`. Afterwards, a rank that had not sharded
+        its state has none, and receives its shards in `reshard`."""
         load_captured(self.module, state["buffers"])
         self.settings = state["settings"]
         if self.whole:
@@ -330,7 +336,7 @@ class ShardedState(PartitionedState):
         return self._as_one_process(assemble(self.units, held, keys, channel), scalars)
 
     def capture_whole(self) -> dict[str, Any]:
-        """Returns an unsharded state in the format of `assemble`."""
+        """Returns the state in the format of `assemble`, if this rank has all of it."""
         keys = [self._state.element_keys(unit) for unit in self.units]
         scalars = [self._state.scalars(unit) for unit in self.units]
         return self._as_one_process(
@@ -339,7 +345,7 @@ class ShardedState(PartitionedState):
 
     def part(self, channel: Channel) -> StatePart | None:
         """Returns this rank's part of the result of `assemble`; None if the rank has the whole
-        state. Called by all ranks within an operation. Raises the same errors as `reshard`."""
+        state. All ranks call it within an operation. Raises the same errors as `reshard`."""
         if self.cut is None or isinstance(channel, LocalChannel):
             return None
         held, scalars, keys = self._agreed(channel)
@@ -360,7 +366,7 @@ class ShardedState(PartitionedState):
         wholes: Sequence[Mapping[str, torch.Tensor]],
         scalars: Sequence[Sequence[Mapping[str, Any]]],
     ) -> dict[str, Any]:
-        """Returns the state in the format of a single process. `wholes`: unsharded vectors of the
+        """Returns the state in the format of a single process. `wholes`: complete vectors of the
         units. `scalars`: scalars of the units."""
         saved = (
             optimizer_state(self._places, self.settings, self.units, scalars, wholes)
@@ -373,8 +379,8 @@ class ShardedState(PartitionedState):
         )
 
     def restore_whole(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `assemble` of any strategy. The state is unsharded afterwards, and
-        is sharded again when the next step begins."""
+        """Restores the result of `assemble` from any strategy. Afterwards the state is unsharded
+        until the next step begins."""
         self.check(state)
         for unit in self.units:
             unit.make_whole()
@@ -386,7 +392,7 @@ class ShardedState(PartitionedState):
     @override
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
         self._check_optimizer(saved)
-        self._before, self._copies = None, []  # shards with the previous state
+        self._before, self._copies = None, []  # these shards contain the previous state
         spread(self._places, saved, self.units, self._state)
         self.settings = [
             {k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]
@@ -405,16 +411,15 @@ class ShardedState(PartitionedState):
         assert self.cut is not None
         if isinstance(channel, LocalChannel) and self.cut.world_size > 1:
             raise PreconditionError(
-                "the job was stopped and its other ranks have left, so no rank has the whole "
-                "parameters"
+                "the job was stopped and other ranks have left, so no rank has all parameters"
             )
         nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         return assemble(self.units, self._held(values_alone=True), nothing, channel)
 
     def make_whole_again(self, channel: Channel) -> None:
-        """Makes the state unsharded on all ranks if only some ranks have sharded it and others may
-        be gone. No step was taken on the incomplete sharding, so the state is unchanged. Called by
-        all ranks within an operation. Raises the same errors as `reshard`."""
+        """Returns to the unsharded state on all ranks if only some ranks have sharded it and others
+        may be gone. No step was taken on the incomplete sharding, so no update is lost. All ranks
+        call it within an operation. Raises the same errors as `reshard`."""
         received = channel.exchange(b"whole" if self.whole else b"")
         if all(received) or not any(received):
             return
@@ -423,11 +428,11 @@ class ShardedState(PartitionedState):
             self.restore_whole(state)
 
     def fill(self, channel: Channel) -> None:
-        """Updates parameters that are unsharded on every rank. Called by all ranks within an
-        operation. Raises the same errors as `reshard`."""
+        """Fetches updated values of parameters that are unsharded on every rank. All ranks call it
+        within an operation. Raises the same errors as `reshard`."""
         if self._stage is Stage.PARAMETERS or self.cut is None:
             return
-        # even if it is not sharded yet: a peer may have begun the first step
+        # even if this rank has not sharded its state yet: a peer may have begun the first step
         wholes = self._whole_values(channel)
         if self.whole:
             return
@@ -436,8 +441,8 @@ class ShardedState(PartitionedState):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """Keeps the parameters unsharded on this rank within the context, whatever is computed.
-        Called by all ranks within an operation. Raises the same errors as `reshard`."""
+        """Returns a context in which the parameters stay unsharded on this rank during any
+        computation. All ranks enter it within an operation. Raises the same errors as `reshard`."""
         if self.cut is None:
             yield
             return
@@ -457,7 +462,7 @@ class ShardedState(PartitionedState):
     @override
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._check_values(tensors)
-        self._before, self._copies = None, []  # shards with the previous values
+        self._before, self._copies = None, []  # these shards contain the previous values
         keys = {
             id(tensor): key
             for key, tensor in ModuleState(self.module).tensors.items()
@@ -480,7 +485,7 @@ class ShardedState(PartitionedState):
         }
 
     def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-        """Returns the module's state with these values of its parameters."""
+        """Returns the module's state dict with the given values of its parameters."""
         views = {
             id(parameter): view
             for unit, whole in zip(self.units, wholes, strict=True)

@@ -1,8 +1,8 @@
-"""One unit: parameters that are gathered, reduced and owned together, and their memory on this
-rank.
+"""A unit: parameters that are gathered together, whose gradients are reduced together, and their
+memory on this rank.
 
-Memory of a unit at rest, in bytes of its parameters P, over N ranks (plus P/N on a rank that
-mirrors another rank's shard):
+Memory of a unit between its passes, over N ranks, where P is the size of its parameters in bytes
+(plus P/N on a rank that mirrors another rank's shard):
 
     stage           parameters     gradients
     OPTIMIZER       P              P
@@ -10,15 +10,15 @@ mirrors another rank's shard):
     PARAMETERS      P/N (P while   P/N  (P while its backward pass runs)
                     it computes)
 
-The module's own parameters always remain the same objects. Their memory is a view of `full`, which
-is returned to the allocator while no module computes with the parameters. The storage is resized to
-zero, as in torch's FSDP: values saved by autograd refer to the same storage, and the storage has
-its values again when the unit is gathered before its backward pass. Meanwhile the parameters are
-empty. Optimizers update pieces of shards (`Holding`).
+The module's own parameters always remain the same objects. They are views of `full`, whose memory
+is returned to the allocator while no module computes with the parameters. This is done as in
+torch's FSDP, by resizing the storage to zero: tensors saved by autograd refer to the same storage,
+which has its values again when the unit is gathered for its backward pass. In between, the
+parameters have no values. Optimizers update pieces of shards (`Holding`).
 
-If computations use another dtype than updates, or updates use other memory (`ShardPlacement`),
-shards have separate memory at every stage, and `full` is a copy of them: P in the dtype of the
-computation, and P/N in the shards' own dtype.
+If passes use a different dtype than updates, or shards are in other memory (`ShardPlacement`),
+shards have separate memory at every stage and `full` is a copy of them. This takes P bytes in the
+dtype of the passes, and P/N in the dtype of the shards.
 
 This module does not decide when to gather or reduce (`execution.py`).
 """
@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(enum.IntEnum):
-    """The sharded state. Each stage includes the previous stages (Rajbhandari et al., "ZeRO", SC
-    2020, section 5)."""
+    """What is sharded. Each stage includes the previous ones (Rajbhandari et al., "ZeRO", SC 2020,
+    section 5)."""
 
     OPTIMIZER = 1
     GRADIENTS = 2
@@ -69,15 +69,15 @@ class Holding:
         self.pieces = tuple(
             nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters
         )
-        """Part of each parameter, flat or unsplit, which the optimizer updates. Always the same
-        objects, with new memory after each `hold`."""
+        """This rank's part of each parameter, which the optimizer updates: a flat piece or an
+        entire tensor. Always the same objects, but with new memory after each `hold`."""
         self.cuts: tuple[Piece, ...] = ()
         self._whole_tensors = False
         self.gradient: torch.Tensor | None = None
-        """Sum of the gradients over the ranks; None if not yet reduced in this step."""
+        """Sum of the gradients over the ranks; None if they are not reduced yet in this step."""
 
     def hold(self, position: int | None, shard: torch.Tensor, layout: UnitLayout) -> None:
-        """Stores the shard of a position; None: no shard."""
+        """Starts to store the shard of `position`; None: no shard."""
         self.position, self.shard, self.gradient = position, shard, None
         self._whole_tensors = layout.whole_tensors
         self.cuts = (
@@ -90,17 +90,17 @@ class Holding:
             piece.data = layout.piece(shard, cut)
 
     def move(self, shard: torch.Tensor, layout: UnitLayout) -> None:
-        """Uses `shard` as the new memory of the same shard. Drops its gradients."""
+        """Moves the shard to the memory of `shard`, and drops its gradients."""
         self.shard = shard
         for piece, cut in zip(self.pieces, self.cuts, strict=True):
             piece.grad = None
             piece.data = layout.piece(shard, cut)
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
-        """Sets the optimizer's gradients to the sum divided by `divisor`. Parameters that no rank
-        used (`present`) get None. If tensors are not split, parameters of other ranks get None too,
-        since a non-elementwise optimizer need not accept an empty tensor. The gradients are
-        available once the placement's `arrived` has returned."""
+        """Sets the optimizer's gradients to the sum divided by `divisor`. `present`: for each
+        parameter, True if some rank used it; other parameters get None. If tensors are not split,
+        parameters of other ranks get None too, because such optimizers may not accept empty
+        tensors. The gradients are available once the placement's `arrived` has returned."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
             gradient = self._placement.bring(gradient.div_(divisor), self.shard.dtype)
@@ -111,7 +111,7 @@ class Holding:
                 piece.grad = gradient[cut.offset : cut.offset + cut.length].view(piece.shape)
 
     def forget_gradients(self) -> None:
-        """Drops the sums and the optimizer's gradients."""
+        """Drops the summed gradients and the optimizer's gradients."""
         self.gradient = None
         for piece in self.pieces:
             piece.grad = None
@@ -134,20 +134,21 @@ class Unit:
         leaves: Sequence[torch.Tensor] | None = None,
         whereabouts: Whereabouts | None = None,
     ) -> None:
-        """Takes ownership of the parameters' memory, unsharded. Call `cut` or `adopt` next.
+        """Takes ownership of the memory of the unsharded parameters. Call `cut` or `adopt` next.
 
         Args:
             name: name of the unit, for errors.
             parameters, names: the module's parameters and their names in the module.
             stage: state that is sharded.
-            wide: True to sum gradients in float64.
+            wide: True if gradients are summed in float64.
             param_dtype: dtype of gathered parameters; None: the parameters' own dtype. Shards
                 always keep their own dtype.
             reduce_dtype: dtype of gradients in transfers; None: the dtype of the sum.
             placement: memory of the shards; None: next to the parameters.
             leaves: tensors on which autograd accumulates gradients: DTensors around the parameters,
                 or the parameters themselves; None: the parameters.
-            whereabouts: location of the model's hidden parameters; None if they belong to no model.
+            whereabouts: record of where the model's hidden parameters are; None if they belong to
+                no model.
         """
         self.name = name
         self.parameters = tuple(parameters)
@@ -169,11 +170,11 @@ class Unit:
         self.apart = (
             stage is Stage.PARAMETERS or self.placement.apart or self._whole_dtype != self.dtype
         )
-        """True if shards have separate memory."""
+        """True if shards have memory of their own, separate from `full`."""
         self.layout = layout_of(self.parameters, 1)
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
-        """Flags of the parameters: True if the parameter has a gradient in this step."""
+        """One flag per parameter: True if it has a gradient in this step."""
         whereabouts = self._whereabouts = whereabouts or Whereabouts()
         shapes = (
             None if isinstance(leaf, DTensor) else shape
@@ -186,31 +187,32 @@ class Unit:
                 for name, shape in zip(names, shapes, strict=True)
             ],
         )
-        """State of the leaves for torch's own calls while the values or the gradients are not on
-        the leaves."""
+        """Makes torch's own calls on the leaves raise an error while the values or gradients are
+            stored elsewhere."""
         self.compressed: Callable[[torch.Tensor, torch.Tensor], Pending] | None = None
         """Function that replaces the collectives' reduce-scatter, if gradients are compressed."""
         self.resident = False
-        """True if the unit's memory and values remain until the next change, although the unit
-        counts as freed: see `ShardedExecution.keep_whole`."""
+        """True if the unit keeps its memory and values until the parameters change, although it
+            counts as freed; see `ShardedExecution.keep_whole`."""
         self.in_step = self.watched = False
         """`in_step`: True if passes of a step may write to the unsharded parameters. `watched`:
         True if in-place writes through `.data` are detected."""
         self.is_lost: Callable[[], bool] = bool
-        """Returns whether the step is lost: a failed collective may have left arbitrary values in
-        the unsharded parameters."""
+        """Function that returns whether the step is lost. A failed collective may then have left
+            arbitrary values in the gathered parameters."""
         self.proves_lost: Callable[[], bool] = bool
-        """Returns whether the step is lost, once all collectives ordered so far have ended: on a
-        device, failures are reported late."""
+        """Function that waits for all collectives issued so far and returns whether the step is
+            lost. On a GPU, failures are reported only after this wait."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._sampled: torch.Tensor | None = None
-        """Sampled elements of each parameter after gathering. None if nothing was gathered or this
-        process cannot read the elements."""
+        """Some elements of each parameter, read after gathering. None if nothing was gathered or
+            the elements cannot be read."""
         self._sent: torch.Tensor | None = None
-        """Shard that is being sent to the other ranks."""
+        """The shard as it is being sent to the other ranks."""
         self._gradient: torch.Tensor | None = None
-        """This rank's own weighted gradient of all elements; None if no gradient was added yet."""
+        """This rank's own weighted gradient of all elements of the unit; None if none was added
+            yet."""
         values = [p.detach() for p in self.parameters]
         self._replace(self.layout, self.dtype)
         for view, value in zip(self._views, values, strict=True):
@@ -232,8 +234,8 @@ class Unit:
         self.own.hold(0, self._full, self.layout)
 
     def cut(self, world_size: int, position: int, mirrored: int | None) -> None:
-        """Shards parameters that are unsharded on this rank. Keeps the shards at `position` and
-        `mirrored`."""
+        """Shards the parameters, which are unsharded on this rank. Keeps only the shards at
+        `position` and `mirrored`."""
         assert self._gathered
         self.finish_gathering()
         whole = self.layout.in_order(self._full)
@@ -248,8 +250,8 @@ class Unit:
         position: int,
         mirrored: int | None,
     ) -> None:
-        """Stores shards of a division into `world_size` shards. The other elements are fetched on
-        demand."""
+        """Takes over shards of a division into `world_size` shards. The other elements are gathered
+        when needed."""
         self.finish_gathering()
         self._replace(self.layout.over(world_size), self._whole_dtype)
         self._hold(position, mirrored, shards.__getitem__)
@@ -257,8 +259,8 @@ class Unit:
         self.free()
 
     def make_whole(self, flat: torch.Tensor | None = None) -> None:
-        """Unshards all parameters on this rank, as in a world of one. `flat`: values; None:
-        arbitrary values."""
+        """Makes all parameters unsharded on this rank, as in a world of one. `flat`: their values;
+        None: arbitrary values."""
         self.finish_gathering()
         self._replace(self.layout.over(1), self.dtype)
         if flat is not None:
@@ -268,7 +270,7 @@ class Unit:
         self.mirror.hold(None, self._full[:0], self.layout)
 
     def fill(self, flat: torch.Tensor) -> None:
-        """Sets the unsharded values without gathering them. The sharding remains unchanged."""
+        """Sets the gathered values without communication. The sharding remains unchanged."""
         self.finish_gathering()
         self._allocate()
         self._put(flat)
@@ -288,7 +290,7 @@ class Unit:
             self._full.copy_(whole)
 
     def _put(self, elements: torch.Tensor) -> None:
-        """Writes the unsharded values, in the order of the parameters."""
+        """Writes the values of the unsharded parameters, given in the order of the parameters."""
         for view, value in zip(self._views, self.layout.over(1).views(elements), strict=True):
             view.copy_(value)
 
@@ -317,8 +319,8 @@ class Unit:
     def _hold(
         self, position: int, mirrored: int | None, values: Callable[[int], torch.Tensor]
     ) -> None:
-        """Fills this rank's shards. `values`: function that returns the values of the shard at a
-        position."""
+        """Sets the values of this rank's shards. `values`: function that returns the values of the
+        shard at a position."""
         for holding, where in ((self.own, position), (self.mirror, mirrored)):
             if where is None:
                 shard = self.placement.empty(0, self.dtype)
@@ -334,8 +336,8 @@ class Unit:
     # ----------------------------------------------------------------------------------- parameters
 
     def start_gathering(self, collectives: Collectives) -> bool:
-        """Starts to gather the unsharded parameters. Returns False if they are already gathered or
-        being gathered."""
+        """Starts to gather the parameters. Returns False if they are already gathered or being
+        gathered."""
         if self._gathered or self._gathering is not None:
             return False
         if self.resident:
@@ -353,7 +355,7 @@ class Unit:
             self._show()
 
     def finish_gathering(self) -> None:
-        """Waits until the parameters are gathered, or the step is lost."""
+        """Waits until the parameters are gathered or the step is lost."""
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             self._gathered = gathering.wait()
@@ -368,10 +370,10 @@ class Unit:
         )
 
     def free(self) -> None:
-        """Frees the unsharded parameters' memory if parameters are sharded. Otherwise the memory
-        remains; if it is a copy of shards that are updated separately, the parameters are hidden,
-        so that the copy is not mistaken for the shards."""
-        uncut = self.own.shard is self._full  # there is no other copy
+        """Frees the memory of the gathered parameters if parameters are sharded. Otherwise the
+        memory remains; if it is a copy of shards that have memory of their own, the parameters are
+        hidden, so that nobody mistakes the copy for the shards."""
+        uncut = self.own.shard is self._full  # there are no other copies of the values
         if uncut or not self.apart:
             return
         if self.stage is not Stage.PARAMETERS:
@@ -383,17 +385,17 @@ class Unit:
                     self.refuse_written()
                 elif self.in_step and not self.is_lost():
                     _log.warning(
-                        "a peer was lost during a pass between the backward pass and "
-                        "optimizer.step(): the step still counts, but the results of that pass "
-                        "are invalid; do not use its outputs"
+                        "another rank failed during a forward pass that ran between the backward "
+                        "pass and optimizer.step(); the step is still valid, but the outputs of "
+                        "that pass are not and must not be used"
                     )
                 self._point([self._full[:0]] * len(self.parameters))
                 self.hidden.hide()
                 self._full.untyped_storage().resize_(0)
 
     def refuse_written(self) -> None:
-        """Raises ConfigurationError if a pass has written to the unsharded parameters, whose memory
-        is freed, or has replaced the memory of a parameter."""
+        """Raises ConfigurationError if a pass has written to the gathered parameters, where the
+        change would be lost, or has replaced the memory of a parameter."""
         if not self.in_step or self.is_lost():
             return
         name, shard = self.moved, self.own.shard
@@ -408,7 +410,8 @@ class Unit:
             raise written_in_vain(name, self._whereabouts.strategy)
 
     def _written_in_place(self, before: torch.Tensor) -> str | None:
-        """Returns the name of a parameter with a changed element, if any."""
+        """Returns the name of a parameter of which a sampled element has changed; None if there is
+        none."""
         now = self._sample()
         if now is None or same(now, before):
             return None
@@ -418,14 +421,14 @@ class Unit:
 
     @property
     def moved(self) -> str | None:
-        """Name of a parameter that was moved away from the memory that receives the ranks' values;
-        None if there is none."""
+        """Name of a parameter that no longer uses the memory into which values are gathered; None
+        if there is none."""
         index = find_moved(self.parameters, self._views)
         return self.parameter_names[index] if index is not None else None
 
     def changed(self) -> None:
-        """Marks gathered values as stale after an optimizer step, except for untrained
-        parameters."""
+        """Marks gathered values as outdated after an optimizer step, unless the parameters are
+        frozen."""
         self.finish_gathering()
         self.resident = self.in_step = False
         if self.stage is Stage.PARAMETERS:
@@ -450,8 +453,8 @@ class Unit:
         self.added(index).add_(gradient.to(self.sum_dtype), alpha=factor)
 
     def added(self, index: int) -> torch.Tensor:
-        """Returns the accumulated gradient of one parameter before its reduction, in the
-        parameter's shape."""
+        """Returns this rank's accumulated gradient of one parameter, before its reduction, in the
+        shape of the parameter."""
         if self._gradient is None:
             self._gradient = torch.zeros(
                 self.layout.padded_numel, dtype=self.sum_dtype, device=self.device
@@ -462,7 +465,7 @@ class Unit:
         )
 
     def start_reducing(self, collectives: Collectives) -> Reducing:
-        """Starts to sum the gradients over the ranks. Every rank takes part, even without a
+        """Starts to sum the gradients over the ranks. Every rank calls it, even without a
         gradient."""
         gradient, self._gradient = self._gradient, None
         if gradient is None:
@@ -477,7 +480,7 @@ class Unit:
         )
 
     def has_gradient(self) -> bool:
-        """Returns whether a gradient was accumulated that is not reduced yet."""
+        """Returns whether there is an accumulated gradient that is not reduced yet."""
         return self._gradient is not None
 
     def forget_gradients(self) -> None:
@@ -490,7 +493,7 @@ class Unit:
 
 
 class Reducing:
-    """Reduction of one unit's gradients in progress."""
+    """A reduction of one unit's gradients that is in progress."""
 
     def __init__(
         self, unit: Unit, shard: torch.Tensor, gradient: torch.Tensor, pending: Pending
@@ -498,7 +501,7 @@ class Reducing:
         self._unit = unit
         self._shard = shard
         self._gradient = gradient
-        """Kept until the sum has arrived, since this tensor is being sent."""
+        """The gradient being sent, which must stay alive until the sum has arrived."""
         self._pending = pending
 
     def wait(self) -> None:
@@ -510,14 +513,14 @@ class Reducing:
 
 
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-    """Removes this rank's part of the gradient that autograd accumulated, and returns it."""
+    """Removes the accumulated gradient from a parameter and returns this rank's part of it."""
     gradient = take_gradient(leaf)
     return None if gradient is None else _local_part(leaf, gradient)
 
 
 def _local_part(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a gradient. A DTensor's gradient may be summed over the ranks of
-    its mesh, which is a collective of these ranks."""
+    """Returns this rank's part of a gradient. For a DTensor, this may sum the gradient over the
+    ranks of its mesh, which must all call it."""
     if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):
         if gradient.placements != leaf.placements:
             gradient = gradient.redistribute(placements=leaf.placements)

@@ -1,9 +1,9 @@
-"""Assembles vectors that are sharded over ranks, in an operation between steps. Also assigns the
-parts of the vectors to the ranks that write them.
+"""Assembles sharded vectors in operations between steps, and decides which rank writes which part
+of a vector to a checkpoint.
 
-The functions use messages to all members instead of an all-gather: in an operation the newest group
-may have learners, and the shards may still belong to the previous group, with mirrors in place of
-lost ranks.
+The functions send messages to all members instead of using an all-gather, for two reasons: the
+newest group may contain learners, and the shards may still be those of the previous group, with
+mirrors in place of lost ranks.
 
 Model and optimizer state have the format of a single process: the module's names, unsharded shapes,
 and indices as in torch's optimizers. Every strategy saves and can load this format.
@@ -46,7 +46,7 @@ def optimizer_state(
     scalars: Sequence[Sequence[Mapping[str, Any]]],
     wholes: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Returns the result that `torch.optim.Optimizer.state_dict()` would return on a single
+    """Returns the optimizer state in the format of `torch.optim.Optimizer.state_dict()` on a single
     process. `places`: the parameters of each group."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
@@ -69,7 +69,8 @@ def spread(
     units: Sequence[Unit],
     state: ShardedOptimizerState,
 ) -> None:
-    """Loads a result of `optimizer_state` into the state of the units' pieces."""
+    """Loads a result of `optimizer_state` into the optimizer, which has the units' pieces as
+    parameters."""
     by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
     number = 0
     for group in places:
@@ -109,7 +110,7 @@ def assemble(
     keys: Sequence[Mapping[str, torch.dtype]],
     channel: Channel,
 ) -> list[dict[str, torch.Tensor]]:
-    """Returns the complete vectors of each unit, flat and without padding. The result may share
+    """Assembles the complete vectors of each unit, flat and without padding. The result may share
     memory with the shards.
 
     `held`, `keys`: arguments of `reshard`; without keys, only the values are assembled.
@@ -154,12 +155,12 @@ def own_runs(
     outlines: Sequence[Mapping[str, torch.Tensor]],
     channel: Channel,
 ) -> tuple[int, dict[int, list[Run]]]:
-    """Returns the number of shards of the vectors, and the runs that this rank writes, by shard.
-    Over all ranks, each run is written once.
+    """Returns the number of shards, and the ranges of the vectors that this rank writes, by shard.
+    Each range is written by exactly one rank.
 
     Args:
         held: argument of `reshard`.
-        outlines: the vectors of each unit, on the meta device.
+        outlines: the vectors of each unit, as tensors on the meta device.
 
     Raises:
         ShardsLostError: no sharding is complete any more.
@@ -191,12 +192,12 @@ def copy_singles(
     channel: Channel,
     leaving: Collection[int],
 ) -> tuple[ShardHolders[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
-    """Copies each shard that only one rank has to another rank, for the newest complete sharding.
-    Returns this sharding's holders and the copies that this rank keeps, by unit and position.
-    Returns None on all ranks if nothing has to be copied.
+    """Copies each shard of the newest complete sharding that is on only one rank to another rank.
+    Returns the ranks that have each shard, and the copies that this rank keeps, by unit and
+    position. Returns None on all ranks if nothing had to be copied.
 
-    `held`, `keys`: arguments of `reshard`. `leaving`: ranks about to leave, whose shards do not
-    count and which keep no copies.
+    `held`, `keys`: arguments of `reshard`. `leaving`: ranks that are about to leave. Their shards
+    do not count, and they keep no copies.
 
     Raises:
         MembershipChanged: the group is over.
@@ -244,8 +245,8 @@ def copy_singles(
 def agree(
     held: Sequence[RankShards], channel: Channel
 ) -> tuple[dict[int, int], RankShards | None, bool]:
-    """Returns, for the newest complete sharding: the rank that sends each position, this rank's
-    shards, and whether every rank has every position."""
+    """Agrees on the newest complete sharding. Returns the rank that sends each position, this
+    rank's shards, and whether every rank has every position."""
     newest = newest_of(_rows_of_ranks(held, channel))
     everywhere = all(
         len(newest.holders.get(position, ())) == channel.world_size
@@ -259,5 +260,5 @@ def _rows_of_ranks(held: Sequence[RankShards], channel: Channel) -> list[list[in
 
 
 def _bytes(shard: torch.Tensor) -> bytes:
-    # A copy: a storage that numpy has seen cannot be resized.
+    # Copied, because a storage that is shared with numpy cannot be resized.
     return shard.detach().to("cpu", copy=True).view(torch.uint8).numpy().tobytes()

@@ -1,6 +1,7 @@
 """The strategies, each with a `declaration`, listed in `registry`.
 
 - `sharded`: strategies that shard over the data-parallel ranks.
-- `model`, `optimizer`: the user's objects under every strategy. `whole_groups`: the contents of the
-  optimizer's groups. `fitting`: a complete fit in one call.
+- `model`, `optimizer`: wrappers of the user's model and optimizer for every strategy.
+  `whole_groups`: the optimizer's parameter groups as the script sees them. `fitting`: a complete
+  training loop in one call.
 """

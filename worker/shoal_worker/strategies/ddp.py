@@ -1,10 +1,11 @@
-"""Data parallelism. Every rank holds the whole model and optimizer, and gradients are averaged over
-all ranks in every step.
+"""Data parallelism. Every rank has the whole model and optimizer, and each step averages the
+gradients over all ranks.
 
 Cost per rank: memory for all parameters, gradients and optimizer state; 2P(N-1)/N bytes sent per
-step (ring all-reduce). The result is that of one process on the whole batch, for any optimizer,
-because gradients are averaged and not parameters. (Li et al., "PyTorch Distributed", VLDB 2020,
-section 3; Goyal et al., 2017, section 3 on why gradients.)
+step (ring all-reduce). For any optimizer, the result is that of a single process on the whole
+batch, because the ranks average gradients rather than parameters. (Li et al., "PyTorch
+Distributed", VLDB 2020, section 3; Goyal et al., 2017, section 3 on the reason to average
+gradients.)
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class DDPModel(ShardedModel):
     )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Makes backward passes within the context only accumulate this rank's gradients, as in
+        """Returns a context in which backward passes only accumulate this rank's gradients, as in
         torch's DDP. The next backward pass outside of the context reduces the accumulated
-        gradients, or else `optimizer.step()` does."""
+        gradients; if there is none, `optimizer.step()` does."""
         return cast(ReplicatedEngine, self.engine).no_sync()
 
 

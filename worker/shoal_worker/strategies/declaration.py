@@ -1,5 +1,5 @@
-"""The declaration of a strategy. Code that lists strategies, as in errors, docs and presets, reads
-the declarations (`registry.py`)."""
+"""The declaration of a strategy. Error messages, docs and presets that list strategies read the
+declarations (`registry.py`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shoal_worker.engine.base import Engine, Setup
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """Declaration of one strategy: a name for an engine with its arguments, and the strategy's
-    costs.
+    """Declaration of one strategy: its name, the function that creates its engine, its costs, and
+    what it supports.
 
     Costs are in bytes per rank, in Markdown. P, G, O: bytes of parameters, gradients and optimizer
     state; N: number of ranks.
@@ -21,8 +21,8 @@ class Strategy:
     name: str
     """Value of `as_distributed(strategy=)`."""
     engine: Callable[[Setup], Engine]
-    """Creates the engine. Raises ConfigurationError if the strategy's options are invalid, alone or
-    with the configuration."""
+    """Function that creates the engine. Raises ConfigurationError if the strategy's options are
+    invalid or conflict with the configuration."""
     memory: str
     """Memory used by a rank."""
     sent: str
@@ -30,25 +30,25 @@ class Strategy:
     a_death: str
     """Effect of a rank's death."""
     options: frozenset[str] = frozenset()
-    """Keyword arguments of `as_distributed` specific to this strategy."""
+    """Keyword arguments of `as_distributed` that are specific to this strategy."""
     settings: frozenset[str] = frozenset()
-    """Fields of `ShardingConfiguration` that this strategy supports, among those that not every
-    strategy supports."""
+    """Fields of `ShardingConfiguration` that this strategy supports but some other strategies do
+    not."""
     compressor: str | None = None
     """Compressor suitable for slow links; None if the strategy does not support
     `gradient_compression=`."""
     complex_parameters: bool = False
     """True if the strategy supports complex parameters."""
     communicates_in_passes: bool = False
-    """True if all ranks pass their own samples at the same time, so that a pass may communicate
-    with other ranks: SyncBatchNorm layers, `shoal.whole_batch`."""
+    """True if all ranks run each pass at the same time, on their own samples, so that the model may
+    communicate within a pass, as SyncBatchNorm layers and `shoal.whole_batch` do."""
     keeps_memory: bool = False
-    """True if parameters stay in the memory in which the user's module has them, so that two
-    parameters may share memory."""
+    """True if the strategy leaves parameters in the memory that the user's module allocated, so
+    that two parameters may share memory."""
     sparse_tables: bool = False
     """True if the strategy supports models with sparse tables."""
     several_models: bool = False
     """True if the strategy supports several models in one loop, each with an optimizer."""
     why_one_model: str = ""
-    """Reason why the strategy does not support several models, and the closest alternative, for the
-    error."""
+    """For the error message: why the strategy does not support several models, and the closest
+    alternative."""

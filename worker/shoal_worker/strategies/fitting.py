@@ -1,10 +1,10 @@
-"""A complete fit in one call: `optimizer.optimize(OptimizationInputData(...))`, with validation and
-early stopping, under every strategy.
+"""A complete training loop in one call, `optimizer.optimize(OptimizationInputData(...))`, with
+validation and early stopping, for every strategy.
 
-Runs the loop that a user would write, with the same parts: `ElasticDataLoader`, `train_step`,
-`evaluate`. The fit therefore survives faults as such a loop does, and supports pipelines. Its
-results so far are registered state: joiners receive them, and checkpoints contain them. It saves no
-checkpoints, and keeps no copy of the best model: use `on_epoch` for either.
+The fit runs the loop that a user would write with `ElasticDataLoader`, `train_step` and `evaluate`.
+It therefore survives faults like any such loop, and supports pipelines. Its results so far are
+registered state: joiners receive them, and checkpoints contain them. It neither saves checkpoints
+nor keeps a copy of the best model; use `on_epoch` for both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Protocol):
-    """The part of `ShardedOptimizer` that a fit needs."""
+    """Methods of `ShardedOptimizer` that a fit calls."""
 
     def step(self) -> StepStatus: ...
     def zero_grad(self) -> None: ...
@@ -43,16 +43,17 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """Results of one epoch, the same on all ranks. With `async_sgd`, only this rank's results."""
+    """Results of one epoch, identical on all ranks. With `async_sgd`, they cover only this rank's
+    samples."""
 
     epoch: int
     """Epoch number, from 0."""
     training_loss: float
-    """Mean loss over the samples of the epoch, each computed at the time of its step; NaN if there
-    are none.
+    """Mean training loss over the samples of the epoch, as computed during its steps; NaN if there
+    are no samples.
 
-    Excludes the samples of ranks that have left since, and samples trained before a resume. Steps
-    that were undone by a return to a checkpoint count in addition to the repeated ones.
+    Excludes the samples of ranks that have left since, and samples trained before a resume. If the
+    run returned to a checkpoint, the repeated steps count in addition to the undone ones.
     """
     metric: float
     """Mean metric over the validation samples after the epoch; `training_loss` if there are no
@@ -63,7 +64,7 @@ class EpochRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationInputData:
-    """Data, duration and settings of a fit.
+    """Data, length and settings of a fit.
 
     Raises:
         ConfigurationError: invalid or contradictory values.
@@ -80,36 +81,38 @@ class OptimizationInputData:
     epochs: int | None = None
     """Maximum number of epochs; >= 1. None: no limit, with `max_steps`."""
     max_steps: int | None = None
-    """Maximum number of optimizer steps; >= 1. None: no limit, with `epochs`. An epoch that the
-    limit cuts short is measured and recorded like others. With `async_sgd`, the number of steps of
-    all ranks."""
+    """Maximum number of optimizer steps; >= 1. None: no limit, with `epochs`. If the limit ends an
+    epoch early, that epoch is still evaluated and recorded. With `async_sgd`, the limit applies to
+    the total number of steps of all ranks."""
     global_batch_size: int
-    """Number of samples in a step over all ranks; with `async_sgd`, in a push. The last step of an
-    epoch may have fewer."""
+    """Number of samples per step over all ranks; with `async_sgd`, per push of one worker. The last
+    step of an epoch may have fewer."""
     micro_batch_size: int | None = None
-    """Number of samples in a micro-batch; see `ElasticDataLoader`. None: a step is one batch per
-    rank."""
+    """Number of samples in a micro-batch; see `ElasticDataLoader`. None: each rank has one batch
+    per step."""
     seed: int = 0
     """Seed for the order of the samples."""
     max_norm: float | None = None
-    """Maximum norm of the gradients, to which they are clipped; None: no clipping."""
+    """Maximum gradient norm for clipping; None: no clipping."""
     scheduler: Any = None
-    """A learning-rate scheduler for the optimizer, not registered, which the fit steps after each
-    committed step; None: constant rate."""
+    """Learning-rate scheduler of the optimizer, which the script must not register itself. The fit
+    steps it after each committed step. None: the learning rate is constant."""
     patience: int | None = None
     """Number of epochs without improvement of the metric after which the fit stops; None: it never
     stops early."""
     min_delta: float = 0.0
     """Smallest improvement that counts; >= 0."""
     mode: str = "min"
-    """Direction in which the metric should change: decrease ("min") or increase ("max")."""
+    """"min" if a lower metric is better, "max" if a higher one is."""
     on_epoch: Callable[[EpochRecord], object] | None = None
-    """Called after each epoch on every rank, between steps. It may save, report or evaluate,
-    equally on all ranks."""
+    """Function called after each epoch on every rank. It may save, report or evaluate, in the same
+    way on all ranks."""
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.max_steps is None:
-            raise ConfigurationError("expected epochs= or max_steps=, or both")
+            raise ConfigurationError(
+                "neither epochs= nor max_steps= was given; pass at least one of them"
+            )
         for name, value in (("epochs", self.epochs), ("max_steps", self.max_steps)):
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: expected at least 1")
@@ -128,8 +131,9 @@ class OptimizationInputData:
             )
         if isinstance(self.scheduler, ReduceLROnPlateau):
             raise ConfigurationError(
-                "scheduler=ReduceLROnPlateau needs a metric after each epoch; register it with "
-                "shoal.register_state, and step it in on_epoch="
+                "scheduler=ReduceLROnPlateau is not supported, because it needs a metric after "
+                "each epoch; register the scheduler with shoal.register_state and step it in "
+                "on_epoch="
             )
         if self.metric_fn is not None and self.validation is None:
             raise ConfigurationError(
@@ -145,7 +149,8 @@ class OptimizationInputData:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationResult:
-    """Results of `optimize`, the same on all ranks. With `async_sgd`, only this rank's results."""
+    """Results of `optimize`, identical on all ranks. With `async_sgd`, they cover only this rank's
+    steps."""
 
     best_metric: float
     """Best metric; NaN if no epoch has produced one."""
@@ -211,9 +216,9 @@ def fit(
         )
     if model.sharding_config.loss_reduction != "mean":
         raise ConfigurationError(
-            f"optimize() with loss_reduction={model.sharding_config.loss_reduction!r}: it reports "
-            "means over samples and decides by them; leave loss_reduction out, and pass a "
-            "loss_fn that returns a mean"
+            f"optimize() with loss_reduction={model.sharding_config.loss_reduction!r}: optimize() "
+            "reports mean losses and uses them for early stopping; leave loss_reduction out, and "
+            "pass a loss_fn that returns a mean"
         )
     name = next(
         name
@@ -243,7 +248,7 @@ def fit(
         )
         has_all_steps = data.max_steps is not None and loader.global_step >= data.max_steps
         if (loader.epoch <= epoch and not has_all_steps) or session.is_redoing:
-            continue  # the job was stopped within the epoch, or parts of it are repeated
+            continue  # the job was stopped during the epoch, or parts of it are being repeated
         record = progress.add(epoch, training_loss, metric)
         if data.on_epoch is not None:
             data.on_epoch(record)
@@ -267,14 +272,14 @@ def _epoch(
     data: OptimizationInputData,
     loader: ElasticDataLoader,
 ) -> tuple[float, float]:
-    """Trains on the rest of the loader's epoch. Returns this rank's sum of losses and its number of
-    samples."""
+    """Trains until the end of the loader's current epoch. Returns the sum of this rank's losses and
+    its number of samples."""
     total, samples = 0.0, 0.0
     for step in _steps(loader, in_micro_batches=data.micro_batch_size is not None):
         loss_sum, count = 0.0, 0.0
         for inputs, targets in step:
-            # Number of samples of the batch. A rank without any in an incomplete step gets a
-            # stand-in of weight 0.
+            # Number of samples of the batch. In an incomplete step, a rank without samples gets a
+            # placeholder batch of weight 0.
             weight = (session.step.micro_batch if session.step is not None else None) or 0.0
             loss = float(model.train_step(inputs, targets, data.loss_fn))
             loss_sum, count = loss_sum + loss * weight, count + weight
@@ -298,7 +303,7 @@ def _steps(loader: ElasticDataLoader, *, in_micro_batches: bool) -> Iterator[Any
 
 
 def _mean(session: Session, sums: tuple[float, float]) -> float:
-    """Returns the mean loss over all ranks' samples. Runs an operation of all ranks."""
+    """Returns the mean loss over the samples of all ranks. Every rank calls it."""
 
     def body(channel: Channel) -> list[float]:
         everyones = [json.loads(each) for each in channel.exchange(json.dumps(sums).encode())]

@@ -1,8 +1,8 @@
 """Pipeline x tensor x data parallelism. Each replica of the model is divided into pipeline stages,
 and the stages' layers are split over ranks.
 
-Memory is divided by the product of the sizes, and the traffic is the sum of all three:
-docs/strategies/hybrid.md.
+Memory per rank is divided by the product of the three sizes. Traffic is the sum of the traffic of
+the three kinds of parallelism (docs/strategies/hybrid.md).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _engine(setup: Setup) -> MeshEngine:
     pipelined = pipeline > 1
     if pipelined and setup.several:
         raise ConfigurationError(
-            f"pipeline_parallel_size={pipeline} with several models: train_step runs both passes "
-            "of one pipeline together, so a loss cannot depend on two models; leave "
-            "pipeline_parallel_size out to split the models by tensor_parallel_size alone, or "
-            "put them into one nn.Module with one optimizer"
+            f"pipeline_parallel_size={pipeline} with several models: train_step runs the forward "
+            "and backward passes of one pipeline together, so a loss cannot depend on two models; "
+            "leave pipeline_parallel_size out and split the models by tensor_parallel_size alone, "
+            "or combine them into one nn.Module with one optimizer"
         )
     for field in ("shard_modules", "prefetch_blocks"):
         value = getattr(config, field)
@@ -66,8 +66,8 @@ def _engine(setup: Setup) -> MeshEngine:
     if pipelined and options.get("sequence_dimension") is not None:
         raise ConfigurationError(
             f"sequence_dimension={options['sequence_dimension']} with "
-            f"pipeline_parallel_size={pipeline}: stages send whole activations to each other; "
-            "leave one of the two out"
+            f"pipeline_parallel_size={pipeline}: pipeline stages exchange full activations, which "
+            "sequence parallelism would split; leave one of the two out"
         )
     tensor = checked_size("tensor_parallel_size", options.get("tensor_parallel_size", 1))
     if tensor > 1:
@@ -100,7 +100,7 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 def _sharding(setup: Setup, stage: Stage | None, *, pipelined: bool) -> Sharding | None:
-    """Returns the sharding along the data axis; None if there is none."""
+    """Returns the sharding along the data axis; None if nothing is sharded."""
     if stage is None:
         return None
     config, blocks = setup.config, None
@@ -119,13 +119,13 @@ def _sharding(setup: Setup, stage: Stage | None, *, pipelined: bool) -> Sharding
 
 
 class HybridShardedModel(ShardedModel):
-    """A replica of the model on `pipeline_parallel_size` x `tensor_parallel_size` ranks.
+    """A model with replicas of `pipeline_parallel_size` x `tensor_parallel_size` ranks each.
     `data_parallel_size`: maximum number of replicas; -1: as many as possible.
 
-    `data_parallel_strategy`: "ddp": each replica holds its own gradients and optimizer state.
+    `data_parallel_strategy`: "ddp": each replica has all parameters, gradients and optimizer state.
     "zero1" shards the optimizer state over the replicas, "zero2" also the summed gradients, and
-    "fsdp" also the parameters. fsdp gathers the parameters for the passes: block by block, or in a
-    pipeline all of a rank's stages. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
+    "fsdp" also the parameters. "fsdp" gathers the parameters for the passes: block by block, or in
+    a pipeline all stages of a rank at once. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
     """
 
     declaration: ClassVar[Strategy] = Strategy(

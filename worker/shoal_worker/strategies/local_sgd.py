@@ -2,10 +2,10 @@
 parameters every `sync_every` steps.
 
 Cost per rank: memory as for ddp, plus a copy of parameters and optimizer state during a round;
-2P(N-1)/(N k) bytes sent per step if the ranks average every k steps. Local SGD is not an exact
-substitute for ddp: the parameters are equal only with k = 1 and plain SGD. (Stich, "Local SGD
-Converges Fast and Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient
-Learning", AISTATS 2017, algorithm 1.)
+2P(N-1)/(N k) bytes sent per step if the ranks average every k steps. Local SGD does not give the
+same result as ddp, except with k = 1 and plain SGD. (Stich, "Local SGD Converges Fast and
+Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017,
+algorithm 1.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
 class LocalSGDModel(ShardedModel):
-    """A replica of the whole model on every rank, trained separately between averages."""
+    """A replica of the whole model on every rank. Ranks train their replicas separately and average
+    them at the end of each round."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="local_sgd",
@@ -32,9 +33,9 @@ class LocalSGDModel(ShardedModel):
         a_death="the round is repeated",
         options=frozenset(field.name for field in dataclasses.fields(RoundOptions)),
         complex_parameters=True,
-        why_one_model="its ranks average at the end of a round of steps, and a model whose "
-        "optimizer skips some batches would reach that end at a different time. Over slow links, "
-        "gradient_compression= with ddp also sends little",
+        why_one_model="its ranks average parameters after a fixed number of steps, and models "
+        "whose optimizers skip some batches would reach that number at different times. For "
+        "slow links, ddp with gradient_compression= is an alternative",
     )
 
     @property
@@ -43,11 +44,11 @@ class LocalSGDModel(ShardedModel):
         return cast(LocalSGDEngine, self.engine).steps_in_round
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Does nothing, because gradients are never reduced."""
+        """Returns a context without effect, because this strategy never reduces gradients."""
         return cast(LocalSGDEngine, self.engine).no_sync()
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
     """The user's optimizer, stepped on every rank with that rank's own gradients. The last step of
-    a round averages the parameters. If that fails, `step` returns LOST, and the round is repeated
-    from its start."""
+    a round averages the parameters. If averaging fails, `step` returns LOST, and the round is
+    repeated from its start."""

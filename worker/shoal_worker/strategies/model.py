@@ -1,5 +1,5 @@
-"""`ShardedModel`: the user's model under every strategy. Its engine does the work
-(`engine/base.py`)."""
+"""`ShardedModel`, the wrapper of the user's model for every strategy. The strategy's engine does
+the work (`engine/base.py`)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from shoal_worker.object_storage import is_url, local_path
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
 from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.torch_internals import in_function_transform
 
 
 class ShardedModel(nn.Module):
     """A model that several ranks train together.
 
-    `model.module` is the user's own module. Attributes that this class lacks are looked up there,
-    such as the `config` of transformers models. `model.sharding_config` describes the sharding.
+    `model.module` is the user's own module. Attributes that this class does not have, such as the
+    `config` of transformers models, are looked up on that module. `model.sharding_config` describes
+    the sharding.
     """
 
     declaration: ClassVar[Strategy]
@@ -58,14 +60,15 @@ class ShardedModel(nn.Module):
         **options: Any,
     ) -> None:
         """Creates the model. `backend`: name of the communication backend; None: selected by the
-        session's device. `among`: session of this model if it is one of several; None: it is the
-        only one. `options`: options that the strategy declares.
+        session's device. `among`: session of this model if several models are trained in one loop;
+        None: it is the only model. `options`: options declared by the strategy.
 
         Raises:
             ConfigurationError: the strategy cannot train the module with these settings.
         """
         super().__init__()
-        # The result of torch.compile is called, but state is named as in the user's own module.
+        # Passes call the module returned by torch.compile, but state has the names of the user's
+        # own module.
         self._call: Callable[..., Any] = module.__call__
         self.module = getattr(module, "_orig_mod", module)
         self.sharding_config = config
@@ -76,7 +79,7 @@ class ShardedModel(nn.Module):
         self._forward_methods: set[str] = set()
         """Names of methods that are registered as passes; see `register_forward_method`."""
         if session.device.type == "cuda":
-            # NCCL binds groups to the current device, which ranks of one host must not share
+            # NCCL binds groups to the current device, which must differ between ranks of one host
             torch.cuda.set_device(session.device)
         checkpoint_activations(self.module, config.activation_checkpointing)
         self.on_before_initialize_sharding()
@@ -95,12 +98,13 @@ class ShardedModel(nn.Module):
     def initialize_sharding(self) -> None:
         """Creates the engine, which distributes the module over the ranks. Called once, by the
         constructor."""
-        # otherwise only Python's collector would free the memory of an unused model
+        # A strong reference would form a cycle, so that only Python's garbage collector would free
+        # the memory of an unused model.
         itself = weakref.ref(self)
 
         def call_model(*args: Any, **kwargs: Any) -> Any:
             model = itself()
-            assert model is not None, "it calls"
+            assert model is not None, "the engine calls a living model"
             return model(*args, **kwargs)
 
         def show(module: nn.Module) -> None:
@@ -124,13 +128,13 @@ class ShardedModel(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. Raises PreconditionError if `module` is replaced once the engine
-        exists."""
+        """Sets an attribute. Raises PreconditionError if `module` is replaced after the engine was
+        created."""
         if name == "module" and "engine" in self.__dict__:
             raise PreconditionError(
-                "model.module was replaced, but Shoal trains the module passed to "
-                "as_distributed; change its values with model.with_parameters(values), and "
-                "compile it before as_distributed"
+                "model.module cannot be replaced, because Shoal trains the module passed to "
+                "as_distributed; set its values with model.with_parameters(values), and compile "
+                "it before as_distributed"
             )
         super().__setattr__(name, value)
 
@@ -147,8 +151,8 @@ class ShardedModel(nn.Module):
     # ------------------------------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass. In training, the backward pass reduces the gradients, if
-        the strategy does so."""
+        """Runs the module's forward pass. In training, the backward pass also reduces the gradients
+        over the ranks, unless the strategy does so later."""
         return self._through(
             self.engine.forward_frozen if self._is_frozen else self.engine.forward, *args, **kwargs
         )
@@ -160,21 +164,21 @@ class ShardedModel(nn.Module):
         return self._among is not None and self._among.frozen and torch.is_grad_enabled()
 
     def register_forward_method(self, name: str) -> None:
-        """Makes `model.NAME(...)` a pass like `model(...)`. For a method of the module that uses
-        parameters and is not called by `forward`, such as `encode` or `loss`. Every rank calls this
-        once, after `as_distributed`, and then uses `model.NAME(...)` instead of
-        `model.module.NAME(...)`. Required under `zero3`, `fsdp` and `hsdp`, where a rank has the
-        parameters only in passes. Forward hooks of the module itself are not run. (FSDP2 has
-        `register_fsdp_forward_method` for the same purpose.)
+        """Makes `model.NAME(...)` a forward pass like `model(...)`. Use this for a method of the
+        module that uses parameters and is not called by `forward`, such as `encode` or `loss`.
+        Every rank calls this once, after `as_distributed`, and then uses `model.NAME(...)` instead
+        of `model.module.NAME(...)`. Required with `zero3`, `fsdp` and `hsdp`, because a rank has
+        the full parameters only during passes. Forward hooks of the module itself do not run.
+        (FSDP2 has `register_fsdp_forward_method` for the same purpose.)
 
         Raises:
-            ConfigurationError: the module has no such method, the model has one of that name, or
-                the strategy splits layers.
+            ConfigurationError: the module has no such method, `ShardedModel` already has a method
+                of that name, or the strategy splits layers.
         """
         if hasattr(type(self), name):
             raise ConfigurationError(
-                f"register_forward_method({name!r}): the model already has a method of that name; "
-                "choose another name"
+                f"register_forward_method({name!r}): ShardedModel already has a method of that "
+                "name; choose another name"
             )
         if not callable(getattr(self.module, name, None)) or isinstance(
             getattr(self.module, name), nn.Module
@@ -190,6 +194,13 @@ class ShardedModel(nn.Module):
         """Runs a pass through `call`, a method of the engine, and records its inputs for comparison
         between ranks."""
         if self.training and torch.is_grad_enabled():
+            if in_function_transform():
+                raise ConfigurationError(
+                    "the distributed model is called inside a transform of torch.func (grad, vmap, "
+                    "jvp, ...), whose gradients Shoal cannot reduce; compute the loss outside of "
+                    "the transform and call loss.backward(), or apply the transform inside the "
+                    "module's forward()"
+                )
             self._session.lifecycle.note_inputs(args, kwargs)
         else:
             self._session.lifecycle.note_evaluated(args, kwargs)
@@ -200,8 +211,8 @@ class ShardedModel(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the module's forward pass in place, like `torch.nn.Module.compile`.
-        `torch.compile(model)` has the same effect on a returned model. Neither compiles Shoal's own
-        code."""
+        `torch.compile(model)` does the same but returns the compiled model. Neither compiles
+        Shoal's own code."""
         self.module.compile(*args, **kwargs)
 
     def train_step(
@@ -210,10 +221,11 @@ class ShardedModel(nn.Module):
         """Runs the forward and backward passes and sums the gradients over the ranks. Returns the
         loss averaged over the whole batch, the same on every rank.
 
-        A mapping as `inputs` becomes keyword arguments, a tuple positional ones. Without `loss_fn`
-        the output's `.loss` is used. In `loader.steps()` the batch is a micro-batch, whose own loss
-        is returned. Under local_sgd and async_sgd, whose ranks do not communicate in each step, the
-        loss is this rank's own.
+        If `inputs` is a mapping, its items are passed as keyword arguments; the items of a tuple
+        are passed as positional arguments. Without `loss_fn`, the output's `.loss` is used. In
+        `loader.steps()` the batch is a micro-batch, and the returned loss is that of the
+        micro-batch. With local_sgd and async_sgd, whose ranks do not communicate in each step, the
+        loss is that of this rank's samples.
         """
         self._session.lifecycle.note_inputs(inputs, targets)
         return self.engine.train_step(inputs, targets, loss_fn)
@@ -228,14 +240,14 @@ class ShardedModel(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own `generate`, as in transformers models. With `tensor`, all ranks of
         a replica call this with the same inputs and receive the same tokens, including sampled
-        ones. Outside of `shoal.evaluate`, a failure of a rank meanwhile ends the scripts of the
-        other ranks.
+        ones. If a rank fails during a call outside of `shoal.evaluate`, the scripts of the other
+        ranks end.
 
         Raises:
-            AttributeError: the module has none.
-            PreconditionError: parameters are gathered for one pass at a time, and ranks whose texts
-                end earlier would leave the others waiting: `model.clone().generate(...)`, called on
-                every rank, generates with a copy.
+            AttributeError: the module has no `generate`.
+            PreconditionError: the strategy gathers parameters for each pass, so a rank whose text
+                ends early would leave the others waiting. Generate with a copy instead: call
+                `model.clone().generate(...)` on every rank.
         """
         return self.engine.generate(*args, **kwargs)
 
@@ -247,7 +259,7 @@ class ShardedModel(nn.Module):
 
     def synchronize_gradients(self) -> None:
         """Sums the gradients over the ranks. Needed only with `auto_sync_gradients=False`;
-        otherwise the backward pass does so. Gradients that are already reduced are not reduced
+        otherwise the backward pass does this. Gradients that are already reduced are not reduced
         again."""
         self.engine.synchronize_gradients()
 
@@ -257,25 +269,24 @@ class ShardedModel(nn.Module):
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the current gradients by parameter name. If gradients are sharded over the ranks,
-        returns those of `local_shard`. Parameters without a gradient are omitted."""
+        returns only the gradients of `local_shard`. Parameters without a gradient are omitted."""
         return self.engine.get_gradients()
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Replaces gradients, given by parameter name.
 
         Raises:
-            ConfigurationError: an unknown name or another shape, or gradients are sharded over the
-                ranks; nothing is changed.
+            ConfigurationError: a name is unknown, a shape does not match, or gradients are sharded
+                over the ranks; nothing is changed.
         """
         self.engine.set_gradients(gradients)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their norm over all parameters of all ranks is at most
-        `max_norm`. Returns the norm before that.
+        `max_norm`. Returns the norm before scaling.
 
         Raises:
-            ConfigurationError: a norm other than the Euclidean one, if gradients are sharded over
-                the ranks.
+            ConfigurationError: gradients are sharded over the ranks, and `norm_type` is not 2.
         """
         return self.engine.clip_grad_norm_(max_norm, norm_type)
 
@@ -283,12 +294,13 @@ class ShardedModel(nn.Module):
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters, or its parts of them, by name."""
+        """This rank's parameters by name; with a strategy that shards parameters, only this rank's
+        shards of them."""
         return self.engine.local_shard
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Returns copies of all unsharded parameters on every rank, by the original module's names.
-        Every rank calls it."""
+        """Returns copies of all parameters, unsharded, on every rank, by the original module's
+        names. Every rank calls it."""
         return self.engine.gather_full_parameters()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -318,17 +330,17 @@ class ShardedModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns torch's own state dict. Raises PreconditionError unless this rank has all
-        values."""
+        """Returns the module's own state dict. Raises PreconditionError if this rank has only some
+        of the values."""
         self.engine.check_values_here(
             "state_dict()",
-            "model.full_state_dict() returns the whole state, under the original module's names",
+            "model.full_state_dict() returns the whole state with the original module's names",
         )
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads torch's own state dict, the same on every rank. Raises PreconditionError unless
-        this rank has all values."""
+        """Loads a state dict of the module itself; every rank passes the same one. Raises
+        PreconditionError if this rank has only some of the values."""
         self.engine.check_values_here(
             "load_state_dict()",
             "model.load_full(state) loads the result of model.full_state_dict(), and "
@@ -337,8 +349,8 @@ class ShardedModel(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Converts the module, for `to`, `half`, `float`, `cuda` and similar methods. Raises
-        PreconditionError if the layout over the ranks is fixed."""
+        """Implements conversions of the module by `to`, `half`, `float`, `cuda` and similar
+        methods. Raises PreconditionError if the parameters are already laid out over the ranks."""
         if not self.engine.check_conversion(fn):
             return self
         # torch's is untyped
@@ -358,12 +370,13 @@ class ShardedModel(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Returns a clone. AveragedModel and other moving averages copy the model this way. Every
-        rank calls it."""
+        """Returns a clone, for AveragedModel and other moving averages, which deep-copy the model.
+        Every rank calls it."""
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises PreconditionError, because pickling would include this rank's process."""
+        """Raises PreconditionError, because a model is bound to its process and cannot be
+        pickled."""
         raise PreconditionError(
             f"a model with strategy={self.strategy!r} cannot be pickled (as torch.save(model) "
             "does); save model.full_state_dict() or model.clone(), or call "
@@ -373,7 +386,7 @@ class ShardedModel(nn.Module):
     # ---------------------------------------------------------------------------------------- files
 
     def serialize(self) -> bytes:
-        """Returns the parameters and buffers with the strategy's name and layout, as bytes. Every
+        """Returns the parameters, the buffers, and the strategy's name and layout as bytes. Every
         rank calls it."""
         return self._dumped(self.full_state_dict())
 
@@ -385,7 +398,8 @@ class ShardedModel(nn.Module):
         """Loads a result of `serialize` of any strategy. Every rank calls it with the same bytes.
 
         Raises:
-            CorruptDataError: damaged, foreign or newer, or not of this model; nothing is changed.
+            CorruptDataError: the bytes are damaged, come from another program or a newer release,
+                or belong to another model; nothing is changed.
             ConfigurationError: ranks were given different bytes; nothing is changed.
         """
         self.load_full(self.engine.agreed("deserialize", lambda: _loaded(*load_tensors(data))))
@@ -395,7 +409,8 @@ class ShardedModel(nn.Module):
         on the first rank that has the state. Every rank calls it. On return, the file exists.
 
         Raises:
-            UnavailableError (FILE_NOT_WRITTEN): on all ranks: the first one cannot write it.
+            UnavailableError (FILE_NOT_WRITTEN): the first rank cannot write the file. Raised on all
+                ranks.
         """
         target = str(path) if is_url(path) else local_path(path).absolute()
         state = self.full_state_dict()
@@ -414,12 +429,12 @@ class ShardedModel(nn.Module):
             raise UnavailableError(refused, reason="FILE_NOT_WRITTEN")
 
     def load_model(self, path: str | Path) -> None:
-        """Loads a file or URL written by `save_model`, to which every rank must have access. Raises
-        like `deserialize`."""
+        """Loads a file or URL written by `save_model`. Every rank must be able to read it. Raises the
+        same errors as `deserialize`."""
         self.load_full(self.engine.agreed("load_model", lambda: _loaded(*read_tensors(path))))
 
     def get_model_metadata(self) -> dict[str, Any]:
-        """Returns a description of the model and its layout, as JSON."""
+        """Returns a description of the model and its layout that can be encoded as JSON."""
         whole, layout = self.engine.whole_parameters(), self.engine.layout()
         return {
             "strategy": self.strategy,
@@ -445,8 +460,8 @@ class ShardedModel(nn.Module):
 
 
 def _loaded(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state in a file of `serialize`. A file of an earlier release contains only
-    tensors."""
+    """Returns the state contained in a result of `serialize`. Results of earlier releases contain
+    only tensors."""
     state: Mapping[str, Any] = (
         unflatten(metadata["structure"], tensors) if "structure" in metadata else tensors
     )

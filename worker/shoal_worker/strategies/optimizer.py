@@ -1,5 +1,5 @@
-"""`ShardedOptimizer`: the user's optimizer under every strategy. Its engine performs the steps
-(`engine/base.py`)."""
+"""`ShardedOptimizer`, the wrapper of the user's optimizer for every strategy. The strategy's engine
+performs the steps (`engine/base.py`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from shoal_worker.torch_internals import _global_optimizer_post_hooks, _global_o
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuses an optimizer that is about to step if it is a second optimizer of the run's model:
-    raises ConfigurationError. torch calls this before any optimizer steps."""
+    """Raises ConfigurationError if the optimizer about to step is a second optimizer of the run's
+    model. torch calls this function before each step of any optimizer."""
     session = find_session()
     if session is not None:
         session.registered.check_alone(optimizer)
@@ -38,7 +38,8 @@ register_optimizer_step_pre_hook(_check_alone)
 
 
 def _global_hook() -> str:
-    """Describes a hook that a script has registered for all optimizers; empty if there is none."""
+    """Returns a description of a step hook that the script has registered for all optimizers; "" if
+    there is none."""
     for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
         for hook in hooks.values():
             if hook is not _check_alone:
@@ -50,7 +51,7 @@ def _global_hook() -> str:
 
 
 MembershipCallback = Callable[[Placement, Placement], object]
-"""Called with the previous and the current placement of this process."""
+"""Function called with the previous and the current placement of this process."""
 
 
 class ShardedOptimizer(ForwardingOptimizer):
@@ -58,14 +59,14 @@ class ShardedOptimizer(ForwardingOptimizer):
     leave or join.
 
     It shares settings and state with the user's optimizer, so schedulers and code that inspects
-    either work with both. The parameters in its groups are the model's own. The user need not
-    handle changes of membership: the global batch stays the same, and so do learning rate and
-    schedule, and steps invalidated by a fault are repeated. `on_membership_change` is for uses
-    outside of training: logging, the number of data workers, cost accounting.
+    either work with both. The parameters in its groups are the model's own. The script does not
+    have to handle changes of membership: the global batch size, the learning rate and its schedule
+    stay the same, and steps invalidated by a fault are repeated. `on_membership_change` is meant
+    for other purposes, such as logging, the number of data workers or cost accounting.
     """
 
-    # With this flag, GradScaler passes its scale and its result to step() instead of skipping the
-    # call.
+    # With this flag, GradScaler always calls step() and passes it the scale and the result of its
+    # check, instead of skipping the call.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -77,7 +78,7 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._engine = model.engine
         self._session = session
         self._callbacks: list[MembershipCallback] = []
-        self._stood: Placement | None = None
+        self._last_placement: Placement | None = None
         self.defaults = optimizer.defaults
         self._whole = (
             WholeGroups(optimizer, dict(model.module.named_parameters()))
@@ -89,9 +90,9 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._refuse_step_hooks()
 
     def __getattr__(self, name: str) -> Any:
-        """Returns missing attributes from the wrapped optimizer. If this rank updates only parts of
-        parameters, the optimizer's own methods raise when called, because they might change
-        parameters."""
+        """Looks up missing attributes on the wrapped optimizer. If this rank updates only parts of
+        parameters, the methods of the optimizer's class raise an error when called, because they
+        might change parameters."""
         value = super().__getattr__(name)
         own = (
             inspect.ismethod(value)
@@ -104,10 +105,10 @@ class ShardedOptimizer(ForwardingOptimizer):
         def refused(*args: Any, **kwargs: Any) -> Any:
             kind = type(self.optimizer).__name__
             raise ConfigurationError(
-                f"optimizer.{name}() with strategy={self._engine.strategy!r}: this process's "
-                f"{kind} has only parts of the parameters, and the values that its own methods "
-                "write would not reach the model. Use strategy='ddp', or, if the method writes "
-                f"to no parameter, call {kind}.{name} on the optimizer passed to as_distributed",
+                f"optimizer.{name}() with strategy={self._engine.strategy!r}: the {kind} of this "
+                "rank has only parts of the parameters, and values that its methods write would "
+                "not reach the model. Use strategy='ddp', or, if the method writes to no "
+                f"parameter, call {kind}.{name} on the optimizer passed to as_distributed",
                 reason="OPTIMIZER_METHOD",
             )
 
@@ -122,8 +123,9 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def _refuse_step_hooks(self, registered: str | None = None) -> None:
-        """Checks that the optimizer has no step hook that would see only parts of parameters;
-        otherwise raises ConfigurationError. `registered`: a hook that is about to be registered."""
+        """Raises ConfigurationError if the optimizer updates only parts of parameters and has a
+        step hook, which would see only these parts. `registered`: the hook that is about to be
+        registered."""
         own = self.optimizer
         if not self._engine.updates_parts:
             return
@@ -134,10 +136,10 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
         if found:
             raise ConfigurationError(
-                f"{found} of {type(own).__name__} with strategy={self._engine.strategy!r}: this "
-                "process's optimizer does not update whole parameters, so a hook would not see "
-                "the same tensors as in one process. Do this work in the loop, before or after "
-                "optimizer.step(): model.clip_grad_norm_(max_norm) clips gradients"
+                f"{found} of {type(own).__name__} with strategy={self._engine.strategy!r}: the "
+                "optimizer of this rank updates only parts of parameters, so a hook would not see "
+                "the same tensors as on a single process. Do the hook's work in the loop, before "
+                "or after optimizer.step(): model.clip_grad_norm_(max_norm) clips gradients"
                 + ("" if self._engine.asynchronous else "; with_parameters(values) sets values")
             )
 
@@ -159,15 +161,15 @@ class ShardedOptimizer(ForwardingOptimizer):
         outcome; see `StepStatus`.
 
         Raises:
-            ConfigurationError: `closure` was given: it would run the backward pass again, outside
-                of the step; or there are step hooks, and the optimizer does not update whole
-                parameters.
+            ConfigurationError: `closure` was given, which would run the backward pass again,
+                outside of the step; or there are step hooks, and the optimizer updates only parts
+                of parameters.
         """
         if closure is not None:
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__}.step(closure): a closure would run the backward "
-                "pass again, outside the step; use an optimizer that needs no closure (LBFGS "
-                "does)"
+                "pass again, outside of the step; use an optimizer that needs no closure (LBFGS "
+                "needs one)"
             )
         self._refuse_step_hooks()
         if self._whole is not None:
@@ -179,15 +181,16 @@ class ShardedOptimizer(ForwardingOptimizer):
         status = self._engine.finish_step(self._update, scaled=scaled, inspected=inspected)
         if status is not StepStatus.LOST:
             self._engine.note_scaler(self._session.registered.scaler_of(self))
-        before, self._stood = self._stood, self.membership
-        if before is not None and before.generation != self._stood.generation:
+        before, self._last_placement = self._last_placement, self.membership
+        if before is not None and before.generation != self._last_placement.generation:
             for callback in self._callbacks:
-                callback(before, self._stood)
+                callback(before, self._last_placement)
         return status
 
     def _update(self) -> None:
-        """Updates the parameters in a committed step. Uses the result of a GradScaler's check,
-        which was stored on this optimizer and is equal on every rank."""
+        """Updates the parameters in a committed step. Skips the update if a GradScaler, which
+        stores its result on this optimizer, has found an infinity or NaN; all ranks have the same
+        result."""
         found_inf = self._set_by_scaler("found_inf")
         usable = found_inf is None or not float(found_inf) > 0
         grad_scale = self._set_by_scaler("grad_scale")
@@ -198,15 +201,15 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._engine.step_optimizer(usable=usable)
 
     def _set_by_scaler(self, name: str) -> torch.Tensor | None:
-        """Returns an attribute that a GradScaler has set for its step; None if it has not. (A
-        `getattr` of a missing attribute would cost as much as a small kernel.)"""
+        """Returns an attribute that a GradScaler sets on the optimizer for a step; None if it is
+        not set. (A failing `getattr` would take as long as a small kernel.)"""
         return self.__dict__.get(name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Settings of the user's optimizer with the model's own parameters, even if this rank
-        updates only pieces of parameters. Reading the groups ends the reduction of a step without
-        micro-batches, because the reader may be a GradScaler."""
+        """Parameter groups of the user's optimizer, with the model's own parameters even if this
+        rank updates only pieces of them. In a step without micro-batches, reading the groups first
+        completes the reduction of the gradients, because the reader may be a GradScaler."""
         self._engine.groups_are_read()
         if self._whole is None:
             return self.optimizer.param_groups
@@ -223,7 +226,7 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     @property
     def state(self) -> Any:
-        """State of the user's optimizer, for the tensors that this rank updates."""
+        """State of the user's optimizer for the tensors that this rank updates."""
         own = self.optimizer.state
         return (
             own
@@ -247,18 +250,18 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def on_membership_change(self, callback: MembershipCallback) -> None:
         """Registers a callback for changes of membership. The training thread calls
-        `callback(before, after)` at the end of the first `step()` with other ranks than the
-        previous one, on every rank that took part in the previous one. The callback's exceptions
-        propagate from `step()`, after the step is complete."""
+        `callback(before, after)` at the end of the first `step()` after a change, on every rank
+        that also took part in the previous step. Exceptions of the callback propagate from `step()`
+        once the step is complete."""
         self._callbacks.append(callback)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the complete state as on a single process, which can be loaded under any
-        strategy. Every rank calls it."""
+        """Returns the complete state in the format of a single process, which can be loaded under
+        any strategy. Every rank calls it."""
         return self._engine.optimizer_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of a single process's optimizer, or of a `ShardedOptimizer` under any
+        """Loads the state of an optimizer on a single process, or of a `ShardedOptimizer` under any
         strategy. Every rank calls it with the same state.
 
         Raises:
@@ -282,8 +285,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         """Loads a result of `serialize` of any strategy. Every rank calls it with the same bytes.
 
         Raises:
-            CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is
-                changed.
+            CorruptDataError: the bytes are damaged, come from another program or a newer release,
+                or belong to another optimizer; nothing is changed.
             ConfigurationError: ranks were given different bytes; nothing is changed.
         """
         self._engine.load_optimizer_state_dict(
@@ -291,9 +294,11 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises PreconditionError: the model's layout over the ranks is fixed at creation."""
+        """Always raises PreconditionError, because the model's layout over the ranks is fixed at
+        creation."""
         raise PreconditionError(
-            "add_param_group: add parameter groups to the optimizer before as_distributed"
+            "add_param_group was called after as_distributed; add parameter groups to the "
+            "optimizer before as_distributed"
         )
 
     def optimize(self, data: OptimizationInputData) -> OptimizationResult:
@@ -305,8 +310,7 @@ class ShardedOptimizer(ForwardingOptimizer):
         step.
 
         Raises:
-            ConfigurationError: the model is one of several, whose batches end with the steps of all
-                their optimizers.
+            ConfigurationError: the model is one of several that are trained in one loop.
         """
         if self._model.is_one_of_several:
             raise ConfigurationError(
@@ -316,8 +320,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         return fit(self._session, self._model, self, data)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises PreconditionError, because pickling would include this rank's part of the state
-        and its process."""
+        """Raises PreconditionError, because an optimizer is bound to its process and has only this
+        rank's part of the state."""
         raise PreconditionError(
             f"an optimizer with strategy={self._engine.strategy!r} cannot be pickled or copied "
             "(torch.save(optimizer) pickles); save optimizer.state_dict() or "
@@ -352,11 +356,11 @@ class ShardedOptimizer(ForwardingOptimizer):
         Every rank calls it. Each optimizer counts its own calls, separately by `mode` and `name`.
 
         Args:
-            name: of the metric, if the script watches several.
+            name: name of the metric, if the script monitors several metrics.
 
         Raises:
-            ConfigurationError: an unknown mode or a patience below 1; calls from two places of the
-                script with the same `mode` and `name`.
+            ConfigurationError: the mode is unknown, the patience is below 1, or the script calls
+                this method in two places with the same `mode` and `name`.
         """
         caller = sys._getframe(1)
         return should_early_stop(
@@ -372,12 +376,13 @@ class ShardedOptimizer(ForwardingOptimizer):
 
 
 def _optimizer_state(data: bytes) -> dict[str, Any]:
-    """Returns the optimizer state contained in bytes from `ShardedOptimizer.serialize`. Raises
-    CorruptDataError."""
+    """Returns the optimizer state contained in a result of `ShardedOptimizer.serialize`. Raises
+    CorruptDataError if `data` is anything else."""
     tensors, metadata = load_tensors(data)
     if metadata.get("kind") != "optimizer":
         raise CorruptDataError(
-            "this is a model's state, not an optimizer's: load it with model.deserialize()",
+            "the bytes contain a model's state, not an optimizer's; load them with "
+            "model.deserialize()",
             reason="FILE_FOREIGN",
         )
     state: dict[str, Any] = unflatten(metadata.get("structure"), tensors)
@@ -385,4 +390,4 @@ def _optimizer_state(data: bytes) -> dict[str, Any]:
 
 
 ElasticOptimizer = ShardedOptimizer
-"""Name for any strategy's optimizer, all of which continue when the ranks change."""
+"""Alias of `ShardedOptimizer`."""

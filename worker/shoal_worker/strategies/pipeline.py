@@ -32,8 +32,8 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 class PipelineParallelModel(ShardedModel):
-    """A model with one stage on each rank, or on each of `pipeline_parallel_size` ranks. Additional
-    ranks form further replicas."""
+    """A model divided into stages over all ranks, or over `pipeline_parallel_size` ranks if that is
+    set. Additional ranks form further replicas."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="pipeline",
@@ -42,8 +42,9 @@ class PipelineParallelModel(ShardedModel):
         sent="activations between stages",
         a_death="as tensor",
         options=PIPELINE_OPTIONS | {"pipeline_parallel_size"},
-        why_one_model="train_step runs both passes of the stages together, so a loss cannot depend "
-        "on two models. For models too large for one rank, use tensor or zero3",
+        why_one_model="train_step runs the forward and backward passes of the stages together, so "
+        "a loss cannot depend on two models. For models that are too large for one rank, use "
+        "tensor or zero3",
     )
 
 

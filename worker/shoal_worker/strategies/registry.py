@@ -1,4 +1,5 @@
-"""The strategies by name. A new strategy needs a declaration, and an entry here."""
+"""Registry of the strategies by name. To add a strategy, declare it in a module of this package and
+add an entry to `_STRATEGIES`."""
 
 from __future__ import annotations
 
@@ -44,16 +45,18 @@ _STRATEGIES = {
 _INSTEAD: Final = {
     "param_dtype": "compute under torch.autocast instead, or use {known}",
     "reduce_dtype": 'use gradient_compression="bf16", or use {known}',
-    "offload": "use {known}, whose optimizer state is in shards",
-    "mirrors": "use {known}, whose shards are mirrored, or leave it out",
-    "shard_modules": "use {known}, which gather parameters by modules, or leave it out",
-    "prefetch_blocks": "use {known}, which gather parameters block by block, or leave it out",
+    "offload": "use {known}, which shard the optimizer state",
+    "mirrors": "use {known}, which mirror their shards, or leave mirrors out",
+    "shard_modules": "use {known}, which gather modules one by one, or leave shard_modules out",
+    "prefetch_blocks": "use {known}, which gather blocks one by one, or leave prefetch_blocks out",
 }
-"""Alternatives to settings that not every strategy supports."""
+"""Advice for error messages, by setting, if the strategy does not support that setting. `{known}`
+stands for the strategies that support it."""
 
 
 _OF_ONE_MODEL: Final[dict[str, Any]] = {"plan": Mapping, "example_inputs": (tuple, list, Mapping)}
-"""Options that apply to the layers of one model, and their types."""
+"""Options that describe the layers of a single model, with their types. With several models, each
+model has its own value."""
 
 
 def names() -> tuple[str, ...]:
@@ -98,18 +101,17 @@ def build(
     among: ModelSession | None = None,
 ) -> tuple[ShardedModel, ShardedOptimizer | None]:
     """Creates the model and optimizer of a strategy and attaches both to the session. `among`: the
-    model's session if it is one of several models.
+    session of this one model if several models are trained in one loop.
 
     Raises:
-        ConfigurationError: options that the strategy does not know, or invalid values.
+        ConfigurationError: the strategy does not support an option, or a value is invalid.
     """
     strategy = model_class.declaration
     unknown = sorted(set(options) - strategy.options)
     if unknown:
-        known = ", ".join(sorted(strategy.options)) or "none of its own"
+        known = ", ".join(["the settings of ShardingConfiguration", *sorted(strategy.options)])
         raise ConfigurationError(
-            f"strategy {strategy.name!r} has no options {unknown}; its options are {known}, and "
-            "those of ShardingConfiguration"
+            f"strategy {strategy.name!r} has no options {unknown}; its options are {known}"
         )
     check_model(strategy, model, config)
     distributed = model_class(model, session, config, backend=backend, among=among, **options)
@@ -125,37 +127,38 @@ def check_several(
     ConfigurationError."""
     if not config.auto_sync_gradients:
         raise ConfigurationError(
-            "auto_sync_gradients=False with several models: their gradients are reduced as they "
-            "are computed; leave auto_sync_gradients out"
+            "auto_sync_gradients=False is not supported with several models, whose gradients are "
+            "always reduced during the backward pass; leave auto_sync_gradients out"
         )
     if not strategy.several_models:
         raise ConfigurationError(
-            f"{len(models)} models with strategy={strategy.name!r}, which trains one model: "
-            f"{strategy.why_one_model}. Use {_those(lambda other: other.several_models)}, which "
-            "train several models, or put the modules into one nn.Module with one optimizer"
+            f"{len(models)} models with strategy={strategy.name!r}, which can train only one "
+            f"model: {strategy.why_one_model}. Use {_those(lambda other: other.several_models)}, "
+            "which can train several models, or combine the modules into one nn.Module with one "
+            "optimizer"
         )
     owners: dict[int, tuple[int, str]] = {}
     for number, model in enumerate(models):
         if tables := tables_of(model):
             raise ConfigurationError(
-                f"one of several models has the sparse table {tables[0].name!r}; use "
-                "torch.nn.Embedding, or train a single model"
+                f"model {number} of {len(models)} has the sparse table {tables[0].name!r}, but "
+                "sparse tables require a single model; use torch.nn.Embedding, or train one model"
             )
         for name, parameter in model.named_parameters():
             first, known = owners.setdefault(id(parameter), (number, name))
             if first != number:
                 raise ConfigurationError(
-                    f"models {first} and {number} share the parameter {known!r}, but each would "
-                    "lay it out over the ranks and update it; leave it to one of them"
+                    f"models {first} and {number} share the parameter {known!r}, so both would "
+                    "distribute and update it; keep the parameter in only one of the models"
                 )
 
 
 def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, Any]]:
-    """Returns the strategy's options for each of several models. An option about a model's layers
-    contains one value per model; other options apply to all models.
+    """Returns the strategy's options for each of several models. An option that describes a model's
+    layers is a sequence with one value per model; all other options apply to every model.
 
     Raises:
-        ConfigurationError: an option about layers has no value for each model.
+        ConfigurationError: an option that describes layers does not have one value per model.
     """
     each = [
         {name: value for name, value in options.items() if name not in _OF_ONE_MODEL}
@@ -182,14 +185,14 @@ def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str
     None if it can be used."""
     if not strategy.communicates_in_passes:
         return (
-            f"with strategy={strategy.name!r}, ranks cannot communicate within a pass; use "
-            f"{_those(lambda other: other.communicates_in_passes)}, or compute the loss of each "
-            "rank's own samples"
+            f"with strategy={strategy.name!r}, ranks cannot communicate during a forward or "
+            f"backward pass; use {_those(lambda other: other.communicates_in_passes)}, or compute "
+            "the loss of each rank's own samples"
         )
     if config.loss_reduction == "sum":
         return (
-            'with loss_reduction="sum", the loss of the whole batch would count once per rank, '
-            'because each rank computes it; use "mean", and multiply the loss yourself'
+            'with loss_reduction="sum", the loss of the whole batch would be counted once per '
+            'rank, because each rank computes it; use "mean", and scale the loss yourself'
         )
     return None
 
@@ -217,9 +220,9 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
     if synchronized is not None and not strategy.communicates_in_passes:
         raise ConfigurationError(
             f"{synchronized or 'the model'} is a SyncBatchNorm, but with strategy={name!r}, ranks "
-            "cannot communicate within a pass; use "
+            "cannot communicate during a forward pass; use "
             f"{_those(lambda other: other.communicates_in_passes)}, or use BatchNorm, whose "
-            "running statistics are averaged"
+            "running statistics are averaged over the ranks"
         )
     if (tables := tables_of(module)) and not strategy.sparse_tables:
         raise ConfigurationError(
@@ -241,8 +244,8 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
 
 def _check_embeddings(module: nn.Module) -> None:
     """Checks the module's embeddings. Raises ConfigurationError if a forward pass would change
-    parameters depending on each rank's own samples. Warns if a gradient depends on how a batch is
-    distributed over the ranks."""
+    weights, because each rank would change them for its own samples. Logs a warning if gradients
+    would depend on how a batch is divided among the ranks."""
     for path, each in module.named_modules():
         if not isinstance(each, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -257,8 +260,8 @@ def _check_embeddings(module: nn.Module) -> None:
             )
         if each.scale_grad_by_freq:
             _log.warning(
-                "%s is an %s with scale_grad_by_freq=True: frequencies are counted in each "
-                "rank's part of a batch, so the result depends on the number of ranks. Pass "
+                "%s is an %s with scale_grad_by_freq=True: each rank counts frequencies in its "
+                "own part of the batch, so the result depends on the number of ranks. Pass "
                 "micro_batch_size=, which divides batches in the same way for any number of ranks",
                 path or "the model",
                 kind,
@@ -270,6 +273,7 @@ def _those_that_know(setting: str) -> str:
 
 
 def _those(fit: Callable[[Strategy], bool]) -> str:
-    """Lists the strategies for which `fit` returns True, for an error: "zero1, zero2 or fsdp"."""
+    """Returns a list of the strategies for which `fit` returns True, as text for an error message:
+    "zero1, zero2 or fsdp"."""
     fitting = [strategy.name for strategy in declarations() if fit(strategy)]
     return " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))

@@ -1,17 +1,17 @@
 """Strategies that shard over the data-parallel ranks: zero1, zero2, zero3, fsdp and hsdp.
 
 zero1 shards the optimizer state. zero2 also shards gradients. The other strategies also shard
-parameters, so a block is unsharded only while it computes. zero1 and zero2 send as much as ddp:
-gradients are reduce-scattered and updated parameters all-gathered, 2P(N-1)/N bytes per rank and
-step. zero3 gathers parameters for the forward pass and again for the backward pass, so it sends
-3P(N-1)/N. (Rajbhandari et al., "ZeRO", SC 2020, sections 5.1 to 5.3 and 7.2.)
+parameters; a block's parameters are gathered only while the block computes. zero1 and zero2 send as
+much as ddp: gradients are reduce-scattered and updated parameters all-gathered, 2P(N-1)/N bytes per
+rank and step. zero3 gathers parameters for the forward pass and again for the backward pass, so it
+sends 3P(N-1)/N. (Rajbhandari et al., "ZeRO", SC 2020, sections 5.1 to 5.3 and 7.2.)
 
-fsdp is zero3 under the name that users of torch's FSDP know. hsdp has replicas of a host's size,
-each sharded like zero3. It sends 3P(S-1)/S bytes within the replica, where links are fast, and
-2(P/S)(R-1)/R between replicas, with S ranks in a replica and R replicas. A shard's copies in other
-replicas serve as mirrors: they receive the same sums and make the same updates. Fault tolerance
-therefore needs no additional traffic unless there is only one replica. (Zhao et al., "PyTorch
-FSDP", VLDB 2023, sections 3 and 3.2.2.)
+fsdp is zero3 under the name that users of torch's FSDP know. hsdp has several replicas, by default
+of as many ranks as a host has, each sharded like zero3. It sends 3P(S-1)/S bytes within the
+replica, where links are fast, and 2(P/S)(R-1)/R between replicas, with S ranks in a replica and R
+replicas. The copies of a shard in other replicas serve as mirrors: they receive the same gradient
+sums and make the same updates. With several replicas, fault tolerance therefore needs no additional
+traffic. (Zhao et al., "PyTorch FSDP", VLDB 2023, sections 3 and 3.2.2.)
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ class FSDPOptimizer(ShardedOptimizer):
 
 
 class HSDPModel(ShardedModel):
-    """A model in several replicas, each sharded over its ranks: parameters, gradients and optimizer
-    state. Memory per rank: (P + G + O)/S bytes and the largest blocks, two at a time.
+    """A model with several replicas. Each replica's parameters, gradients and optimizer state are
+    sharded over its ranks. Memory per rank: (P + G + O)/S bytes and the largest blocks, two at a
+    time.
 
     `shard_size`: number of ranks in a replica. None: the number of ranks on the largest host. If
     that does not divide the number of ranks, for example after a failure, the next larger divisor

@@ -1,4 +1,4 @@
-"""An optimizer's parameter groups and state as a script sees them, if the optimizer updates only
+"""Parameter groups and optimizer state as the user's script sees them if the optimizer updates only
 pieces of parameters.
 
 The user's optimizer updates this rank's pieces: flat parts of parameters, which this rank owns or
@@ -27,7 +27,7 @@ class WholeGroup(dict[str, Any]):
     """One parameter group as a script sees it: the settings of the optimizer's group, with the
     model's parameters. A dict, because torch's groups are dicts."""
 
-    # The inherited dict methods would operate on its own, empty entries.
+    # The inherited methods would operate on the entries of the dict itself, which is empty.
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
     get = Mapping.get  # type: ignore[assignment]
     pop, popitem = MutableMapping.pop, MutableMapping.popitem
@@ -35,8 +35,8 @@ class WholeGroup(dict[str, Any]):
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
     def __init__(self, find: Callable[[], dict[str, Any]], members: Sequence[torch.Tensor]) -> None:
-        """Creates the view. `find`: returns the optimizer's group, which is a different object once
-        a state was loaded. `members`: the model's parameters in the group."""
+        """Creates the view. `find`: function that returns the optimizer's group, which becomes a
+        different object when a state is loaded. `members`: the model's parameters in the group."""
         super().__init__()
         self._find = find
         self._members: Any = members
@@ -53,7 +53,8 @@ class WholeGroup(dict[str, Any]):
     def __delitem__(self, key: str) -> None:
         if key == _MEMBERS:
             raise PreconditionError(
-                "a parameter group's 'params' were deleted; keep them as passed to as_distributed"
+                "the 'params' of a parameter group cannot be deleted; keep the parameters passed "
+                "to as_distributed"
             )
         del self._find()[key]
 
@@ -99,7 +100,7 @@ class WholeGroup(dict[str, Any]):
 
 
 class WholeGroups:
-    """All groups of one optimizer, as a script sees them."""
+    """All parameter groups of one optimizer, as the user's script sees them."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
@@ -117,7 +118,7 @@ class WholeGroups:
             WholeGroup(self._finder(number), group[_MEMBERS])
             for number, group in enumerate(optimizer.param_groups)
         ]
-        """The groups that a script sees."""
+        """The groups as the user's script sees them."""
         self._given = tuple(self.groups)
         self._known.begin(self.groups)
 
@@ -125,7 +126,8 @@ class WholeGroups:
         return lambda: self._optimizer.param_groups[number]
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Replaces the parameters in the groups with the model's current ones, given by name."""
+        """Replaces the parameters in the groups with the model's current parameters, given by
+        name."""
         self.check()
         for group, names in zip(self.groups, self._names, strict=True):
             found = [
@@ -136,22 +138,23 @@ class WholeGroups:
                 group[_MEMBERS] = GroupMembers(found)
 
     def check(self) -> None:
-        """Checks that a script has not changed the groups. Raises ConfigurationError if it has put
-        other parameters into a group, and PreconditionError if it has added or replaced groups."""
+        """Raises ConfigurationError if the script has put other parameters into a group, and
+        PreconditionError if it has added, removed or replaced groups."""
         if len(self.groups) != len(self._given) or any(
             one is not other for one, other in zip(self.groups, self._given, strict=True)
         ):
             raise PreconditionError(
-                f"optimizer.param_groups has {len(self.groups)} groups that differ from the "
-                f"{len(self._given)} passed to as_distributed; add parameter groups to the "
-                "optimizer before as_distributed"
+                "optimizer.param_groups was changed after as_distributed: it has "
+                f"{len(self.groups)} groups, and they are not the {len(self._given)} groups "
+                "passed to as_distributed; add parameter groups to the optimizer before "
+                "as_distributed"
             )
         self._known.check(self.groups)
 
 
 class StateOfPieces(MutableMapping[Any, Any]):
-    """The optimizer's state by piece. A lookup of one of the model's parameters raises an error;
-    torch's own dict would create an empty entry."""
+    """Optimizer state, with the pieces of parameters as keys. Looking up one of the model's
+    parameters raises an error; torch's own dict would create an empty entry."""
 
     def __init__(
         self, state: MutableMapping[Any, Any], groups: Sequence[dict[str, Any]], strategy: str
@@ -163,9 +166,9 @@ class StateOfPieces(MutableMapping[Any, Any]):
             key is member for group in self._groups for member in group[_MEMBERS]
         ):
             raise PreconditionError(
-                f"optimizer.state[parameter] with strategy={self._strategy!r}: this rank has only "
-                "the state of its pieces of parameters; call optimizer.state_dict() on every "
-                "rank for the whole state"
+                f"optimizer.state[parameter] with strategy={self._strategy!r}: this rank has "
+                "state only for its pieces of parameters; call optimizer.state_dict() on every "
+                "rank to get the whole state"
             )
         return self._state[key]
 

@@ -26,10 +26,10 @@ from shoal_worker.tensor_parallel.context import (
 
 # ------------------------------------------------------------------------------------------ dropout
 #
-# Dropout within a tensor-parallel block: shards of one activation must draw different numbers,
-# replicas the same ones. Both require that the ranks of a group have the same default random state
-# when a step begins. Shoal's loaders set it for each batch; without one, the strategy does
-# (mesh/rank_mesh.py).
+# Dropout within a tensor-parallel block: shards of one activation must draw different random
+# numbers, and replicas the same ones. Both require that all ranks of a group begin a step with the
+# same default random state. Shoal's loaders set this state for each batch; without a loader, the
+# strategy sets it (mesh/rank_mesh.py).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +102,11 @@ def drop(
 
 @contextlib.contextmanager
 def shard_randomness(context: ParallelContext, device: torch.device) -> Iterator[None]:
-    """Makes each rank draw different random numbers within the context. At its end the default
-    generators of all ranks are in the same state, provided that they were before.
+    """Returns a context in which each rank draws different random numbers. If the default
+    generators of all ranks were in the same state before, they are in the same state afterwards.
 
-    The seed is drawn from the default generator. Activation checkpointing restores that generator,
-    and therefore draws the same seed again.
+    The seed is drawn from the default generator, which activation checkpointing restores, so that a
+    recomputation draws the same seed.
     """
     seed = int(torch.empty((), dtype=torch.int64).random_())
     generator = (

@@ -29,7 +29,7 @@ from shoal_worker.torch_internals import pytree
 
 @dataclass(frozen=True)
 class LinearLike:
-    """Properties of a linear layer, or of a layer like it, that are known without its values."""
+    """Shape of a linear layer, or of a layer that computes the same function, such as Conv1D."""
 
     in_features: int
     out_features: int
@@ -42,8 +42,8 @@ _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def linear_like(module: nn.Module) -> LinearLike | None:
-    """Returns the layer's shape. Returns None for a module that is not like a linear layer, or
-    whose weight is computed (parametrizations)."""
+    """Returns the layer's shape; None if the module is not equivalent to a linear layer, or if a
+    parametrization computes its weight."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         return None
@@ -107,7 +107,7 @@ PACKED: Final[tuple[str, ...]] = (
 )
 PACKED_BY_HEAD: Final[tuple[str, ...]] = ("query_key_value",)
 """Layers whose output is the query, key and value of the first head, followed by those of the
-second head. One contiguous split cuts such an output between heads."""
+second head. Such an output is split into contiguous ranges of heads."""
 OUTPUT: Final[tuple[str, ...]] = (
     "o_proj",
     "out_proj",
@@ -180,14 +180,16 @@ _ELEMENTWISE_MODULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Layers with split outputs, and the layer that sums these outputs."""
+    """An attention or MLP block: layers that are split by output features, and the layer that
+    consumes their split outputs and sums over the ranks."""
 
     path: str
     """Path of the module that contains all layers of the block."""
     kind: str
     """"attention" or "mlp"."""
     columns: Mapping[str, int]
-    """Number of parts of the output of each layer that begins the block, by path."""
+    """The layers at the beginning of the block, by path, each with the number of parts in its
+    output: 3 for packed query, key and value."""
     row: str
     heads: int | None = None
     """Number of query heads; None for an MLP."""
@@ -197,7 +199,8 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """Returns the model's blocks, as found by names and structure. The blocks do not overlap."""
+    """Returns the model's blocks, which are found by the names and shapes of modules. Blocks do not
+    overlap."""
     found: list[Block] = []
     taken: set[str] = set()
     for path, module in model.named_modules():
@@ -339,7 +342,7 @@ def _sequential(path: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _layers(module: nn.Module) -> dict[str, LinearLike]:
-    """Returns the module's linear layers by name, among its children and their children."""
+    """Returns the linear layers among the module's children and grandchildren, by name."""
     found = {}
     for name, child in module.named_children():
         for inner, candidate in (
@@ -354,11 +357,12 @@ def _layers(module: nn.Module) -> dict[str, LinearLike]:
 
 # ------------------------------------------------------------------------------ blocks by data flow
 #
-# Finds attention and MLP blocks that names do not reveal, from the data flow of one forward pass on
-# meta, which computes nothing. Two patterns are supported: linear layers whose outputs reach one
-# other linear layer through elementwise functions only, and linear layers whose outputs reach
-# scaled_dot_product_attention as query, key and value, with the layer that takes its output.
-# Attention implemented with matmul and softmax cannot be recognized: it needs names, or a plan.
+# Finds attention and MLP blocks that cannot be recognized by names. Traces the data flow of one
+# forward pass on the meta device, which computes nothing. Two patterns are supported: linear layers
+# whose outputs reach one other linear layer through elementwise functions only, and linear layers
+# whose outputs reach scaled_dot_product_attention as query, key and value, with the layer that
+# takes its output. Attention implemented with matmul and softmax cannot be recognized: it needs
+# names, or a plan.
 
 
 _ELEMENTWISE_CALLS: Final = frozenset(
@@ -385,7 +389,8 @@ class _Flow:
     elementwise: bool = True
     """True if there are only elementwise functions between these layers and the tensor."""
     attention: int | None = None
-    """Index of the attention call whose output the tensor is; None if there is none."""
+    """Index of the attention call that returned this tensor; None if another function returned
+    it."""
 
 
 def trace_blocks(model: nn.Module, inputs: Any) -> list[Block]:
@@ -441,7 +446,7 @@ class _Recorder(TorchFunctionMode):
         flows = [self._flow(t) for t in tensors]
         path = next((self.by_weight[id(t)] for t in tensors if id(t) in self.by_weight), None)
         if path is not None:
-            # A Conv1D views its input first: the flow into it is that of its largest input.
+            # A Conv1D first reshapes its input, so its flow is that of its largest input.
             self._into[path] = next(
                 (f for f in flows if f.layers or f.attention is not None), _Flow(elementwise=False)
             )
@@ -547,8 +552,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _keeps_elements(func: Callable[..., Any]) -> bool:
-    """Returns whether a function only reads a tensor's properties or rearranges its elements,
-    without computing with them."""
+    """Returns whether a function only reads properties of a tensor or rearranges its elements."""
     return getattr(func, "__name__", "") in (
         "__get__",
         "size",
@@ -565,7 +569,7 @@ def _keeps_elements(func: Callable[..., Any]) -> bool:
 
 
 def _common(paths: list[str]) -> str:
-    """Returns the path of the innermost module that contains all these modules."""
+    """Returns the path of the innermost module that contains all given modules."""
     split = [p.split(".")[:-1] for p in paths]
     shared = []
     for parts in zip(*split, strict=False):

@@ -1,5 +1,5 @@
-"""The tensor-parallel group as seen by the layers, and the ways in which tensors enter the group,
-leave it and are split in it.
+"""The tensor-parallel group of a model's layers, and the conversion of tensors between plain
+tensors and DTensors on this group.
 
 Between blocks, activations are plain tensors that are the same on every rank. With sequence
 parallelism, they are DTensors split along the sequence. Within a block, activations are DTensors,
@@ -32,8 +32,8 @@ class DropoutRandomness(StrEnum):
 
 
 class ParallelContext:
-    """One tensor-parallel group, its one-dimensional mesh, and the handling of activations in the
-    group. Not copied when a module is copied."""
+    """One tensor-parallel group with its one-dimensional mesh, and the settings for its
+    activations. Copies of a module share the same context."""
 
     def __init__(
         self, mesh: DeviceMesh, *, sequence_dimension: int | None, dropout: DropoutRandomness
@@ -58,13 +58,13 @@ class ParallelContext:
         return self.mesh.size()
 
     def replicated(self, tensor: torch.Tensor) -> DTensor:
-        """Returns a tensor that is the same on all ranks as a DTensor. The backward pass sums the
-        ranks' parts of its gradient."""
+        """Converts a tensor that is the same on all ranks to a replicated DTensor. The backward
+        pass sums the ranks' parts of its gradient."""
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
     def sharded(self, local: torch.Tensor, dimension: int) -> DTensor:
-        """Returns the full tensor as a DTensor. `local`: this rank's part; the parts of all ranks
-        must have the same size."""
+        """Returns a DTensor that is split along `dimension`. `local`: this rank's part; the parts
+        of all ranks must have the same size."""
         return DTensor.from_local(
             local, self.mesh, [Shard(dimension % local.ndim)], run_check=False
         )
@@ -97,7 +97,7 @@ def placement_of(tensor: DTensor) -> Placement:
 
 def split_dimension(tensor: DTensor) -> int | None:
     """Returns the dimension along which the tensor is split into contiguous pieces. Returns None if
-    it is replicated, awaits a sum, or is split in another way."""
+    the tensor is replicated, is not yet summed (`Partial`), or is split in another way."""
     placement = placement_of(tensor)
     # _StridedShard is not a subclass of Shard
     return placement.dim if isinstance(placement, Shard) else None
@@ -112,8 +112,8 @@ def local_offset(tensor: DTensor, dimension: int) -> int:
 
 
 def grad_partial(tensor: DTensor) -> torch.Tensor:
-    """Returns the local part of a replicated tensor, for code that computes only a summand of its
-    gradient on each rank."""
+    """Returns the local part of a replicated tensor. The backward pass sums its gradient over the
+    ranks, because each rank computes only one summand."""
     return tensor.to_local(grad_placements=[Partial()])
 
 
@@ -125,8 +125,8 @@ def holds_dtensor(values: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Returns the argument with every DTensor replaced by a full plain tensor, including DTensors
-    in lists and tuples."""
+    """Replaces every DTensor in an argument, including those in lists and tuples, by a full plain
+    tensor."""
     if isinstance(value, DTensor):
         return whole(value)
     if isinstance(value, list | tuple) and holds_dtensor(value):

@@ -1,5 +1,5 @@
-"""Creates the plan of a model from the user's instructions and from the model's structure. Raises
-an error if these are not sufficient.
+"""Creates the tensor-parallel plan of a model from the styles that the user specifies and from the
+model's structure. Raises an error if these do not determine a plan.
 
 Nothing large is replicated unless the user requests it. Small parameters are replicated (norms,
 biases and other vectors, and parameters with fewer elements than the minimum), and the plan gives
@@ -61,21 +61,21 @@ def make_plan(
     Args:
         plan: styles of some or all modules, by path pattern. A pattern is a path whose components
             may contain wildcards, `layers.*.mlp.up`; later patterns take precedence. The path of a
-            parameter that a module owns directly is also a pattern, with "replicate". Modules that
-            match no pattern are derived. A block with a matching layer is not derived: each of its
-            other layers is treated separately.
-        minimum_parameter_group_size: modules (blocks: the largest layer) with fewer elements may be
-            replicated.
+            parameter that a module owns directly is also a pattern, with "replicate". Styles of
+            modules that match no pattern are derived. If a pattern matches a layer of a block, the
+            block's other layers are treated as separate layers.
+        minimum_parameter_group_size: modules with fewer elements may be replicated; for a block,
+            the elements of its largest layer count.
         sequence_dimension: dimension along which activations between blocks are split (sequence
             parallelism): usually 1, or 0 if the sequence comes first.
-        loss_parallel: True to leave the logits, the output of a separate layer at the model's end,
-            split over the vocabulary.
+        loss_parallel: True to leave the logits split over the vocabulary. The layer that computes
+            them must be a separate layer at the end of the model.
         example_inputs: a tuple of positional arguments or a mapping of keyword arguments of
             `model`, for tracing if names do not reveal the blocks. Only shapes matter; nothing is
             computed.
 
     Raises:
-        ConfigurationError: something large cannot be split. The message names the module, its size
+        ConfigurationError: a large module cannot be split. The message names the module, its size
             and the remedy.
     """
     if size < 1:
@@ -131,8 +131,8 @@ class _Planner:
     def plan(self) -> TensorParallelPlan:
         if any(isinstance(p, DTensor) for p in self._model.parameters()):
             raise ConfigurationError(
-                "tensor parallelism: the model's parameters are already distributed; pass the "
-                "model as it was built"
+                "tensor parallelism: the model's parameters are already DTensors; pass a model "
+                "with plain parameters"
             )
         self._take_given()
         self._derive_blocks()
@@ -171,11 +171,11 @@ class _Planner:
                         f"tensor-parallel plan: {path} is a parameter, not a module; the only "
                         'style for a parameter is "replicate"'
                     )
-                self._roles[path] = _Role(split, path, "asked for", asked=True)
+                self._roles[path] = _Role(split, path, "requested", asked=True)
                 if split.style is Style.REPLICATE and path in modules:
                     for inner, _ in modules[path].named_modules():
                         self._roles[joined(path, inner) if inner else path] = _Role(
-                            split, path, "asked for", asked=True
+                            split, path, "requested", asked=True
                         )
 
     def _derive_blocks(self) -> None:
@@ -327,9 +327,10 @@ class _Planner:
         )
 
     def _holders(self, owners: Sequence[tuple[str, nn.Module]]) -> set[str]:
-        """Returns modules that are not layers and whose own parameters all belong to layers as
-        well; for example, BERT's head refers to the bias of its decoder. The layers determine how
-        these parameters are split. The code of such a module sees DTensors with full shapes."""
+        """Returns modules that are not layers themselves but refer to parameters of layers, and
+        have no other parameters. For example, BERT's head refers to the bias of its decoder. The
+        layers determine how these parameters are split. The code of such a module sees DTensors
+        with full shapes."""
         layers = {
             path
             for path, m in owners
@@ -380,9 +381,11 @@ class _Planner:
                 return _Role(
                     Split(style=Style.COLUMN),
                     path,
-                    "stands alone, output stays split for the parallel loss",
+                    "separate layer, output stays split for the parallel loss",
                 )
-            return _Role(Split(style=Style.COLUMN_GATHERED), path, "stands alone, output gathered")
+            return _Role(
+                Split(style=Style.COLUMN_GATHERED), path, "separate layer, output gathered"
+            )
         if is_convolution(module):
             return _Role(
                 Split(style=Style.COLUMN_GATHERED),
@@ -399,7 +402,7 @@ class _Planner:
             return _Role(
                 Split(style=Style.REPLICATE),
                 path,
-                "asked for" if any(asked) else f"vectors, or below {self._minimum} elements",
+                "requested" if any(asked) else f"vectors, or below {self._minimum} elements",
             )
         name, parameter = large[0]
         shape = "x".join(map(str, parameter.shape))
@@ -425,8 +428,8 @@ class _Planner:
         )
 
     def _check(self, path: str, module: nn.Module, role: _Role) -> None:
-        """Raises ConfigurationError if the style does not fit the module, or some rank would get no
-        part of the module."""
+        """Raises ConfigurationError if the module does not support the style, or if some rank would
+        get no part of the module."""
         style, layer = role.split.style, linear_like(module)
         fits = {
             Style.VOCABULARY: type(module) is nn.Embedding,
@@ -483,8 +486,8 @@ class _Planner:
             raise self._refusal(
                 path,
                 module,
-                f"its {rows} rows, in pieces of {-(-rows // self._size)}, leave a rank without "
-                "rows",
+                f"its {rows} rows, in pieces of {-(-rows // self._size)}, leave at least one of "
+                f"{self._size} ranks without rows",
             )
 
     def _check_asked(

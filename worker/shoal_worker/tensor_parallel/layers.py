@@ -1,5 +1,5 @@
-"""Implements each style for a module: the module's class gains a mixin whose `forward` works with
-parameters that are DTensors.
+"""Implements the styles of a plan. Each split module's class gains a mixin whose `forward` works
+with parameters that are DTensors.
 
 The class is changed in place, as in FSDP2, so that names, attributes and isinstance are unaffected,
 and a copy of the model works independently. Every module that contains a split module opens a
@@ -50,7 +50,8 @@ from shoal_worker.torch_internals import pytree, uncompiled
 
 
 class Region(nn.Module):
-    """A module that contains split modules. Its code may mix plain tensors and DTensors."""
+    """Mixin for a module that contains split modules. The module's code may mix plain tensors and
+    DTensors."""
 
     _shoal_context: ParallelContext
 
@@ -61,7 +62,8 @@ class Region(nn.Module):
 
 
 class Root(nn.Module):
-    """The model itself. Its results are plain tensors, except for logits for a parallel loss."""
+    """Mixin for the model itself. Its results are plain tensors, except for split logits if the
+    loss is computed in parallel."""
 
     _shoal_context: ParallelContext
     _shoal_keeps_logits: bool
@@ -82,8 +84,8 @@ def run_inside(root: nn.Module, run: Callable[[], Any], *, last: bool) -> Any:
     """Runs `run`, a part of a model's forward pass, within the model's region, and returns the
     result with plain tensors.
 
-    `last`: True for the end of the pass, where split logits are left to a parallel loss. If the
-    model is not split, `run` is called without a region.
+    `last`: True if `run` is the end of the pass, whose logits may remain split for a parallel loss.
+    If the model is not split, `run` is called without a region.
     """
     if not isinstance(root, Root):
         return run()
@@ -136,8 +138,8 @@ class Convolution(nn.Module):
 
 
 class PackedColumn(nn.Module):
-    """A linear layer whose output consists of several parts side by side, each split separately.
-    The weight has a dimension for the parts."""
+    """A linear layer whose output consists of several parts side by side, each of which is split
+    separately. The weight has an additional dimension for the parts."""
 
     _shoal_context: ParallelContext
     _shoal_output_dimension: int
@@ -201,8 +203,8 @@ class Vocabulary(nn.Module):
 
 
 class EmbeddingDimension(nn.Module):
-    """nn.Embedding or nn.EmbeddingBag split by columns, which supports any mode of bag. Its output
-    is gathered."""
+    """nn.Embedding or nn.EmbeddingBag split by columns, with any `mode` of an embedding bag. Its
+    output is gathered."""
 
     _shoal_context: ParallelContext
 
@@ -245,7 +247,7 @@ _MIXINS: Mapping[Style, type[nn.Module]] = {
 
 
 class ShoalStyle(ParallelStyle):
-    """One module's part of a plan, in the form applied by `parallelize_module`."""
+    """The plan's style for one module, as a `ParallelStyle` for `parallelize_module`."""
 
     def __init__(
         self,
@@ -334,7 +336,7 @@ def parallelize(
         share: part of the model on this rank.
 
     Raises:
-        ConfigurationError: the plan is for another model or another number of ranks, or differs
+        ConfigurationError: the plan belongs to another model or another number of ranks, or differs
             between ranks; nothing is changed.
     """
     _check(model, mesh, plan)
@@ -413,14 +415,14 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None
 
 
 def _check_agreement(mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
-    """Raises ConfigurationError if the ranks have different plans. Such ranks would wait for each
-    other forever, or mix their values."""
+    """Raises ConfigurationError if the ranks have different plans, with which they would wait for
+    each other forever or mix up their values."""
     digest = checksum(memoryview(repr(plan).encode())) >> 1
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    # Called on the group itself: dist.all_reduce would look it up in torch's world to report a
-    # failure, and raise that it does not exist.
+    # Called on the group itself: if it failed, dist.all_reduce would look up the group in torch's
+    # world, which does not contain it, and raise a misleading error.
     mesh.get_group().allreduce([bounds], options).wait()
     if bounds[0] != -bounds[1]:
         raise ConfigurationError(

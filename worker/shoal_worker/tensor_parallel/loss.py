@@ -19,8 +19,8 @@ from shoal_worker.tensor_parallel.context import local_offset, split_dimension
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over the ranks. Later computations are the same on every rank, so the gradient of a
-    rank's summand is the rank's own gradient of the sum."""
+    """All-reduce whose backward pass returns the gradient unchanged. All ranks compute the same
+    from the sum, so each rank already has the full gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -53,9 +53,9 @@ def vocabulary_parallel_cross_entropy(
         weight: weight of each class; the full tensor on every rank.
 
     Raises:
-        ConfigurationError: targets that are probabilities, an unknown reduction, or a target
+        ConfigurationError: the targets are probabilities, the reduction is unknown, or a target is
             outside the vocabulary. On a GPU, where checking the targets would require a
-            synchronization, the loss is NaN instead.
+            synchronization, a target outside the vocabulary makes the loss NaN instead.
     """
     _check(target, logits, ignore_index, reduction)
     dimension = cast(int, split_dimension(logits))
@@ -112,15 +112,15 @@ def _check(target: torch.Tensor, logits: DTensor, ignore_index: int, reduction: 
         raise ConfigurationError(
             f"cross_entropy over split logits of shape {tuple(logits.shape)}: the target is "
             f"{target.dtype} of shape {tuple(target.shape)}; expected class indices of shape "
-            f"{tuple(expected)}. For probabilities, use a plan without loss_parallel, which keeps "
-            "logits whole"
+            f"{tuple(expected)}. For targets that are probabilities, leave loss_parallel out, so "
+            "that the logits are not split"
         )
     if reduction not in ("mean", "sum", "none"):
         raise ConfigurationError(
             f'cross_entropy: reduction={reduction!r}; expected "mean", "sum" or "none"'
         )
     classes = logits.shape[min(1, logits.ndim - 1)]
-    # on a device, checking would have to wait
+    # on a GPU, this check would require a synchronization
     wrong = _outside(target, classes, ignore_index) if target.device.type == "cpu" else None
     if wrong is not None and bool(wrong.any()):
         raise ConfigurationError(

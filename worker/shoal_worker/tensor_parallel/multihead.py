@@ -1,4 +1,5 @@
-"""nn.MultiheadAttention with split heads: a forward pass with torch's arguments and results.
+"""nn.MultiheadAttention with heads that are split over the ranks. The forward pass has torch's
+arguments and results.
 
 The packed `in_proj_weight` (3E x E) is stored as 3 x E x E and split along the second dimension, so
 that each rank has the rows of its heads for query, key and value. Shapes: B batch, L queries, S
@@ -118,8 +119,8 @@ def _forward(
         and module.training
         and context.dropout is DropoutRandomness.AS_ONE_PROCESS
     ):
-        # In torch's memory layout, which is the order in which a following dropout draws its
-        # numbers.
+        # Use torch's memory layout, because a dropout layer that follows draws its random numbers
+        # in memory order.
         output = output.transpose(0, 1).contiguous().transpose(0, 1)
     return output, None if weights is None else _weights(
         context, weights, average_attn_weights, batched

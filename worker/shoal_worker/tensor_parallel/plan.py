@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 # ------------------------------------------------------------------------------------------- styles
 #
-# Styles are the vocabulary of plans: how one module's parameters are split over the ranks of a
-# tensor-parallel group. layers.py implements their effect on a forward pass.
+# A style says how the parameters of one module are split over the ranks of a tensor-parallel group.
+# layers.py implements their effect on a forward pass.
 
 
 class Style(StrEnum):
@@ -31,8 +31,8 @@ class Style(StrEnum):
     them."""
 
     COLUMN = "column"
-    """A linear layer split by output features. Its output remains split. Later modules work on
-    their part, up to a `ROW`."""
+    """A linear layer split by output features. Its output remains split. The modules that follow
+    work on the split output, up to a `ROW`."""
     PACKED_COLUMN = "packed_column"
     """A `COLUMN` whose output consists of several parts side by side (query | key | value). Each
     part is split separately."""
@@ -54,8 +54,8 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A style with its parameters, for plans written by users. A bare `Style`, or its name, stands
-    for a split with default parameters."""
+    """A style with its parameters, for plans written by users. Plans also accept a `Style` or its
+    name, with default parameters."""
 
     style: Style
     parts: int = 1
@@ -68,13 +68,13 @@ class Split:
     def __post_init__(self) -> None:
         if self.parts < 1 or (self.style is Style.PACKED_COLUMN) != (self.parts > 1):
             raise ConfigurationError(
-                f"Split(style={self.style.value!r}, parts={self.parts}): packed_column needs at "
-                "least 2 parts, and every other style exactly 1"
+                f"Split(style={self.style.value!r}, parts={self.parts}): expected at least 2 "
+                "parts for packed_column, and exactly 1 for every other style"
             )
 
 
 def to_split(value: Split | Style | str) -> Split:
-    """Converts a user's value to a split.
+    """Converts a style from a user's plan to a `Split`.
 
     Raises:
         ConfigurationError: the value is not the name of a style.
@@ -101,7 +101,7 @@ class ParameterLayout:
     """Shape of the original parameter, and of the gathered parameter."""
     stored_shape: tuple[int, ...]
     """Shape of the distributed parameter. A packed parameter has a dimension for its parts, so that
-    one contiguous split cuts each part."""
+    a contiguous split along another dimension divides each part."""
     dimension: int | None
     """Dimension of `stored_shape` that is split; None: the parameter is replicated."""
     element_size: int
@@ -118,7 +118,7 @@ class ParameterLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEntry:
-    """One module that owns parameters directly."""
+    """Entry of a plan for one module that owns parameters directly."""
 
     module: str
     """Path of the module; "" is the model itself."""
@@ -131,7 +131,8 @@ class PlanEntry:
     parameters: tuple[ParameterLayout, ...]
     parts: int = 1
     tied_to: str | None = None
-    """Module for which the same weight is listed first, and which counts the weight's bytes."""
+    """Module that owns the same weight and comes earlier in the plan, where the weight's bytes are
+    counted; None if there is none."""
     reason: str = ""
     """Reason for this style."""
 
@@ -146,8 +147,7 @@ class PlanEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCommunication:
-    """The collectives on activations that one block needs in a step, under plain tensor
-    parallelism.
+    """Number of collectives on activations that one block needs per step with tensor parallelism.
 
     With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce, with the
     same number of bytes in total.
@@ -270,10 +270,10 @@ class Share:
     """The part of a model on this rank, if the model is also divided into pipeline stages."""
 
     parameters: frozenset[str]
-    """All names of the parameters that get memory, with arbitrary values. Other parameters remain
-    on `meta`."""
+    """Names of the parameters to allocate, with uninitialized values, including all names of tied
+    parameters. Other parameters remain on `meta`."""
     elsewhere: tuple[str, ...]
-    """Modules that other ranks run, including their submodules. These modules are not changed."""
+    """Modules that only other ranks run, with their submodules. They are not changed."""
 
     def runs(self, module: str) -> bool:
         """Returns whether this rank runs a module or part of it."""
@@ -283,8 +283,8 @@ class Share:
 
 
 class Distributor:
-    """Allocates this rank's parts of the parameters in its share. A parameter shared by several
-    modules remains one parameter."""
+    """Allocates this rank's part of each parameter. A parameter that is shared by several modules
+    remains shared."""
 
     def __init__(self, mesh: DeviceMesh, share: Share, device: torch.device) -> None:
         self.share = share
@@ -295,7 +295,7 @@ class Distributor:
         replaces: a tied parameter may be found under either id."""
 
     def distribute(self, module: nn.Module, attribute: str, layout: ParameterLayout) -> None:
-        """Replaces a parameter by this rank's part of it, with arbitrary values."""
+        """Replaces a parameter by this rank's part of it, with uninitialized values."""
         old = module._parameters[attribute]
         assert old is not None
         new = self._made.get(id(old))
@@ -361,8 +361,8 @@ def _distributed(local: torch.Tensor, layout: ParameterLayout, mesh: DeviceMesh)
 
 
 def _keep_gradients_placed(parameter: nn.Parameter) -> None:
-    """Redistributes a gradient that awaits a sum, or is replicated, to the parameter's own layout
-    before autograd accumulates it."""
+    """Registers a hook that redistributes partial or replicated gradients to the parameter's
+    placements before autograd accumulates them."""
     placements = parameter.placements  # type: ignore[attr-defined]  # set where it was cut
 
     def placed(gradient: torch.Tensor) -> torch.Tensor:

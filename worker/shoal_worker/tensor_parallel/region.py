@@ -1,9 +1,9 @@
-"""The scope of a forward pass in which plain tensors and DTensors meet.
+"""The region: a context for a forward pass in which plain tensors and DTensors are mixed.
 
-DTensor does not accept plain tensors, draws the same dropout mask on every shard on CPU, cannot run
-scaled_dot_product_attention there (the call never returns), and gathers tensors for functions
-without a rule. Within a region, a torch function that is called with a DTensor is treated as
-follows:
+Torch functions do not accept DTensors together with plain tensors. On the CPU, DTensor draws the
+same dropout mask on every shard, and scaled_dot_product_attention never returns. For functions
+without a sharding rule, DTensor gathers the tensors. Within a region, a torch function that is
+called with a DTensor is treated as follows:
 
 - Its plain tensors are converted to replicated DTensors. A tensor that needs a gradient is
   converted once for all layers of a block that use it, so that query, key and value together cost
@@ -11,13 +11,13 @@ follows:
 - The function runs by one of Shoal's rules, if there is one.
 
 Calls without a DTensor run unchanged. Regions can be nested; only the outermost region installs the
-mode. The open region is found among the thread's torch function modes, which a backward pass
-leaves. A checkpoint that is recomputed in the backward pass opens its own region, on whichever
-thread autograd runs it.
+mode. The open region is found among the thread's torch function modes, which are not active during
+a backward pass. A checkpoint that is recomputed in the backward pass opens its own region, on
+whichever thread autograd runs it.
 
 Rules exist for torch functions for which DTensor's own behavior is wrong, missing or needs
-avoidable communication. A rule gets the region, the function and its arguments. Torch functions
-called inside a rule see no mode.
+avoidable communication. A rule receives the region, the function and its arguments. Torch functions
+called by a rule are not intercepted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shoal_worker.torch_internals import _StridedShard, function_modes
 
 
 class Region(Protocol):
-    """The scope in which a rule runs (`region.RegionMode`)."""
+    """The open region, as a rule uses it; implemented by `RegionMode`."""
 
     @property
     def context(self) -> ParallelContext: ...
@@ -88,11 +88,12 @@ def _split_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Computes the split loss. Has the parameters of F.cross_entropy, in the same order."""
+    """Computes the cross-entropy of split logits. Takes the parameters of F.cross_entropy, in the
+    same order."""
     if size_average is not None or reduce is not None:
         raise ConfigurationError(
-            "cross_entropy over split logits does not support size_average and reduce, which "
-            "torch deprecated; use reduction="
+            "cross_entropy over split logits does not support size_average and reduce, which are "
+            "deprecated in torch; use reduction="
         )
     return vocabulary_parallel_cross_entropy(
         input,
@@ -118,8 +119,8 @@ def _refused(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -
     if split:
         raise ConfigurationError(
             f"{getattr(func, '__name__', func)} draws random numbers for an activation of shape "
-            f"{tuple(split[0].shape)} that is split over the tensor-parallel ranks, which only "
-            'dropout supports; give the layers around it the style "replicate"'
+            f"{tuple(split[0].shape)} that is split over the tensor-parallel ranks, which is "
+            'supported only for dropout; give the surrounding layers the style "replicate"'
         )
     return _gathered(region, func, args, kwargs)
 
@@ -151,7 +152,8 @@ def _split_parts(region: Region, func: Callable[..., Any], args: Any, kwargs: An
 
 
 def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Splits a packed output in `qkv[..., :n]` into its parts, without communication."""
+    """Indexes a packed output without communication if the index selects one of its parts, as in
+    `qkv[..., :n]`."""
     tensor, index = args
     placement = placement_of(tensor) if isinstance(tensor, DTensor) else None
     if (
@@ -177,8 +179,9 @@ def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any
 
 
 def _concatenated(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Implements torch.cat without the tensors that it ignores: tensors of shape [0], with which
-    caches of keys and values begin. DTensor would split these along a dimension that they lack."""
+    """Implements torch.cat, but omits empty tensors of shape [0], which torch ignores and with
+    which key and value caches begin. DTensor would try to split them along a dimension that they do
+    not have."""
     tensors, *rest = args if args else (kwargs["tensors"],)
     kwargs = {name: value for name, value in kwargs.items() if name != "tensors"}
     kept = [t for t in tensors if t.shape != (0,)]
@@ -199,8 +202,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _concatenated),
     torch.Tensor.__getitem__: _slice_part,
     **dict.fromkeys((torch.split, torch.Tensor.split, *_CHUNKS), _split_parts),
-    # Not supported by DTensor, or with buffers that are updated in place, or composed of functions
-    # that would not see the mode.
+    # Functions that DTensor does not support, that update buffers in place, or that call other
+    # functions without this mode.
     **dict.fromkeys(
         (
             F.batch_norm, F.instance_norm, F.group_norm, F.conv1d, F.conv2d, F.conv3d,
@@ -221,18 +224,18 @@ RULES: dict[Any, Rule] = {
         _refused,
     ),
 }  # fmt: skip
-"""Rules by function, in the form in which torch's override protocol passes the function."""
+"""Rules by torch function, as passed to `__torch_function__`."""
 
 
 class RegionMode(TorchFunctionMode):
-    """Torch function mode that `region` installs. Used by one thread."""
+    """Torch function mode installed by `region`. Used by one thread."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
         self.context = context
         self.entered: list[dict[tuple[int, int], tuple[torch.Tensor, DTensor]]] = [{}]
-        """Tensors converted in each open region, by identity and version. The original
-        tensor is kept, so that no other tensor gets its identity."""
+        """Converted tensors of each open region, by id and version of the original tensor. The
+        original is kept alive, so that no other tensor gets the same id."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -254,7 +257,7 @@ class RegionMode(TorchFunctionMode):
         if not isinstance(tensor, DTensor) and not (
             tensor.requires_grad and torch.is_grad_enabled()
         ):
-            return self._turned(tensor)  # costs nothing, in either direction
+            return self._turned(tensor)  # needs no communication, in either direction
         key = (id(tensor), 0 if tensor.is_inference() else tensor._version)
         found = self.entered[-1].get(key)
         if found is None:
@@ -290,7 +293,7 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
     )
     if outer is not None and outer.context.mesh is context.mesh:
         around = outer.context
-        outer.context = context  # a model's block may be computed within the region of a loss
+        outer.context = context  # a block of a model may run within the region of a loss
         if not leaf:
             outer.entered.append({})
         try:

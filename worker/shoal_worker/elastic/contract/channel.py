@@ -1,4 +1,5 @@
-"""Byte exchange for operations between steps, over a generation's group or in a world of one."""
+"""Byte exchange between ranks for operations between steps, either over a generation's group or in
+a world of one."""
 
 from __future__ import annotations
 
@@ -25,5 +26,5 @@ class LocalChannel:
     world_size = 1
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns a list of the given payload alone."""
+        """Returns a list that contains only `payload`."""
         return [payload]

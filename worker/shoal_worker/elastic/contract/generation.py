@@ -31,13 +31,14 @@ class Peer:
     donor_address: str
     """host:port at which this rank sends its state to others."""
     joining: bool
-    """True if this rank had none in the previous generation."""
+    """True if this member had no rank in the previous generation, so that it has no state yet."""
     donor_key: str = ""
-    """Key for access to this rank's donor between generations; empty: no access."""
+    """Key with which other ranks may fetch state from this rank's `StateDonor` between generations;
+    empty: no access."""
 
     @cached_property
     def line(self) -> str:
-        """This rank's line in the table of ranks, input of the table's digest."""
+        """This rank as one line of text, from which the digest of the rank table is computed."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
 
@@ -56,7 +57,8 @@ def topology_of(hosts: Sequence[str]) -> Topology:
 
 
 class AskedPeers(Sequence[Peer]):
-    """Peers of a large world, requested from the coordinator on demand. Thread-safe.
+    """Sequence of the peers in a large world, which are requested from the coordinator when they
+    are first read. Thread-safe.
 
     Every read may raise the request's errors: MembershipChanged if there is a newer generation,
     UnavailableError if the coordinator is unavailable.
@@ -72,9 +74,10 @@ class AskedPeers(Sequence[Peer]):
         ask: Callable[[Sequence[int]], list[Peer]],
         follow: Callable[[], Sequence[Peer]] | None = None,
     ) -> None:
-        """`digest`: digest of the full table. `ask`: requests the peers of the given ranks, or all
-        peers for no ranks. `follow`: derives all peers from an older table without a request;
-        raises CorruptDataError if that table does not match."""
+        """`digest`: digest of the full rank table. `ask`: function that requests the peers with the
+        given ranks from the coordinator, or all peers if no ranks are given. `follow`: function
+        that derives all peers from an older table without a request; it raises CorruptDataError if
+        that table does not match."""
         self.joining = joining
         self._size, self._digest = size, digest
         self._ask, self._follow = ask, follow
@@ -83,8 +86,8 @@ class AskedPeers(Sequence[Peer]):
         self._whole: tuple[Peer, ...] | None = None
 
     def settle(self) -> tuple[Peer, ...] | None:
-        """Returns all peers if they are known without a request, otherwise None. Releases the older
-        table."""
+        """Returns all peers if they can be determined without a request, otherwise None. Afterwards
+        the older table is no longer kept in memory."""
         with self._lock:
             follow, self._follow = self._follow, None
             if self._whole is None and follow is not None:
@@ -97,7 +100,7 @@ class AskedPeers(Sequence[Peer]):
         if whole is not None:
             return [whole[rank] for rank in ranks]
         missing = [rank for rank in ranks if rank not in self._known]
-        if missing:  # without the lock: the link's thread must never wait for an answer
+        if missing:  # the link's thread must never wait for an answer, so the lock is not held here
             found = {peer.rank: peer for peer in self._ask(missing)}
             with self._lock:
                 self._known = {**self._known, **found}
@@ -111,8 +114,8 @@ class AskedPeers(Sequence[Peer]):
         table = tuple(self._ask(()))
         if not self._is_right(table):
             raise UnavailableError(
-                f"the coordinator sent a table of {len(table)} ranks whose digest differs from "
-                f"that of the generation, which has {self._size} ranks; retry",
+                f"the coordinator sent a rank table with {len(table)} entries whose digest does "
+                f"not match that of the generation ({self._size} ranks); retry",
                 reason="TABLE_DAMAGED",
             )
         with self._lock:
@@ -163,7 +166,7 @@ class AskedPeers(Sequence[Peer]):
 
 
 class SomePeers(Sequence[Peer]):
-    """Peers of some ranks of a large world, in a given order."""
+    """Sequence of selected ranks' peers in a large world, in a given order."""
 
     def __init__(self, peers: AskedPeers, ranks: Sequence[int]) -> None:
         self._peers, self._ranks = peers, ranks
@@ -204,24 +207,24 @@ class Generation:
 
     number: int
     nonce: str
-    """Makes the names of this generation's stores and transfers unique."""
+    """Random text that makes the names of this generation's stores and transfers unique."""
     peers: tuple[Peer, ...] | AskedPeers | SomePeers
-    """Peers in rank order. The length is always known. In a large world, reading a peer may send a
-    request to the coordinator (`AskedPeers`)."""
+    """All ranks' peers, in rank order. In a large world, reading an entry may send a request to the
+    coordinator (`AskedPeers`); the length is always known."""
     rank: int
     """Rank of this member."""
     interrupts_below: int
-    """Members that work in a generation below this number leave it at once; other members leave at
-    their next step boundary."""
+    """Members that work in a generation with a number below this one must leave that generation at
+    once. Other members leave theirs at the next step boundary."""
     sent_topology: Topology | None = None
-    """None: derived from the peers."""
+    """Distribution of the ranks over hosts; None: computed from the peers."""
     begins_run: bool = False
     """True if this is the first generation of its run. The number does not show that, because
     numbers continue across a job's runs."""
 
     @cached_property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in this generation."""
         return len(self.peers)
 
     @property
@@ -273,17 +276,18 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberIdentity:
-    """Description that a member sends of itself when it joins."""
+    """What a member tells the coordinator about itself when it joins."""
 
     job_id: str
     member_id: str
     host: str
     pid: int
     launcher_id: str = ""
-    """Launcher that reports the member's end; empty if there is none."""
+    """Id of the launcher that reports the end of the member's process; empty if there is none."""
     local_index: int = 0
     donor_address: str = ""
     """host:port at which the member sends its state to others; empty if it has no state to send."""
     donor_key: str = ""
-    """Key for access to the member's donor between generations; see `StateDonor.key`."""
+    """Key with which other ranks may fetch state from this member's `StateDonor` between
+    generations; see `StateDonor.key`."""
     metrics_address: str = ""

@@ -1,5 +1,5 @@
-"""Digests of the state with which a rank ended its loop over a loader. The coordinator compares the
-digests of all ranks."""
+"""Digests of the state that a rank had when it ended its loop over a loader. The coordinator
+compares the digests of all ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LastState:
-    """Digests of the ranks' common state, taken when the script left its loop over a loader."""
+    """Digests of the state that all ranks have in common, computed when the script left its loop
+    over a loader."""
 
     generation: int
-    """Generation in which the rank worked; the generation determines the sharding."""
+    """Generation in which the rank worked. Digests of sharded state are comparable only within one
+    generation."""
     step: int
     """Number of committed steps."""
     agreed: int
     """Last step after which all ranks were known to have the same state; 0 if none."""
     digests: Mapping[str, int]
-    """Digests by the names of groups of tensors."""
+    """Name of a group of tensors -> digest of the group."""

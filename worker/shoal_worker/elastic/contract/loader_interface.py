@@ -21,8 +21,8 @@ class StepStatus(enum.Enum):
     other members are false, so side effects can follow `if optimizer.step():`."""
 
     COMMITTED = "committed"
-    """The step includes every rank's part, and every survivor has applied it or is about to. Only a
-    return to an older checkpoint undoes it."""
+    """All ranks contributed to the step, and every surviving rank has applied it or is about to.
+    Only a return to an older checkpoint undoes it."""
     LOST = "lost"
     """A fault aborted the step: no rank applied it, and the loader repeats the same samples,
     redistributed."""
@@ -42,16 +42,16 @@ class Placement:
     generation: int
     """Number of the agreed generation; 0 in a world of one without a coordinator."""
     rank: int
-    """This replica's data-parallel rank, which determines its samples. Equals the global rank
-    unless a model is split over ranks."""
+    """Data-parallel rank of this process's replica, which determines its samples. It equals the
+    global rank unless a model is split over several ranks."""
     world_size: int
     """Number of data-parallel replicas."""
     leads_replica: bool = True
     """True if this rank counts and records the samples of its replica. All ranks of a replica
     receive the same samples."""
     least_samples: int = 1
-    """Minimum number of samples of a rank that gets any in a short step; batch normalization needs
-    two."""
+    """Minimum number of samples per rank in a step with fewer samples than usual; a rank gets
+    either none or at least this many. Batch normalization needs two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,30 +60,31 @@ class Share:
     hands out the step's first batch."""
 
     weight: float
-    """Weight of this rank's samples: their number, unless a `weight_fn` is given; 0 for a stand-in
-    batch. With a `weight_fn` and micro-batches it is NaN, because each weight is known only when
-    `begin_micro_batch` passes it."""
+    """Weight of this rank's samples in the mean over the global batch: their number, unless a
+    `weight_fn` is given. 0 if the rank has no samples and only runs a stand-in batch. With a
+    `weight_fn` and micro-batches it is NaN, because each weight is known only when it is passed to
+    `begin_micro_batch`."""
     total_weight: float | None
-    """Weight of the entire global batch if it is known without a message to other ranks, otherwise
-    None."""
+    """Weight of the entire global batch; None if it can be determined only by communication with
+    the other ranks."""
     micro_batches: int | None
     """Number of micro-batches of this rank in this step (may be 0); None: one plain batch per
     rank."""
     by_speed: float = 0.0
-    """Number of micro-batches of this rank relative to an equal part, if they are dealt by speed; 0
-    if they are not."""
+    """If micro-batches are dealt by speed: this rank's number of micro-batches, divided by the
+    number in an equal distribution. Otherwise 0."""
     most_micro_batches: int = 0
-    """Maximum number of micro-batches over all ranks. Strategies that communicate in every pass
-    take part in that many passes."""
+    """Maximum number of micro-batches over all ranks. With strategies that communicate in every
+    pass, each rank takes part in this many passes, some without a micro-batch of its own."""
 
 
 WeighRows = Callable[[Sequence[int]], list[float]]
-"""Computes the weights of parts of a batch, given the number of rows of each part. Raises
-ConfigurationError."""
+"""Function that computes the weight of each part of a batch, given the parts' numbers of rows.
+Raises ConfigurationError."""
 
 
 class LoaderSession(Protocol):
-    """The session from a loader's perspective."""
+    """Interface of the session, as used by loaders."""
 
     def begin_step(self, source: StepSource) -> Placement:
         """Starts the next step at a step boundary, where the session handles joins, drains and
@@ -94,32 +95,32 @@ class LoaderSession(Protocol):
         after the call returns. Raises `StopTraining` if the job is stopped or this member has
         drained.
 
-        The step exists only after `assign`. A second call before `assign` is another call at the
-        same boundary. Loaders rely on this while they wait for leases, and when a joiner receives a
-        cursor in a later epoch. A joiner stays a joiner until its first `assign`.
-        """
+        The step begins to exist with `assign`. Until then, further calls handle the same boundary
+        again. Loaders rely on this while they wait for leases, and when a joiner receives a cursor
+        in a later epoch. A joiner counts as one until its first `assign`."""
         ...
 
     def enter_epochs(self, source: StepSource) -> int:
         """Enters `epochs()` and returns the first epoch to hand out. In a joiner, this is a step
         boundary, as in `begin_step`, and the call blocks until the run's position is known. After a
-        resume, and in a joiner, other loaders count their iterations from this loop's position.
-        Raises `StopTraining`, also if early stopping had ended this loop before a resume."""
+        resume, and in a joiner, other loaders determine their current iteration from this loop's
+        position. Raises `StopTraining`, also if early stopping had ended this loop before a resume.
+        """
         ...
 
     def epochs_left(self, source: StepSource) -> None:
-        """Announces that the script left the loop over `epochs()` with `break`."""
+        """Notifies the session that the script left the loop over `epochs()` with `break`."""
         ...
 
     def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
-        """Announces that `epochs()` is about to hand out `epoch`. `epochs`: number of epochs of
-        that loop."""
+        """Notifies the session that `epochs()` is about to hand out `epoch`. `epochs`: number of
+        epochs of that loop."""
         ...
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """Returns whether a joiner's script must skip this iteration, because its peers iterate
-        over another loader or epoch. Known once the joiner has received the state, at its first
-        boundary."""
+        over another loader or epoch. The answer is known once the joiner has received the state, at
+        its first step boundary."""
         ...
 
     @property
@@ -129,23 +130,23 @@ class LoaderSession(Protocol):
 
     @property
     def steps_alone(self) -> bool:
-        """True if each rank takes steps of its own (local_sgd, async_sgd)."""
+        """True if each rank takes steps independently of the others (local_sgd, async_sgd)."""
         ...
 
     @property
     def speed(self) -> float | None:
-        """Relative speed of this worker if the user has set one; None: measured."""
+        """Relative speed that the user has set for this worker; None: the speed is measured."""
         ...
 
     def assign(self, share: Share) -> None:
-        """Passes this rank's share of the step that has begun."""
+        """Passes this rank's share of the global batch to the step that has begun."""
         ...
 
     def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
         """Sums numbers elementwise over all ranks, in float64. Called on all ranks in a step that
-        has begun, before `assign` or after `finish_batches`. Returns None if a rank failed. Before
-        `assign`, the step is then aborted, and its batches are handed out nevertheless, so that all
-        scripts receive the outcome LOST. After `finish_batches`, also returns None if this rank
+        has begun, before `assign` or after `finish_batches`. Returns None if a rank failed. If that
+        happens before `assign`, the step is aborted; its batches are still handed out, so that all
+        scripts receive the outcome LOST. After `finish_batches`, None is also returned if this rank
         learned the step's outcome in a later generation.
 
         Args:
@@ -153,53 +154,53 @@ class LoaderSession(Protocol):
             or_own: if ranks take independent steps, return `values`.
 
         Raises:
-            ConfigurationError: under this strategy ranks take independent steps.
-        """
+            ConfigurationError: under this strategy ranks take independent steps."""
         ...
 
     def begin_micro_batch(
         self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None
     ) -> None:
-        """Announces micro-batch `index`, counted from 0 over the entire global batch, before it is
-        handed out. `key`: seed, epoch, step and micro-batch, which determine its random numbers.
-        `weigh`: weighs parts of the micro-batch, for strategies that split it; None: all samples
-        weigh the same. Plain batches call this once, with index = rank."""
+        """Notifies the session that micro-batch `index` is about to be handed out. The index counts
+        from 0 over the entire global batch. `key`: seed, epoch, step and micro-batch, which
+        determine its random numbers. `weigh`: weighs parts of the micro-batch, for strategies that
+        split it; None: all samples have the same weight. A step without micro-batches calls this
+        once, with the rank as index."""
         ...
 
     def end_micro_batch(self) -> None:
-        """Announces that the user's loop has finished the micro-batch, including its backward
-        pass."""
+        """Notifies the session that the user's loop has finished the micro-batch, including its
+        backward pass."""
         ...
 
     def finish_batches(self) -> None:
-        """Ends the micro-batches of a step after the inner loop, even if this rank had none.
-        Reduces the gradients of all ranks, so that they are complete before `optimizer.step()`."""
+        """Called after the loop over a step's micro-batches, even if this rank had none. Reduces
+        the gradients of all ranks, so that they are complete before `optimizer.step()`."""
         ...
 
     def batch_passed(self, source: StepSource) -> None:
-        """Announces that the loop requests the next batch after a step. With several models, this
-        call ends a step in which some models were not updated."""
+        """Notifies the session that the loop requests the next batch after a step. With several
+        models, this call ends a step in which some models were not updated."""
         ...
 
     def loop_left(self, source: StepSource) -> None:
-        """Announces that an iteration was left, or that another iteration begins inside it. If a
-        batch was handed out and its step is unfinished, `optimizer.step()` may still finish the
-        step. Otherwise the batch was only looked at, and the next `begin_step` repeats its
-        samples."""
+        """Notifies the session that the script left an iteration, or began another one inside it.
+        If a batch was handed out and its step is unfinished, `optimizer.step()` may still finish
+        the step. Otherwise the script only looked at the batch, and the next `begin_step` hands out
+        the same samples again."""
         ...
 
     def loop_ended(self) -> None:
-        """Announces that a `for` loop over a loader has ended, before the script does anything
-        else."""
+        """Notifies the session that a `for` loop over a loader has ended, before the script does
+        anything else."""
         ...
 
     def passed_over(self, source: StepSource) -> None:
-        """Announces that an iteration of a training loader has ended without steps, because the run
-        has already taken all of them or will take none."""
+        """Notifies the session that an iteration over a training loader has ended without a step:
+        the run has already taken all of its steps, or will not take any."""
         ...
 
     def end_epoch(self, source: StepSource) -> None:
-        """Ends an epoch of a training loader without a further step. Returns when every rank has
+        """Ends an epoch of a training loader, after its last step. Returns when every rank has
         confirmed the last step. Otherwise a rank could evaluate, save or exit while another still
         repeats that step."""
         ...
@@ -225,14 +226,14 @@ class LoaderSession(Protocol):
         at_hand: int | None = None,
     ) -> Leases:
         """Leases batches first come, first served (async_sgd), from the coordinator, or locally in
-        a world of one. `want`: number of batches; 0 if the loop was left. In that case all leases
-        are returned except `at_hand`, which `optimizer.step()` may still finish (see
+        a world of one. `want`: number of batches; 0 if the loop was left; all leases are then given
+        back except `at_hand`, the batch whose step `optimizer.step()` may still finish (see
         `Leases.took_back_at_hand`)."""
         ...
 
     def wait_for_others(self, what: str | None) -> None:
-        """Reports that this rank waits for the other ranks' part of `what`; None ends the wait. The
-        coordinator evicts a rank that hangs meanwhile."""
+        """Records that this rank now waits for other ranks to do their part of `what`; None: the
+        wait is over. If another rank hangs meanwhile, the coordinator evicts that rank."""
         ...
 
 
@@ -244,12 +245,12 @@ class Leases:
     epoch_done: bool
     retry_after_s: float
     took_back_at_hand: bool = False
-    """True if the loop was left within a round of inner steps, so that the batch at hand was
-    returned too."""
+    """True if the loop was left within a round of inner steps. The batch whose step is unfinished
+    was then given back as well."""
 
 
 class StepSource(Protocol):
-    """A training loader from the session's perspective. Its state is part of the committed
+    """Interface of a training loader, as used by the session. Its state is part of the committed
     state."""
 
     @property
@@ -265,17 +266,18 @@ class StepSource(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the cursor."""
+        """Epoch in which the cursor is."""
         ...
 
     @property
     def next_epoch(self) -> int:
-        """Epoch of the next iteration outside of `epochs()`; earlier epochs are over."""
+        """Epoch that the next iteration outside of `epochs()` will cover. All earlier epochs are
+        finished."""
         ...
 
     @property
     def within(self) -> int | None:
-        """Epoch handed out by the loader's `epochs()`; None outside of that loop."""
+        """Epoch that the loader's `epochs()` handed out last; None outside of that loop."""
         ...
 
     @property
@@ -286,24 +288,24 @@ class StepSource(Protocol):
 
     @property
     def repeats(self) -> int | None:
-        """Epoch that a resumed run repeats from its beginning, because the cursor does not contain
-        the finished batches; None if there is none."""
+        """Epoch that a resumed run repeats from its beginning, because the cursor does not show
+        which of its batches were finished; None if there is none."""
         ...
 
     @property
     def next_iteration(self) -> int:
-        """Epoch of the next iteration outside of `epochs()`, counted from the iterations that this
-        script has passed."""
+        """Epoch that the next iteration outside of `epochs()` would cover, judged only by the
+        number of iterations that this process's script has passed."""
         ...
 
     @property
     def step(self) -> int:
-        """Number of committed steps of the cursor's epoch."""
+        """Number of committed steps in the cursor's epoch."""
         ...
 
     @property
     def ends_epoch(self) -> bool:
-        """True if the last step handed out is the last of its epoch, or of the loop over
+        """True if the step handed out last is the final step of its epoch, or of the loop over
         epochs."""
         ...
 
@@ -314,14 +316,13 @@ class StepSource(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """True if the cursor is after the last step of the loop that requested the boundary, so
-        that no step follows."""
+        """True if the loop that reached the step boundary has no further step."""
         ...
 
     @property
     def step_samples(self) -> int:
-        """Number of samples of the last step handed out, over all ranks; for a leased batch, this
-        rank's samples."""
+        """Number of samples of the step handed out last, summed over all ranks. For a leased batch,
+        only this rank's samples."""
         ...
 
     def steps_until(self, epoch: int) -> int | None:
@@ -331,7 +332,7 @@ class StepSource(Protocol):
         ...
 
     def count_from(self, epoch: int | None) -> None:
-        """Sets `next_epoch` to `epoch`. None restores the value in the state loaded last."""
+        """Sets `next_epoch` to `epoch`; None: to the value in the state loaded last."""
         ...
 
     @property
@@ -343,13 +344,14 @@ class StepSource(Protocol):
     def committed(
         self, placement: Placement, *, known: bool = False, pushed: Sequence[int] | None = None
     ) -> int:
-        """Commits the last step handed out in `placement`'s generation: advances the cursor and
-        writes the record. Returns the number of this rank's samples that count. `known`: another
-        member had already pushed this leased batch. `pushed`: see `Step.pushed`."""
+        """Commits the step that was handed out last, in the generation of `placement`: advances the
+        cursor and writes the record. Returns how many of this rank's samples count. `known`:
+        another member had already pushed this leased batch. `pushed`: see `Step.pushed`."""
         ...
 
     def leaving(self) -> None:
-        """Acknowledges finished batches because this process leaves the job at once."""
+        """Acknowledges finished leased batches to the coordinator, because this process is about to
+        leave the job."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -371,15 +373,15 @@ class StopTraining(Exception):
 
 
 class Drained(StopTraining):
-    """Raised when only this member leaves: it was asked to drain, or received SIGTERM. Ends the
-    process with status 0."""
+    """Raised when only this member leaves, because it was asked to drain or received SIGTERM. The
+    process then ends with status 0."""
 
 
 class LeftOver(StopTraining):
-    """Raised in a spare when every rank that held the model is gone. The process ends and is
-    restarted."""
+    """Raised in a spare if all ranks with parts of the model are gone. The process ends, and the
+    launcher restarts it."""
 
 
 class StateLostError(PreconditionError):
-    """Raised on all remaining ranks when they hold only part of the state and can continue only
-    from a checkpoint."""
+    """Raised on all remaining ranks if they have only part of the state, so that they can continue
+    only from a checkpoint."""

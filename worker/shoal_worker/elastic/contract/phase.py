@@ -68,7 +68,7 @@ class ScriptPhase:
     """Phase of one process's script."""
 
     def __init__(self, *, live: bool) -> None:
-        """`live`: this process has the job's state from the start."""
+        """`live`: True if this process has the job's state from the start."""
         self.now = Phase.TRAINING if live else Phase.REPLAYING
         self.stopped: str | None = None
         """Reason why no further step begins; None while steps continue."""
@@ -90,7 +90,7 @@ class ScriptPhase:
 
     def be_alone(self) -> None:
         """Continues in a world of one after this process has left its job: there are no peers to
-        catch up with. A torn, stopped or left state is unchanged."""
+        catch up with. The phases TORN, STOPPED and LEFT do not change."""
         onward = (Phase.REPLAYING, Phase.ARRIVING, Phase.TRAINING, Phase.RETURNED)
         self._move(
             "be_alone",
@@ -110,13 +110,13 @@ class ScriptPhase:
         self._move("arrive", {Phase.ARRIVING: Phase.TRAINING})
 
     def fall_behind(self) -> None:
-        """Returns to ARRIVING because the batch was only looked at, so that the script is still
-        before its loop. Changes nothing in TORN, after an error in the middle of an update."""
+        """Returns to ARRIVING, because the script only looked at a batch and has not yet begun its
+        training loop. Does nothing in TORN, which follows an error in the middle of an update."""
         self._move("fall_behind", {Phase.TRAINING: Phase.ARRIVING}, unchanged=(Phase.TORN,))
 
     def set_aside(self) -> None:
-        """Makes this process a spare, because no replica could be formed with it. It will receive
-        its peers' state and discard its own."""
+        """Makes this process a spare, because too few ranks are left for a replica that includes
+        it. It will discard its state and receive its peers' state."""
         onward = (Phase.ARRIVING, Phase.TRAINING, Phase.TORN, Phase.RETURNED)
         self._move(
             "set_aside", dict.fromkeys(onward, Phase.REPLAYING), unchanged=(Phase.REPLAYING,)
@@ -140,10 +140,10 @@ class ScriptPhase:
         )
 
     def go_back(self) -> None:
-        """Records that the ranks returned to a checkpoint because a state was lost. If this
-        process's state was replaced (`replace`), its script is ahead of the state. In TORN nothing
-        changes: the state was not replaced, so there was no checkpoint. A script in ARRIVING or
-        STOPPED has no steps to repeat."""
+        """Records that the ranks returned to a checkpoint because their state was lost. If this
+        process's state was replaced (`replace`), its script is ahead of the state from now on. If
+        it was not replaced, there was no checkpoint, and TORN does not change. ARRIVING and STOPPED
+        do not change either, because the script then has no steps to repeat."""
         self._move(
             "go_back",
             {Phase.TRAINING: Phase.RETURNED},
@@ -151,8 +151,8 @@ class ScriptPhase:
         )
 
     def resume(self) -> None:
-        """Begins the next step. In a joiner, the step may only be looked at; in TORN, it will not
-        be applied."""
+        """Records that the next step begins. A joiner's script may only look at the step's batch.
+        In TORN, the step will not be applied."""
         self._move(
             "resume",
             {Phase.RETURNED: Phase.TRAINING},

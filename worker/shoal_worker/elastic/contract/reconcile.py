@@ -1,4 +1,5 @@
-"""Reconciles the ranks of a new generation. The decision is a pure function of every rank's status.
+"""Reconciles the ranks of a new generation, so that all have the same state and the same position
+in their scripts. The decision is a pure function of every rank's status.
 
 Each rank of a new generation sends its `RankStatus` to all others (one all-gather), and every rank
 computes the same `Reconciliation` from the same list. No I/O, no torch.
@@ -7,8 +8,7 @@ A generation is established only when all its members have the same state and th
 received equally many step outcomes. Until then some scripts must advance first. A rank in doubt
 that learns that its step counts has to apply it. A rank whose peers already lost a step that it has
 not begun has to begin that step and lose it too. Every survivor's script therefore receives the
-same outcomes in the same order, and reaches the same decisions from them.
-"""
+same outcomes in the same order, and reaches the same decisions from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StateName(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """Activity of a rank when its group failed."""
+    """What a rank was doing when its group failed."""
 
     generation: int
     in_operation: bool
@@ -43,8 +43,8 @@ class RankStatus:
     """Status of one rank when a generation forms."""
 
     state: StateName | None
-    """Newest state of this rank that other ranks have too; None if none counts, as in a fresh
-    process."""
+    """Name of the newest state that this rank has in common with other ranks; None if its state
+    does not count, as in a fresh process."""
     doubt: StateName | None = None
     """Name of the state after the current step, if the step counted. This rank has prepared the
     step without knowing its outcome. None if there is no such step."""
@@ -54,7 +54,7 @@ class RankStatus:
     """True if the rank has a model, so that it can receive a state."""
     learner: bool
     """True if the rank is a learner: a joiner that replays its script. It receives its state only
-    at the next step boundary, where the user code of all ranks is at the same line."""
+    at the next step boundary, where the scripts of all ranks are at the same line."""
     poisoned: bool
     """True if an update raised before it was complete, so that this rank must not send its
     state."""
@@ -62,11 +62,11 @@ class RankStatus:
     """Number of operations between steps that the rank has finished since its state was
     committed."""
     rewinds: bool = False
-    """True if the rank's current step is lost together with its round, so that the round's
-    operations will be repeated."""
+    """True if the rank's current step was undone together with its whole round, so that the
+    operations between the round's steps will be repeated."""
     interrupted: Interrupted | None = None
-    """Activity of the rank when its group failed. None if it was idle, or has since received a
-    state or results, so that its script is at the senders' position."""
+    """What the rank was doing when its group failed. None if it was idle, or if it has since
+    received a state or results and its script is therefore at the senders' position."""
 
     def encode(self) -> list[int]:
         """Returns the status as integers, for an all-gather of int64."""
@@ -118,10 +118,10 @@ class Reconciliation:
     donors: tuple[int, ...]
     """Ranks that have the newest state and may send it, ascending."""
     decided: tuple[int, ...]
-    """Ranks with a step in doubt that led to `newest`. That step counts."""
+    """Ranks in doubt about the step that led to `newest`. They must apply it, because it counts."""
     behind: tuple[int, ...]
-    """Ranks that must receive the state now: their state is older or missing, and their current
-    step does not lead to the newest state."""
+    """Ranks that must receive the state now: their state is older or missing, and applying their
+    current step would not produce the newest state."""
     overtaken: tuple[int, ...]
     """Ranks whose peers took steps without them. Their state is older or missing, and they have
     received fewer outcomes. They could receive a newer state, but their scripts cannot catch up.
@@ -134,14 +134,14 @@ class Reconciliation:
     learners: tuple[int, ...]
     """Ranks that receive the state at the next step boundary."""
     results_from: int | None
-    """A rank with the results of all operations finished since `newest` was committed; None if no
-    results need to be sent."""
+    """Rank that sends the results of the operations finished since `newest` was committed; None if
+    no rank lacks any."""
     results_to: tuple[int, ...]
     """Ranks with the newest state that lack some of these results."""
     apart: tuple[int, ...]
-    """Ranks that were in an operation while other ranks of their group, with the same state and the
-    same finished operations, were in a step. Their scripts diverged, and would wait for each other
-    in the next generation as well. Empty if none."""
+    """Ranks that were in an operation while other ranks with the same state, after the same number
+    of operations, were in a step. Their scripts have diverged, and would also wait for each other
+    in the next generation. Empty if there are none."""
 
     @property
     def state_lost(self) -> bool:
@@ -194,9 +194,9 @@ def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
 def _lacking(
     statuses: Sequence[RankStatus], donors: Sequence[int], furthest: int | None
 ) -> tuple[int, ...]:
-    """Returns the ranks that have finished fewer operations than `furthest`, among ranks with one
-    state. If `furthest` rewinds, ranks that have already rewound lack nothing; only ranks that have
-    yet to reach the same step need the results."""
+    """Returns the ranks that have finished fewer operations than `furthest`, among ranks with the
+    same state. If `furthest` undoes its round, ranks that have already undone theirs lack nothing;
+    only ranks that have yet to reach the same step need the results."""
     if furthest is None:
         return ()
     most = statuses[furthest]
@@ -209,8 +209,8 @@ def _lacking(
 
 
 def _apart(holders: Mapping[int, RankStatus], operations: int) -> tuple[int, ...]:
-    """Returns the ranks of one state that are in an operation which no other rank has finished,
-    while another rank is in the following step."""
+    """Returns the ranks that are in an operation although another rank with the same state went on
+    to the next step without this operation."""
     interrupted = {
         r: s.interrupted
         for r, s in holders.items()

@@ -1,8 +1,5 @@
-"""Numbers that a training loop reports (`ReportedLoss`), and losses of steps (`read_later`).
-
-A number on a device is copied to the host as soon as the device has computed it. Only a read of the
-number waits for that.
-"""
+"""Numbers that a training loop reports (`ReportedLoss`), and losses of steps that are read when
+they are needed (`read_later`)."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 
 class ReportedLoss:
-    """A number that the training loop reports under one name. Written by the training thread and
-    read by any thread."""
+    """Latest value of a number that the training loop reports under one name, usually the loss.
+    Written by the training thread and read by any thread."""
 
     def __init__(self, name: str = "loss") -> None:
         self._name = name
@@ -26,8 +23,8 @@ class ReportedLoss:
         self._count = 0
         self._newest = (0, math.nan)
         self._on_their_way: deque[tuple[int, torch.Tensor, torch.Event]] = deque()
-        """Host copies of losses reported after `_newest`, with their indices. A copy is complete
-        once its event has occurred."""
+        """Losses reported after `_newest` that are being copied to the host: index, copy, and the
+        CUDA event that marks the copy as complete."""
 
     def tell(self, loss: float | torch.Tensor) -> None:
         """Records a loss. Raises ConfigurationError unless it is a single number on this rank."""
@@ -70,7 +67,7 @@ class ReportedLoss:
 
 
 class LossOnItsWay:
-    """A loss that a device is still computing. Conversion to float waits for the device."""
+    """A loss that the device may still be computing. `float()` of it waits for the device."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         self._copy, self._arrival = _sent_to_host(loss)
@@ -81,7 +78,8 @@ class LossOnItsWay:
 
 
 class MeanLoss:
-    """Weighted mean of losses; 0 if all weights are 0. Conversion to float waits for the losses."""
+    """Weighted mean of losses; 0 if all weights are 0. `float()` of it waits until all losses are
+    computed."""
 
     def __init__(self) -> None:
         self._losses: list[tuple[SupportsFloat, float]] = []
@@ -97,8 +95,8 @@ class MeanLoss:
 
 
 def read_later(loss: torch.Tensor) -> SupportsFloat:
-    """Returns the loss as a number. A loss on a device is read only on conversion to float, so that
-    the device can queue later work."""
+    """Returns the loss as a number. A loss on a device is read only when `float()` is called on the
+    result, so that the caller does not wait for the device here."""
     value = loss.detach()
     return (
         float(value)
@@ -121,8 +119,8 @@ def _one_number(loss: float | torch.Tensor, name: str) -> float | torch.Tensor:
     if isinstance(loss, DTensor):
         if not all(placement.is_replicate() for placement in loss.placements):
             raise ConfigurationError(
-                f"shoal.report({name}=...): got a DTensor with placements {loss.placements}, "
-                f"whose full value no rank has; report {name}.full_tensor(), on every rank"
+                f"shoal.report({name}=...): got a DTensor with placements {loss.placements}; no "
+                f"rank has its full value; report {name}.full_tensor(), on every rank"
             )
         loss = loss.to_local()
     if isinstance(loss, torch.Tensor):

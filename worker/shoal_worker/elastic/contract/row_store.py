@@ -53,12 +53,12 @@ class RowStore(Protocol):
     @property
     def steady(self) -> bool:
         """True if the rows change only in steps that all ranks take together, so that all ranks can
-        share the reading between steps. If False, rows may change at any time, and each bucket
-        shows the moment at which it was read."""
+        share the reading between steps. If False, rows may change at any time, and each bucket has
+        the values of the moment at which it was read."""
 
     def declared(self) -> Mapping[str, Mapping[str, Any]]:
-        """Returns each table's declaration as JSON, by table: num_embeddings, embedding_dim,
-        spec."""
+        """Returns the declarations of all tables: table name -> JSON object with num_embeddings,
+        embedding_dim and spec."""
 
     def settle(self) -> None:
         """Blocks until the servers have received everything that the last step pushes."""
@@ -68,31 +68,32 @@ class RowStore(Protocol):
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for too long.
-            MembershipChanged: `given_up` is set.
-        """
+            MembershipChanged: the caller has set `given_up` to abort the read."""
 
     def lacks(self, stored: StoredRows) -> bool:
-        """Returns whether `begin_with` would add rows. Allowed only if not steady. Raises like
-        `fetch`."""
+        """Returns whether the servers lack rows that `begin_with` would send. Allowed only if
+        `steady` is False. Raises the same errors as `fetch`."""
 
     def begin_with(self, stored: StoredRows) -> None:
         """Sends the stored rows to servers on which the table is still untrained. Allowed only if
-        not steady. Called on all ranks. Blocks until the servers have the rows.
+        `steady` is False. Called on all ranks. Blocks until the servers have the rows.
 
         Raises:
             CorruptDataError: files are damaged, and nothing was sent.
-            DeadlineError: a server was unreachable for too long, or rank 0 sent none.
+            DeadlineError: a server was unreachable for too long, or rank 0 did not send the rows.
         """
 
     def expected(self, stored: StoredRows, captured: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the engine's captured state under "tables" as it will be after these rows are
-        restored. Allowed only if steady. `captured`: the current captured state."""
+        """Returns the state that the engine captures under the key "tables", with the values that
+        it will have after these rows are restored. Allowed only if `steady` is True. `captured`:
+        that state now."""
 
     def next_restoration(self) -> int:
-        """Returns a number above those of all earlier restorations. Raises like `fetch`."""
+        """Returns a number above those of all earlier restorations. Raises the same errors as
+        `fetch`."""
 
     def put(
         self, stored: StoredRows, share: tuple[int, int], restoration: int, given_up: Event
     ) -> None:
         """Restores this rank's share of all buckets on the servers. `share`: this rank, and the
-        number of ranks. Raises like `fetch`."""
+        number of ranks. Raises the same errors as `fetch`."""

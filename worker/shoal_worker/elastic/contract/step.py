@@ -23,8 +23,8 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_worker.elastic.contract.loader_interface import Placement, Share, StepSource, WeighRows
 
 _BASE = 1 << 20
-"""Base of the digits. Each digit and its square are sent; their sums over up to 8192 ranks are
-exact in float64."""
+"""Base of the digits into which numbers are split for a step vote. Each digit and its square are
+sent; their sums over up to 8192 ranks are exact in float64."""
 _DEALING = 2
 """Number of digits sent of `ScriptPosition.dealing`. Two different values collide once in 2^40."""
 
@@ -49,12 +49,12 @@ class ScriptPosition(NamedTuple):
     step: int
     """Step in the epoch."""
     dealing: int = 0
-    """Digest of the loader's distribution of samples, and of the step. If two digests collide, the
-    digests of the next step reveal the difference."""
+    """Digest of the loader's distribution of samples, and of the step. Digests of different
+    distributions may be equal by chance; those of the next step then reveal the difference."""
 
     def word(self) -> list[float]:
-        """Returns the position as this rank's values in the step vote. After the sum over the
-        ranks, `agree` shows whether all ranks passed the same position."""
+        """Encodes the position as numbers for the step vote. After the sum over the ranks, `agree`
+        shows whether all ranks passed the same position."""
         values = (
             self.number % _BASE,
             self.epoch % _BASE,
@@ -65,9 +65,9 @@ class ScriptPosition(NamedTuple):
 
 
 def agree(summed: Sequence[float]) -> bool:
-    """Returns whether all ranks passed the same numbers, from the sum of the ranks' words (such as
-    `ScriptPosition.word`). The mean of the squares equals the square of the mean only for equal
-    numbers."""
+    """Returns whether all ranks passed the same numbers. The argument is the sum over all ranks of
+    encoded values (such as `ScriptPosition.word`). It contains the sum of each number and of its
+    square: the mean of the squares equals the square of the mean only if all numbers are equal."""
     count, *numbers = map(int, summed)  # only products of integers are exact
     half = len(numbers) // 2
     return all(
@@ -111,8 +111,8 @@ class CollectiveTrace:
         self._issued: list[str] = []
 
     def begin(self, *place: int) -> None:
-        """Begins the trace of a step at `place`. If an abandoned step began at the same place, the
-        next step continues its trace."""
+        """Begins the trace of a step at `place`. If a step that began at the same place was
+        abandoned, its trace is continued."""
         if place != self._place:
             self._place, self._issued = place, []
 
@@ -143,7 +143,7 @@ def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] |
 # ----------------------------------------------------------------------------- the step in progress
 
 _BOUNDARY, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
-"""Indices in a step vote; see `Step.step_vote`."""
+"""Indices of values in a step vote; see `Step.step_vote`."""
 _OWN: Final = 5
 """Number of a step vote's values that belong to the step itself. The other values show whether the
 ranks agree in settings, in writes within passes and between steps, in evaluations, and in their
@@ -212,8 +212,8 @@ class Step:
     source: StepSource | None
     """Loader of the step's samples; None: the user's own loop without a Shoal loader."""
     of: str = ""
-    """Name of the model if there are several, or of the models that the step has updated; the same
-    on all ranks. Empty for a single model."""
+    """With several models: name of the step's model, or names of the models that the step has
+    updated; the same on all ranks. Empty for a single model."""
     trace: CollectiveTrace = dataclasses.field(default_factory=CollectiveTrace)
     """Trace of this rank's collectives in the step, and in an abandoned step before it."""
     share: Share | None = None
@@ -223,24 +223,25 @@ class Step:
     touched: bool = False
     """True if the script has called the model in this step."""
     left: bool = False
-    """True if the step's loop was left before the step was finished."""
+    """True if the script left the loop over the loader before the step was finished."""
     first_live: bool = False
-    """True if the step's first batch ended the replay of a joiner's script."""
+    """True if the replay of a joiner's script ended with the first batch of this step."""
     micro_batch: float | None = None
     """Weight of the current micro-batch."""
     micro_batch_index: int | None = None
     """Index of the current micro-batch over the entire global batch, from 0; the rank for a plain
     batch."""
     weigh: WeighRows | None = None
-    """Weighs parts of the micro-batch; None: a part weighs as much as it has samples."""
+    """Function that weighs parts of the micro-batch; None: a part's weight is its number of
+    samples."""
     taken: int = 0
     """Number of this rank's batches that the user's loop has received."""
     micro_batches_weight: float = 0.0
     """Total weight of this rank's finished micro-batches."""
     phase: StepPhase = StepPhase.OPEN
     lost: str | None = None
-    """Reason why the step's group has ended, for a step that is not committed; nothing more is sent
-    in it. None: the group works, or the step is committed."""
+    """Reason why the step's group has ended; this step then sends nothing more. None while the
+    group works, and for a committed step."""
     control: list[float] | None = None
     """Step vote summed over all ranks; None if not reduced yet."""
     loss: SupportsFloat | None = None
@@ -250,19 +251,20 @@ class Step:
     """True if another member had pushed the step's batch to the servers and died before it could
     report that (async_sgd)."""
     refused: ShoalError | None = None
-    """Reason why the step's gradients cannot be used, the same on all ranks. Until the script
-    clears the gradients, it receives this error instead of the update."""
+    """Reason why the step's gradients cannot be used, the same on all ranks. `optimizer.step()`
+    raises this error until the script clears the gradients."""
     writes: int = 0
-    """Digest of the writes to parameters within passes; 0 if none."""
-    written_between: int = 0
-    """Digest of the writes to parameters and buffers between the previous step and this one; 0 if
+    """Digest of the values that forward and backward passes wrote to parameters; 0 if they wrote
     none."""
+    written_between: int = 0
+    """Digest of the values that the script wrote to parameters and buffers between the previous
+    step and this one; 0 if none."""
     evaluated: int = 0
     """Digest of the inputs on which the model was evaluated since the last step; see
     `EvaluationComparison`."""
     pushed: Sequence[int] | None = None
-    """Numbers of the leased batches that count with this step: all batches of its round in the
-    round's last step, none before. None: only the step's own batch."""
+    """Numbers of the leased batches that count with this step: in the last step of a round, all
+    batches of the round; in earlier steps, none. None: only the step's own batch."""
 
     def __post_init__(self) -> None:
         if self.share is not None:
@@ -279,14 +281,15 @@ class Step:
             self.trace.add(what, self.of)
 
     def check_whole(self) -> None:
-        """Raises PreconditionError unless the inner loop received all micro-batches of this rank,
-        because a commit counts all of them as trained on."""
+        """Raises PreconditionError unless the script's inner loop received all micro-batches of
+        this rank. A commit counts all of them as trained on, so none may be left out."""
         due = self.share.micro_batches if self.share is not None else None
         if due is not None and self.taken < due:
             raise PreconditionError(
-                f"the inner loop took {self.taken} of this rank's {due} micro-batches, but the "
-                "step would count all of them as trained on: call optimizer.step() after `for "
-                "batch in step:` has finished; to skip a batch use `continue`, not `break`",
+                f"optimizer.step() was called after {self.taken} of this rank's {due} "
+                "micro-batches, but the step would count all of them as trained on. Call it "
+                "after the loop `for batch in step:` has ended; to skip a batch, use `continue` "
+                "instead of `break`",
                 reason="STEP_NOT_WHOLE",
             )
 
@@ -299,10 +302,10 @@ class Step:
         settings: int,
         place: ScriptPosition,
     ) -> list[float]:
-        """Returns this rank's summand of the step vote. It contains a request for a step boundary,
-        loss times weight, the weight if a loss was reported, a known stop of the job, and a request
-        to leave. Digests of optimizer settings, of writes in passes and between steps, and of
-        evaluations follow, then the script's position."""
+        """Returns the numbers that this rank contributes to the step vote: a request for a
+        membership change, loss times weight, the weight if a loss was reported, a known stop of the
+        job, and a request to leave. Digests of optimizer settings, of writes in passes and between
+        steps, and of evaluations follow, then the script's position."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
@@ -330,7 +333,7 @@ class Step:
 
     def decide(self, summed: Sequence[float]) -> None:
         """Commits the step, because this rank or a surviving peer saw the commit all-reduce.
-        `summed`: the summed step vote, the same on all ranks."""
+        `summed`: the step vote summed over all ranks."""
         self.control, self.phase, self.lost = list(summed), StepPhase.COMMITTED, None
 
     def abort(self) -> None:
@@ -360,7 +363,7 @@ class Step:
 
     @property
     def difference(self) -> Difference | None:
-        """First difference between the ranks according to the summed step vote; None if the
+        """First kind of difference between the ranks that the summed step vote shows; None if the
         participating ranks agree in all respects."""
         if self.control is None:
             return None
@@ -409,8 +412,8 @@ class Step:
 
 def not_finished(*, elsewhere: bool, asynchronous: bool) -> PreconditionError:
     """Returns the error for a script that requests a batch before it finished the last step.
-    `elsewhere`: the batch belongs to another loader, and that step has updated only some of several
-    models. `asynchronous`: workers take steps of their own."""
+    `elsewhere`: the batch belongs to another loader, and the unfinished step has updated only some
+    of several models. `asynchronous`: workers take steps independently (async_sgd)."""
     accumulate = (
         "which is one step of this worker. To accumulate gradients over several backward passes, "
         "pass a larger batch_size= to the loader and run a pass on each part of the batch"
@@ -419,15 +422,15 @@ def not_finished(*, elsewhere: bool, asynchronous: bool) -> PreconditionError:
         "passes, pass micro_batch_size= to the loader and loop over loader.steps()"
     )
     text = (
-        "the next batch was requested, but optimizer.step() was not called for the last one; call "
-        f"it once per iteration, {accumulate}. If batches are only read, create the loader with "
-        "train=False"
+        "the next batch was requested, but optimizer.step() was not called for the previous one. "
+        f"Call it once per iteration, {accumulate}. If batches are only read, create the loader "
+        "with train=False"
     )
     if elsewhere:
         text = (
             "a batch of another loader was requested between the steps of two optimizers, which "
-            "together form one step on one batch; request it after the last optimizer's step. If "
-            "a step needs samples of two datasets, combine them into one "
+            "together form one step on one batch; request it after the last of them has stepped. "
+            "If a step needs samples of two datasets, combine them into one "
             "(torch.utils.data.StackDataset), or create a loader of the second one with "
             "train=False"
         )

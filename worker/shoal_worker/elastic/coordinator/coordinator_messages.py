@@ -41,20 +41,15 @@ def run_message(text: str) -> pb.RunId | None:
 
 
 Ask = Callable[[int, str, Sequence[int]], list[Peer]]
-"""Requests ranks of the generation with the given number and nonce from the coordinator; all ranks
-if none are named."""
+"""Function that requests ranks of the generation with the given number and nonce from the
+coordinator; all ranks if none are given."""
 
 
 def parse_generation(
     directive: pb.MemberDirective, mine: Peer, before: Generation | None, ask: Ask
 ) -> Generation:
-    """Parses a generation from the perspective of the member `mine`, and sets its rank. `before`:
-    the newest generation known before. `ask`: requests details of ranks.
-
-    Raises:
-        InternalError: the generation lacks this member: the coordinator sends a generation only to
-            its members.
-    """
+    """Parses a generation as received by the member `mine`, and sets that member's rank. `before`:
+    the newest generation known before. `ask`: function that requests details of ranks."""
     message = directive.generation
     return (
         _parse_whole(message, mine.member_id)
@@ -114,8 +109,8 @@ def _parse_large(
 
 
 def _followed(table: Sequence[Peer], change: pb.RankChange, joining: frozenset[int]) -> list[Peer]:
-    """Returns the table after `change`. Raises CorruptDataError if the change does not fit the
-    table."""
+    """Applies `change` to a rank table and returns the new table. Raises CorruptDataError if the
+    change does not fit the table."""
     peers = rank_table.follow(
         table, change.removed, [(rank.rank, _parse_rank(rank)) for rank in change.added]
     )
@@ -163,7 +158,7 @@ def leave_message(
 
 
 def observed_message(seen: Neighbour) -> pb.ObservedStacks:
-    """Returns the part of a heartbeat that describes another member."""
+    """Returns the part of a heartbeat with the stacks of another member."""
     return pb.ObservedStacks(
         member_id=seen.member_id, script_line=seen.script_line, stacks=seen.stacks
     )

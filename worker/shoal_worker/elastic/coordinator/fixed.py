@@ -1,14 +1,13 @@
 """Membership of a rank of `shoal.launch` or `mpiexec`. The ranks are known from the start and never
 change.
 
-Such a launch needs neither a coordinator nor Redis, because it assigns the ranks itself. The
-session, its steps, operations and checkpoints run the same code as in a job, on a single
-generation. The coordinator's other functions are not needed: no rank fails alone, and none can join
-later. The ranks are threads of one process, or MPI ends all of them with the first.
+The launch assigns the ranks itself, so it needs neither a coordinator nor Redis. The session, its
+steps, operations and checkpoints run the same code as in a job, with a single generation. The
+coordinator's other functions are not needed: no rank fails alone, and none can join later. The
+ranks are threads of one process, or MPI ends all of them with the first.
 
 Used only by the rank's thread, except `has_left`. Ranks that are threads access the registry of
-trained modules in turns.
-"""
+trained modules in turns."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ def check_own(model: nn.Module) -> None:
 
 
 class FixedLink:
-    """`Notices` of a rank without a coordinator. There is one generation, and no notice ever
-    arrives."""
+    """Implementation of `Notices` without a coordinator: there is one generation, and no notice
+    ever arrives."""
 
     newest = 1
     refused = None
@@ -106,7 +105,7 @@ class FixedMembership:
 
     def serve(self, engine: TrainingEngine) -> None:
         """Checks that the engine fits this launch. Raises ConfigurationError for an asynchronous
-        engine, or for another backend than the ranks' own."""
+        engine, or for a backend other than the one that connects the ranks."""
         if engine.asynchronous:
             raise ConfigurationError(
                 f"strategy={engine.strategy!r} in {self._where}: its workers and servers are "
@@ -146,7 +145,7 @@ class FixedMembership:
         return self.group
 
     def failed(self, error: BaseException) -> NoReturn:
-        """Raises MembershipChanged: a group that failed has no successor in a fixed world."""
+        """Raises MembershipChanged, because a fixed set of ranks cannot form another group."""
         raise MembershipChanged(
             f"the launch has ended, because its ranks can only continue together: {error}"
         ) from error
@@ -159,7 +158,8 @@ class FixedMembership:
         """Does nothing, because no rank is evicted."""
 
     def has_left(self, member_id: str) -> bool:
-        """Returns whether the launch is over. All ranks have left once one has failed."""
+        """Returns whether the launch is over. Once a rank has failed, all ranks count as having
+        left."""
         return self._turns is not None and self._turns.over is not None
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
@@ -171,7 +171,7 @@ class FixedMembership:
         return ()
 
     def leave_group(self, reason: str) -> None:
-        """Releases the group. The other ranks fail only when they need this rank."""
+        """Releases the group. The other ranks fail only in a collective that needs this rank."""
         group, self.group = self.group, None
         if group is not None:
             group.leave()
@@ -185,16 +185,17 @@ class FixedMembership:
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """Ends this rank's part in the launch. Returns a difference from the state of another rank
-        that finished, or an empty string. MPI ranks share no store and therefore do not compare."""
+        """Ends this rank's part in the launch. Returns a description of how its last state differs
+        from that of a rank that finished before; empty if it does not. MPI ranks share no store and
+        therefore do not compare."""
         if reason == LeaveReason.FINISHED and self.group is not None:
             self.group.all_leave()
         self.leave_group("this rank has ended")
         return "" if held is None or reason != LeaveReason.FINISHED else self._compare(held)
 
     def _compare(self, held: LastState) -> str:
-        """Compares `held` with the digests of the first rank that left, which are in the store.
-        Returns the difference, or an empty string."""
+        """Compares the digests `held` with those that the first rank to leave has put into the
+        store. Returns a description of the difference; empty if there is none."""
         mine, said = str(self._seat.rank), {}
         for group, digest in held.digests.items():
             key = f"shoal-session/held/{held.step}/{group}"

@@ -1,13 +1,12 @@
-"""Stacks for the explanation of a stalled step: those of this process while it makes no progress,
-and those of processes on this machine that cannot report their own.
+"""Collects stack traces that explain a stalled step: those of this process while it makes no
+progress, and those of processes on this machine that cannot report their own.
 
 The stacks of this process come from Python. Those of its data workers, and of other members, come
 from faulthandler in the other process (`shoal_common.system.stacks`), which also works while a call
-holds Python's lock. A hung process whose heartbeats have stopped is named by the coordinator; a
-member on the same machine reads its stacks (`NeighbourStacks`).
+holds Python's lock. If a hung process's heartbeats have stopped, the coordinator asks a member on
+the same machine to read its stacks (`NeighbourStacks`).
 
-Runs on the thread of the stall watch. Each look takes at most a second.
-"""
+Runs on the thread of the stall watch. Each look takes at most a second."""
 
 from __future__ import annotations
 
@@ -49,13 +48,15 @@ _MULTIPROCESSING: Final = "/multiprocessing/"
 
 
 class HangReport:
-    """Stacks of this process, due for a heartbeat whenever they have been read again."""
+    """Latest stacks of this process. They are due for a heartbeat each time they have been read
+    again."""
 
     def __init__(self, progress: ProgressMeter) -> None:
         self._progress = progress
         self._due = ""
         self._read: tuple[int, float] = (-1, 0.0)
-        """Sequence of the progress at the last reading, and the time of that reading."""
+        """Value of `Progress.sequence` when the stacks were last read, and the time of that
+        reading."""
 
     def look(self) -> None:
         """Reads the stacks if this process makes no progress and they are due. Called once a
@@ -70,15 +71,16 @@ class HangReport:
         self._read = sequence, now
         calls = calls_of(progress.thread)
         parts = [(_MAIN, folded(calls))]
-        if not progress.waits.now[0]:  # otherwise others are the cause
+        if not progress.waits.now[0]:  # if this process waits for others, they are the cause
             parts += _other_threads(progress.thread)
-            # without need, no process gets a signal
+            # no process receives a signal unnecessarily
             if script_line(calls).endswith(DATA_WORKER):
                 parts += self._data_workers(now + _BUDGET_S)
         self._due = _joined(parts)
 
     def take(self) -> str:
-        """Returns the stacks if they are due, once. Called on gRPC's thread."""
+        """Returns the stacks if they are due, otherwise an empty string. Afterwards they are no
+        longer due. Called on gRPC's thread."""
         due, self._due = self._due, ""
         return due
 
@@ -155,7 +157,8 @@ def _look_at(pid: int, until: float) -> _Seen:
 
 
 def _since_fork(calls: Sequence[Call]) -> Sequence[Call]:
-    """Returns the calls of a process that multiprocessing has forked without its parent's."""
+    """Returns the calls of a process forked by multiprocessing, without the calls of its parent at
+    the time of the fork."""
     begins = itertools.takewhile(
         lambda call: not (call.function == "_bootstrap" and _MULTIPROCESSING in call.file), calls
     )
@@ -174,8 +177,8 @@ def _other_threads(training: int) -> list[tuple[str, str]]:
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> str:
-    """Returns stacks with a heading each, shortened to `LONGEST` characters; those of the training
-    thread come first and without a heading."""
+    """Joins stacks into one text of at most `LONGEST` characters. The training thread's stack comes
+    first, without a heading; each of the others has one."""
     text = "\n".join(
         stack if name == _MAIN else f"{name}:\n{stack}".rstrip(":\n") for name, stack in parts
     )

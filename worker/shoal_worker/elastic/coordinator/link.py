@@ -1,14 +1,14 @@
-"""Session of a member with the coordinator: one gRPC stream, which a separate thread keeps open.
+"""Connection of a member to the coordinator: one gRPC stream, which a separate thread keeps open.
 
 The link's thread reads directives and reconnects. gRPC's own thread pulls the outgoing messages,
-and a heartbeat after each silent interval. The training thread calls the public methods. The
-condition `_changed` guards all shared fields and is notified at every change. Callbacks run on the
-link's thread and must not block.
+including a heartbeat after each interval without another message. The training thread calls the
+public methods. The condition `_changed` guards all shared fields and is notified at every change.
+Callbacks run on the link's thread and must not block.
 
 While the coordinator is unavailable, training continues, and the link keeps reconnecting with
-backoff. A thread that waits for a generation keeps waiting, and logs this every ten seconds. Such
-time does not count against the wait's deadline, up to a separate limit. If the coordinator has lost
-the job, the link creates the job again.
+backoff. A thread that waits for a generation keeps waiting, and logs this every ten seconds. The
+time during which the coordinator is unavailable does not count against the wait's deadline, but has
+a limit of its own. If the coordinator has lost the job, the link creates the job again.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
-"""Time for which a member that is asked to leave waits for an unavailable coordinator if its group
-has failed. Batch systems kill a process after 30 s."""
+"""Time for which a member that must leave, and whose group has failed, waits for an unavailable
+coordinator. Batch systems kill a process 30 s after SIGTERM.
+"""
 _EXPLAIN_AFTER_S = 2.0
-"""Time after which the link looks for the cause if the coordinator does not accept this member."""
+"""Time without acceptance by the coordinator after which the link searches for the cause."""
 _RETRYABLE = (UnavailableError, DeadlineError)
 
 
@@ -78,11 +79,11 @@ class CoordinatorLink:
     ) -> None:
         """Creates the link without connecting it.
 
-        Both callbacks run on the link's thread before waiting threads wake. `on_generation`: called
-        for every new generation, to interrupt work in generations that it ends. `on_stop_now`:
-        called if neither a step boundary nor a generation will follow, to stop forming a
-        generation. `away_limit`: maximum time for which a wait for a generation continues while the
-        coordinator is unavailable.
+        Both callbacks run on the link's thread, before threads that wait for a notice are woken.
+        `on_generation`: called for every new generation, to interrupt work in the generations that
+        it replaces. `on_stop_now`: called when no further step boundary or generation will follow,
+        to interrupt the formation of a generation. `away_limit`: maximum time for which a wait for
+        a generation continues while the coordinator is unavailable.
         """
         self.client = client
         """Client for requests to the coordinator, bound to this member's run."""
@@ -104,12 +105,13 @@ class CoordinatorLink:
         self._standby: str | None = None
         self._notice = ""
         self._silent: list[tuple[str, int]] = []
-        """Member ids and pids of processes whose stacks this member has to read."""
+        """Member ids and pids of the processes whose stacks this member was asked to read."""
         self._apart_from = ""
         self._fatal: ShoalError | None = None
         self._apart = ""
-        """Error text of the coordinator if this member left with a state different from its peers';
-        otherwise empty."""
+        """Error message of the coordinator if this member left with a state that differs from its
+        peers'; otherwise empty.
+        """
         self._away_since: float | None = None
         self._away_s = 0.0
         self._ended = True
@@ -122,7 +124,7 @@ class CoordinatorLink:
         generation, so that this member is a joiner.
 
         Raises:
-            Drained: this process must leave before any coordinator has answered.
+            Drained: this process was asked to leave before a coordinator answered.
             DeadlineError: no coordinator answered in time.
             ShoalError: the coordinator refused the member.
         """
@@ -146,7 +148,8 @@ class CoordinatorLink:
                         f"{self.client.address} (SHOAL_COORDINATOR) to accept this member into "
                         f"job {self.identity.job_id!r}: {cause}"
                     )
-                # In slices, because SIGTERM marks the member as draining and cannot notify.
+                # in slices, because SIGTERM only marks the member as draining and cannot wake this
+                # thread
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
             if probe is not None and not probe.empty() and not self._is_accepted():
                 cause = self._explain_absence(probe.get(), left_s) or cause
@@ -158,9 +161,10 @@ class CoordinatorLink:
         return self._welcome is not None
 
     def _probe(self) -> queue.SimpleQueue[Obstacle | None]:
-        """Searches for the obstacle to a connection on a separate thread. Returns a queue that
-        receives the result. A name lookup may take half a minute, and SIGTERM must not wait for
-        it."""
+        """Starts a thread that finds out why the coordinator cannot be reached. Returns a queue
+        that receives the result. A name lookup may take half a minute, and SIGTERM must not wait
+        for it.
+        """
         found: queue.SimpleQueue[Obstacle | None] = queue.SimpleQueue()
 
         def look() -> None:
@@ -173,7 +177,8 @@ class CoordinatorLink:
 
     def _explain_absence(self, obstacle: Obstacle | None, left_s: float) -> str | None:
         """Logs and returns the reason why the coordinator does not answer. Raises UnavailableError
-        if waiting cannot help."""
+        if waiting longer cannot help.
+        """
         if obstacle is None:
             return None
         if obstacle.permanent:
@@ -182,7 +187,7 @@ class CoordinatorLink:
                 f"{obstacle.cause}"
             )
         _log.warning(
-            "waiting for the coordinator at %s for up to another %.0f s: %s",
+            "waiting for the coordinator at %s, for at most %.0f s more: %s",
             self.client.address,
             left_s,
             obstacle.cause,
@@ -200,14 +205,15 @@ class CoordinatorLink:
     ) -> Generation:
         """Waits until a generation above `after` is known, and returns the newest generation.
 
-        `mid_step`: this member's group failed, possibly before its peers' groups. All members still
-        end at one step boundary, because the coordinator answers the failure even in a stopping
-        job: with a generation, or with the message that none will follow. A draining member waits
-        for that answer too, because its peers may need its part of the state.
+        `mid_step`: this member's group failed within a step, possibly before its peers' groups.
+        Even in a stopping job, the coordinator answers such a failure, with a generation or with
+        the message that none will follow, so that all members stop at the same step boundary. A
+        draining member waits for that answer too, because its peers may need its part of the state.
 
         Raises:
             StopTraining: the job was stopped (`Drained`: this member must leave).
-            DeadlineError: no generation arrived in time, not counting the coordinator's absence.
+            DeadlineError: no generation arrived in time. Time during which the coordinator was
+                unavailable does not count.
             ShoalError: this member was evicted.
         """
         started, away_before_s, lines = time.monotonic(), self.away_s, WaitingLines()
@@ -222,7 +228,8 @@ class CoordinatorLink:
                     raise Drained(self._drain)
                 if self._stop is not None and self._stop_now:
                     raise StopTraining(self._stop)
-                # In slices, because SIGTERM marks the member as draining and cannot notify.
+                # in slices, because SIGTERM only marks the member as draining and cannot wake this
+                # thread
                 left_s = (
                     started
                     + timeout.total_seconds()
@@ -245,14 +252,16 @@ class CoordinatorLink:
                 f"the coordinator has been unreachable for {self._away_for_s():.0f} s; training "
                 "resumes when it is back"
             )
-        return self._notice or self._standby or "the coordinator has not given a reason"
+        return self._notice or self._standby or "the coordinator gave no reason for the delay"
 
     def failed(
         self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()
     ) -> None:
         """Reports a failed collective of `generation`, unless a newer generation that interrupts it
-        is already known. A generation to be adopted only at the next boundary does not suffice,
-        because this rank cannot reach that boundary. `suspects`: unreachable ranks."""
+        is already known. A newer generation that members enter only at their next step boundary
+        does not suffice, because this rank cannot reach that boundary. `suspects`: unreachable
+        ranks.
+        """
         with self._changed:
             if self._newest is None or self._newest.interrupts_below <= generation:
                 self._outbox.failure = failure_message(
@@ -261,14 +270,15 @@ class CoordinatorLink:
                 self._changed.notify_all()
 
     def entered(self, generation: int) -> None:
-        """Records that this member works in `generation`, for heartbeats."""
+        """Records the generation in which this member now works. Heartbeats report it."""
         with self._changed:
             self._outbox.generation, self._outbox.spare = generation, False
             self._changed.notify_all()
 
     def stands_by(self) -> None:
         """Records that this member has a rank but no part in the model, until it enters another
-        generation. The run may end without it."""
+        generation. The run may end without this member.
+        """
         with self._changed:
             self._outbox.spare = True
             self._changed.notify_all()
@@ -287,33 +297,40 @@ class CoordinatorLink:
 
     def cannot_reach(self, ranks: Sequence[int]) -> None:
         """Records the ranks that accepted no connection when this member probed them during a
-        stall, for heartbeats."""
+        stall. Heartbeats report them.
+        """
         self._outbox.out_of_reach = tuple(ranks)
 
     def silent_neighbours(self) -> list[tuple[str, int]]:
         """Returns member ids and pids of processes on this machine whose heartbeats have stopped,
-        and whose stacks this member has to read. Returns each of them once per notice."""
+        and whose stacks this member has to read. Each request of the coordinator is returned only
+        once.
+        """
         silent, self._silent = self._silent, []
         return silent
 
     def observed(self, neighbours: Sequence[Neighbour]) -> None:
-        """Reports the stacks of neighbours with the next heartbeat."""
+        """Adds the stacks of other processes on this machine to the next heartbeat."""
         self._outbox.observed = tuple(neighbours)
 
     def reaches(self, reached: bool) -> None:
-        """Records whether this member can again reach the member from which it is separated, for
-        heartbeats."""
+        """Records whether this member can reach the member from which it was separated again.
+        Heartbeats report it.
+        """
         self._outbox.in_reach = reached
 
     @property
     def apart_from(self) -> str:
-        """Id of the member from which this member is separated; empty if it is not quarantined."""
+        """Id of the member that this member could not reach, and from which the coordinator
+        therefore keeps it separated; empty if there is none.
+        """
         return self._apart_from
 
     @property
     def notice(self) -> str:
-        """Obstacle that delays this member's generation, according to the coordinator; empty if
-        there is none."""
+        """Reason given by the coordinator for the delay of this member's next generation; empty if
+        there is none.
+        """
         return self._notice
 
     @property
@@ -327,8 +344,9 @@ class CoordinatorLink:
 
     @property
     def store_url(self) -> str:
-        """Address of the rendezvous stores, according to the coordinator. An embedded store changes
-        its address on restart."""
+        """Address of the rendezvous stores, according to the coordinator. The address of an
+        embedded store changes when the coordinator restarts.
+        """
         welcome = self._welcome
         return welcome.store_url if welcome is not None else ""
 
@@ -351,8 +369,9 @@ class CoordinatorLink:
 
     @property
     def put_out(self) -> ShoalError | None:
-        """Reason why the coordinator evicted this process from a job that continues, or has
-        continued, without it; None if it was not evicted."""
+        """Reason why the coordinator evicted this process from its job, which went on without it;
+        None if it was not evicted.
+        """
         error = self._fatal
         return error if self._welcome is not None and isinstance(error, PreconditionError) else None
 
@@ -373,8 +392,9 @@ class CoordinatorLink:
 
     @property
     def finished_steps(self) -> int | None:
-        """Number of committed steps of a member whose script finished, as received during a wait
-        for a generation; otherwise None."""
+        """Number of committed steps of a peer whose script has finished, if the coordinator
+        reported it while this member waited for a generation; otherwise None.
+        """
         return self._finished_steps
 
     @property
@@ -388,8 +408,9 @@ class CoordinatorLink:
         self._drain = reason
 
     def fall_behind(self, why: str) -> None:
-        """Marks this member as unable to continue in its job. From now on, `put_out` and waiting
-        calls report the reason `why`."""
+        """Marks this member as unable to continue in its job, for the reason `why`. `put_out`
+        returns that reason from now on, and waiting calls raise it.
+        """
         self._fail(PreconditionError(why, reason="MEMBER_BEHIND"))
 
     def leave(
@@ -403,8 +424,9 @@ class CoordinatorLink:
         timeout: timedelta = timedelta(seconds=5),
     ) -> str:
         """Leaves the job and ends the session. Waits at most `timeout` until the coordinator has
-        received the message. Does not wait while the coordinator is unavailable, because peers may
-        wait for this process's group to end. Returns the result of `Member.leave`."""
+        received the message. Does not wait for an unavailable coordinator, because peers may be
+        blocked until this process's group ends. Returns the result of `Member.leave`.
+        """
         with self._changed:
             if self._outbox.leaving is not None:
                 return ""
@@ -424,10 +446,10 @@ class CoordinatorLink:
         try:
             self._hold_session()
         except Exception as error:
-            # whatever the error, a member without contact to its job must know, or it would
-            # continue to train after an eviction
-            _log.exception("the session with the coordinator failed")
-            self._fail(InternalError(f"the session with the coordinator failed: {error!r}"))
+            # Whatever the error: a member that has lost contact with its job must learn of it.
+            # Otherwise it would continue to train after an eviction.
+            _log.exception("the connection to the coordinator failed")
+            self._fail(InternalError(f"the connection to the coordinator failed: {error!r}"))
         finally:
             with self._changed:
                 self._ended = True
@@ -444,7 +466,7 @@ class CoordinatorLink:
                     self._take(directive)
                 if self._over():
                     return
-                _log.info("the coordinator ended the session; reconnecting")
+                _log.info("the coordinator closed the connection; reconnecting")
             except _RETRYABLE as error:
                 if self._over():
                     return
@@ -457,8 +479,8 @@ class CoordinatorLink:
                     )
                 self._set_away(True)
             except UnknownResourceError as error:
-                # Workers are started beside the coordinator, and may connect shortly before their
-                # job exists.
+                # Launchers start workers at the same time as the coordinator, so a worker may
+                # connect before its job exists.
                 if self._over():
                     return
                 was_member = self._welcome is not None
@@ -483,8 +505,9 @@ class CoordinatorLink:
                 self._changed.wait_for(lambda: self._outbox.leaving is not None, backoff.next_s())
 
     def _give_job_again(self, error: UnknownResourceError) -> bool:
-        """Creates the job again if this member was in it and the coordinator has lost all records:
-        the training members constitute the job. Returns whether to reconnect."""
+        """Creates the job again if the coordinator has lost its records although this member still
+        trains in the job. Returns whether to reconnect.
+        """
         welcome = self._welcome
         if welcome is None or error.reason != "JOB_UNKNOWN":
             return False
@@ -494,18 +517,19 @@ class CoordinatorLink:
             return True
         except ShoalError as refused:
             if refused.reason == "RUN_UNKNOWN":
-                # other members have just created it as a new run: joining with a generation
-                # restores this run
+                # other members have already created it as a new run; joining with this member's
+                # generation restores the original run
                 return True
             _log.warning(
-                "the coordinator lost job %r and refused to restore it: %s",
+                "the coordinator has lost its records of job %r and refused to restore them from "
+                "this member: %s",
                 self.identity.job_id,
                 refused,
             )
             return False
         if created:
             _log.warning(
-                "the coordinator had lost job %r; this member restored it",
+                "the coordinator had lost its records of job %r; this member restored them",
                 self.identity.job_id,
             )
         return True
@@ -519,7 +543,7 @@ class CoordinatorLink:
             else:
                 if self._is_accepted():
                     _log.warning(
-                        "the coordinator was unreachable for %.0f s and is back", self._away_for_s()
+                        "the coordinator is reachable again after %.0f s", self._away_for_s()
                     )
                 self._away_s, self._away_since = self.away_s, None
             self._changed.notify_all()
@@ -546,15 +570,18 @@ class CoordinatorLink:
         )
 
     def _drains_now(self, mid_step: bool) -> bool:
-        """Returns whether to drain at this step boundary because the coordinator ordered it. A
-        process drained by a signal instead adopts the generation that its peers wait for. They may
-        have received the signal as well, and all leave together."""
+        """Returns whether to leave at this step boundary because the coordinator ordered the drain.
+        A process that must leave because of SIGTERM enters the generation that its peers wait for
+        instead. Its peers may have received the signal as well, and then all leave together.
+        """
         return not mid_step and self._drain_ordered
 
     def _no_generation_comes(self, mid_step: bool) -> bool:
-        """Returns whether no generation is expected: the coordinator said so, has put the job on
-        hold, or is unavailable. After a failure, this member may have the only copy of a part of
-        the state. It then first waits some time for an unavailable coordinator."""
+        """Returns whether this member should stop waiting for a generation: the coordinator said
+        that none will follow, has put the job on hold, or is unavailable. After a failure, this
+        member may have the only copy of a part of the state, so it first waits some time for an
+        unavailable coordinator.
+        """
         away = self._away_since is not None and (
             not mid_step or self._away_for_s() > _AWAY_BESIDE_A_FAILURE_S
         )
@@ -600,7 +627,7 @@ class CoordinatorLink:
                     if each.read_by == self.identity.member_id
                 ]
                 self._silent = [(each.member_id, each.pid) for each in silent]
-                if self._notice:  # sent to all members: one worker per machine logs it
+                if self._notice:  # all members receive it, but only one worker per machine logs it
                     logs = self.identity.local_index == 0 or any(each.logs for each in silent)
                     _log.log(logging.WARNING if logs else logging.INFO, "%s", self._notice)
         if generation is not None:
@@ -614,11 +641,11 @@ class CoordinatorLink:
         with self._changed:
             self._changed.notify_all()
         if generation is not None:
-            # applies the changes now and releases the previous table
+            # applies the changes now, so that the previous table need not be kept
             generation.known  # noqa: B018
 
     def _mine(self) -> Peer:
-        """Returns this member's own entry in the table of ranks, except the rank."""
+        """Returns this member's own entry in the rank table, without a rank."""
         identity = self.identity
         return Peer(
             rank=0,
@@ -634,7 +661,8 @@ class CoordinatorLink:
         Thread-safe.
 
         Raises:
-            MembershipChanged: there is a newer generation, which will be announced to this member.
+            MembershipChanged: there is a newer generation, about which this member will be
+                notified.
             UnavailableError: the coordinator is unreachable, or does not know the job.
         """
         try:
@@ -644,16 +672,16 @@ class CoordinatorLink:
                 )
             )
         except StaleGenerationError as error:
-            raise MembershipChanged(f"generation {number} is over: {error}") from error
+            raise MembershipChanged(f"generation {number} has been superseded: {error}") from error
         except (DeadlineError, UnknownResourceError) as error:
             raise UnavailableError(
-                f"could not get the members of generation {number} from the coordinator: {error}"
+                f"could not get the ranks of generation {number} from the coordinator: {error}"
             ) from error
 
     def _fail(self, error: ShoalError) -> None:
         _log.info(
-            "the session of this member with the coordinator failed: %s", error
-        )  # a waiting call raises it
+            "the coordinator rejected this member's connection: %s", error
+        )  # calls that wait will raise it
         with self._changed:
             self._fatal = error
             self._changed.notify_all()

@@ -52,8 +52,8 @@ class Notices(Protocol):
 
     @property
     def finished_steps(self) -> int | None:
-        """Number of committed steps of a peer whose script has finished; None if no peer has
-        finished, as far as this rank knows."""
+        """Number of committed steps of a peer whose script has finished; None if no such peer is
+        known."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class Notices(Protocol):
 
     def stands_by(self) -> None:
         """Reports that this rank has no part in the model until it enters another generation. The
-        run may end without it."""
+        run may end without this rank."""
         ...
 
 
@@ -107,25 +107,21 @@ class Member(Protocol):
         ...
 
     def serve(self, engine: TrainingEngine) -> None:
-        """Sets the training engine, whose backend connects the groups. Called before the first
-        `form`.
-
-        Raises:
-            ConfigurationError: the model cannot be trained in this job or launch.
-        """
+        """Sets the training engine, which provides the backend for connecting groups. Called before
+        the first `form`."""
         ...
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
-        """Waits for a generation that this rank has not yet entered, without connecting it.
-        `timeout`: None: the timeout for forming a generation."""
+        """Waits for a generation that this rank has not yet entered and returns it, without
+        connecting to its ranks. `timeout`: None means the timeout for forming a generation."""
         ...
 
     def form(self) -> Group:
-        """Connects the next generation and returns its group."""
+        """Waits for the next generation, connects its ranks, and returns their group."""
         ...
 
     def failed(self, error: BaseException) -> None:
-        """Reports that a collective failed. Raises if no other generation will follow."""
+        """Reports that a collective failed. Raises an error if no other generation will follow."""
         ...
 
     def give_up_place(self, why: str) -> NoReturn:
@@ -138,8 +134,8 @@ class Member(Protocol):
         ...
 
     def check_current(self, generation: int) -> None:
-        """Checks that this rank, which acts for `generation`, still belongs to the job. Raises
-        StaleGenerationError if it was evicted since. Thread-safe."""
+        """Checks that this rank still belongs to the job in which it worked in `generation`. Raises
+        StaleGenerationError if it has been evicted since then. Thread-safe."""
         ...
 
     def has_left(self, member_id: str) -> bool:
@@ -148,8 +144,8 @@ class Member(Protocol):
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
         """Returns whether all members of `generation` that still belong to the run are known to
-        have committed `step`, except the ranks `apart_from`. This rank has committed the step, and
-        reports that at once."""
+        have committed `step`, except the ranks `apart_from`. This rank must have committed the step
+        itself; the call reports that to the coordinator at once."""
         ...
 
     def last_departures(self) -> Sequence[str]:
@@ -158,7 +154,8 @@ class Member(Protocol):
         ...
 
     def leave_group(self, reason: str) -> None:
-        """Releases the group. `reason`: the reason that waiting peers receive."""
+        """Releases the group. `reason`: text of the error that peers receive if they wait for this
+        rank."""
         ...
 
     def leave(
@@ -171,6 +168,6 @@ class Member(Protocol):
         held: LastState | None = None,
     ) -> str:
         """Leaves the job or launch. `held`: digests for the comparison with other ranks' states.
-        Returns the difference; empty if there is none, or if no other rank has reported the same
-        step yet."""
+        Returns a description of the difference; empty if there is none, or if no other rank has
+        reported the same step yet."""
         ...

@@ -88,14 +88,15 @@ def connect(
     """Connects this member to its peers in `generation`, under a fresh prefix in the store.
 
     First waits until all members have arrived, because peers may still be building their models or
-    finishing a forward pass. Only then connects, with a short deadline. `announce`: receives a
-    handle with which another thread can abort the attempt, before anything blocks. `waits`: records
-    that this rank waits. Every ten seconds a log line names the missing ranks.
+    finishing a forward pass. Only then connects, with a short deadline. `announce`: called before
+    anything blocks, with a handle by which another thread can abort the attempt. `waits`: records
+    the time that this rank waits. Every ten seconds a log line names the missing ranks.
 
     Raises:
         MembershipChanged: the attempt was aborted, a peer failed, or not all members arrived
             within `arrival_timeout` or connected within `connect_timeout`.
-        ConfigurationError: the backend does not work here, nor would it in a later generation.
+        ConfigurationError: the backend does not work on this machine, so a later generation would
+            fail too.
     """
     if generation.world_size == 1:
         announce(Forming(generation, None))
@@ -168,7 +169,8 @@ _EVENTS_TIMEOUT = timedelta(seconds=2)
 _DEPARTURES = ("member_lost", "member_left")
 _DEPARTURES_REPORTED = 3
 _MOST_BEHIND: Final = 64
-"""Maximum number of members in an answer to shoal.v1.GetJobRequest with below_step."""
+"""Maximum number of members that the coordinator lists in its answer to shoal.v1.GetJobRequest with
+below_step."""
 _NO_MORE_MEMBERS = "the run has ended, and no more members join this generation"
 
 
@@ -195,7 +197,7 @@ class Membership:
         self._forming: Forming | None = None
         self._left = 0
         self._drained = False
-        """True if this process left alone while the others continued."""
+        """True if this process left while the other members continued."""
         self._events_read = ""
         self._departures: deque[str] = deque(maxlen=_DEPARTURES_REPORTED)
         self.waits = Waits()
@@ -221,8 +223,8 @@ class Membership:
         return joining
 
     def observe(self, progress: ProgressMeter) -> None:
-        """Registers `progress`, which heartbeats report to the coordinator. Called before
-        `join`."""
+        """Registers `progress` as the source of what heartbeats report to the coordinator. Called
+        before `join`."""
         self.waits = progress.waits
         self._hangs = hangs = HangReport(progress)
         self.link.reports(
@@ -239,8 +241,8 @@ class Membership:
         return None
 
     def serve(self, engine: TrainingEngine) -> None:
-        """Sets the training engine, whose backend connects the groups. Called before the first
-        `form`."""
+        """Sets the training engine, which provides the backend for connecting groups. Called before
+        the first `form`."""
         if not engine.asynchronous:
             self.make_backend = backend_class(engine.backend_name)
 
@@ -312,8 +314,8 @@ class Membership:
         return backend
 
     def failed(self, error: BaseException) -> None:
-        """Reports that a collective of the current generation failed, or that the generation did
-        not form, unless the coordinator already knows.
+        """Reports to the coordinator that a collective of the current generation failed, or that
+        the generation did not form, unless a newer generation shows that it already knows.
 
         After a timeout, a failure to form or a long stall, first probes for at most a second which
         peers are unreachable.
@@ -325,7 +327,7 @@ class Membership:
         if suspects and self._group is None:
             named = named_addresses(self.link.newest_generation, suspects[:_MOST_NAMED])
             detail = f"{detail}; this rank cannot reach {named}; {REACHED_ELSEWHERE}"
-            _log.warning("%s; this machine's own address is %s", detail, self._host)
+            _log.warning("%s. Other machines reach this machine at %s", detail, self._host)
         self.link.failed(self._left, detail=detail, timed_out=timed_out, suspects=suspects)
 
     def _out_of_reach(self) -> list[int]:
@@ -341,28 +343,28 @@ class Membership:
         )
 
     def give_up_place(self, why: str) -> NoReturn:
-        """Leaves because this process cannot catch up with its peers, and raises PreconditionError
-        (`Member.give_up_place`)."""
+        """Leaves the job because this process cannot catch up with its peers, and raises
+        PreconditionError (`Member.give_up_place`)."""
         _log.warning("leaving: %s", why)
         self.link.fall_behind(why)
         self.leave(LeaveReason.FAILED, why)
         raise PreconditionError(why, reason="MEMBER_BEHIND")
 
     def check_current(self, generation: int) -> None:
-        """Asks the coordinator whether this member, which acts for `generation`, still belongs to
-        the job. Thread-safe.
+        """Asks the coordinator whether this member still belongs to the job in which it worked in
+        `generation`. Thread-safe.
 
-        Returns if the coordinator cannot be reached, because a stopped coordinator evicts no
-        member. If only this process cannot reach the coordinator, it may have been evicted. The
-        published state was then committed while this process was a member, but is not the job's
-        newest.
+        Returns normally if the coordinator cannot be reached, because a coordinator that is down
+        evicts no member. If only this process cannot reach the coordinator, it may have been
+        evicted. In that case the published state was committed while this process was a member, but
+        is not the job's newest.
 
         Raises:
             StaleGenerationError: this member no longer belongs to the job.
         """
         identity = self.link.identity
         if self._drained:
-            return  # it left alone, with the job's state at that time
+            return  # it left while the others continued, with the job's state at that time
         try:
             job = self.link.client.get_job(identity.job_id, member_id=identity.member_id)
         except (UnavailableError, DeadlineError):
@@ -374,12 +376,10 @@ class Membership:
             )
 
     def has_left(self, member_id: str) -> bool:
-        """Asks the coordinator whether a member has left the job. A drained member belongs to
-        the job until it leaves. While the coordinator is unavailable, no member is known to have
-        left."""
+        """Asks the coordinator whether a member has left the job. A member that was asked to drain
+        belongs to the job until it leaves. Returns False while the coordinator is unavailable."""
         newest, group = self.link.newest_generation, self._group
-        # otherwise a member may have left without a following generation: the job is on hold, or
-        # ending
+        # a member may also leave without a following generation, if the job is on hold or ending
         whole = group is not None and not group.ended
         if (
             self._drained
@@ -402,15 +402,15 @@ class Membership:
             behind = [m for m in job.members if m.member_id != self.link.identity.member_id]
             if job.generation.number == generation.number:
                 return all(m.rank in apart_from for m in behind) and len(job.members) < _MOST_BEHIND
-            if len(job.members) >= _MOST_BEHIND:  # and there may be more
+            if len(job.members) >= _MOST_BEHIND:  # the list is full, so there may be more members
                 return False
             newest = self.link.newest_generation
             if (
                 newest is not None
                 and newest.number == job.generation.number == generation.number + 1
             ):
-                # members that join after the last step have no part in it; in a large world, the
-                # ranks of `generation` can no longer be requested
+                # members that join after the last step do not matter; in a large world, the ranks
+                # of `generation` can no longer be requested
                 behind = [m for m in behind if m.rank not in newest.joining]
             return not behind or not (
                 _holders(generation, apart_from) & {m.member_id for m in behind}
@@ -418,7 +418,8 @@ class Membership:
         except (UnavailableError, DeadlineError):
             return False
         except MembershipChanged:
-            # the ranks of that generation are no longer known, so no ranked member may be behind
+            # the ranks of that generation are no longer known, so no member with a rank may be
+            # behind
             return False
 
     def last_departures(self) -> Sequence[str]:
@@ -438,7 +439,7 @@ class Membership:
                     )
                     self._departures.appendleft(f"{event.member_id} ({why})")
         except (UnavailableError, DeadlineError):
-            pass  # returns what was known before
+            pass  # returns the departures that are already known
         return tuple(self._departures)
 
     def leave_group(self, reason: str) -> None:
@@ -452,7 +453,7 @@ class Membership:
             elapsed = time.monotonic() - started
             if elapsed > 1.0:
                 _log.warning(
-                    "closing the group of generation %d took %.1f s",
+                    "closing the process group of generation %d took %.1f s",
                     group.generation.number,
                     elapsed,
                 )
@@ -466,8 +467,8 @@ class Membership:
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """Ends the session with the coordinator and releases the group. Idempotent. `alone`: the
-        other members of the group continue. `steps`: number of steps that this process has
+        """Ends the session with the coordinator and releases the group. Idempotent. `alone`: True
+        if the other members of the group continue. `steps`: number of steps that this process has
         committed. `held`: see `Member.leave`."""
         self._drained = self._drained or reason == LeaveReason.DRAINED
         if self._watch is not None:
@@ -482,7 +483,8 @@ class Membership:
         return apart
 
     def _tell_launcher(self, what: str) -> None:
-        """Informs the launcher through a file, because the coordinator may be unavailable."""
+        """Writes this member's state to the launcher's file. The launcher needs it even if the
+        coordinator is unavailable."""
         if self._settings.member_file is not None:
             self._settings.member_file.write_text(what)
 

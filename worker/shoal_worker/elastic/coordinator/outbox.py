@@ -1,8 +1,8 @@
-"""Outgoing state of a member for the coordinator, and the messages that send it on each stream.
+"""Outgoing state: what a member currently has to tell the coordinator, and the messages that send
+it on each stream.
 
-The outbox keeps state instead of a queue, and each stream sends all of the state. A message pulled
-for a stream that had just broken is therefore repeated on the next stream.
-"""
+The outbox keeps the current state instead of a queue of messages, and sends all of it again on each
+new stream. A message that was lost with a broken stream is therefore repeated on the next one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal_worker.elastic.coordinator.progress import Progress
 
 @dataclass(kw_only=True)
 class _Said:
-    """State that was already sent on one stream."""
+    """Values that were already sent on the current stream."""
 
     stream: int
     generation: int = 0
@@ -33,8 +33,8 @@ class _Said:
 
 
 class Outbox:
-    """Outgoing state of a member. The given condition guards all fields and must be notified after
-    a change. gRPC's own thread pulls the messages."""
+    """What a member currently has to tell the coordinator. The condition passed to the constructor
+    guards all fields and must be notified after a change. gRPC's own thread pulls the messages."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.progress: Callable[[], Progress] = Progress
@@ -55,7 +55,8 @@ class Outbox:
         self.observed: tuple[Neighbour, ...] = ()
         """Stacks of other members on this machine, for the next heartbeat."""
         self.in_reach = False
-        """True if the member can reach the member from which it is separated."""
+        """True if the member can again reach the member from which the coordinator keeps it
+        separated."""
         self._changed = changed
         self._streams = 0
 
@@ -108,9 +109,9 @@ class Outbox:
         return pb.MemberMessage(heartbeat=heartbeat)
 
     def _is_heartbeat_due(self, said: _Said) -> bool:
-        """Returns whether a heartbeat is due at once because others wait for it. This is the case
-        after entering a generation, since the coordinator requests no boundary before all members
-        have entered, and after the last step."""
+        """Returns whether a heartbeat must be sent at once because others wait for it. This is the
+        case after this member entered a generation, because the coordinator requests no step
+        boundary before all members have entered, and after the last step of the run."""
         return (said.generation, said.spare, said.last_step) != (
             self.generation,
             self.spare,

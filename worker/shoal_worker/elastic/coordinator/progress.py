@@ -29,15 +29,17 @@ _WINDOW_S = 1.0
 _MEDIAN_OF = 31
 _LONGEST_NAME = 64
 LOCATE_AFTER_S = 5.0
-"""Time without progress after which heartbeats contain the line of the script."""
+"""Time without progress after which heartbeats contain the line of the script that is being
+executed."""
 _CPU_OF_CHILDREN_S = 5.0
-"""Interval at which the processor time of child processes is summed; the sum has to inspect each
-process."""
+"""Interval at which the processor time of child processes is summed. It is long because every
+process must be inspected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BusyLink:
-    """A connection to a peer that had data to send for most of the last few seconds."""
+    """A connection to a peer on which data was waiting to be sent for most of the last few
+    seconds."""
 
     rank: int
     bytes_per_s: float
@@ -54,8 +56,8 @@ class Progress:
     takes steps of its own."""
     epoch: int = 0
     sequence: int = 0
-    """Number of step boundaries, steps and operations that the training thread has reached. Grows
-    unless the worker is stuck."""
+    """Number of step boundaries, steps and operations that the training thread has reached. If it
+    stops growing, the worker is stuck."""
     samples_per_s: float = 0.0
     """Samples per second of this rank, over about the last second."""
     loss: float = math.nan
@@ -65,12 +67,14 @@ class Progress:
     samples: int = 0
     """Total number of committed samples of this rank."""
     staleness: float = 0.0
-    """Number of versions by which the last push lagged behind the servers (async_sgd)."""
+    """Staleness of the last push (async_sgd): number of versions by which it lagged behind the
+    servers."""
     waiting_s: float = 0.0
     """Time in seconds for which the training thread has been waiting for its peers without
     interruption; 0 if it is not waiting."""
     waiting_in: str = ""
-    """Name of the collective or of the forming generation in which the training thread waits."""
+    """What the training thread waits for: a collective, or the formation of a generation. For
+    people."""
     busy_time_s: float = 0.0
     """Part of `step_time_s` in which this rank did not wait for its peers."""
     cpu_s: float = 0.0
@@ -82,18 +86,18 @@ class Progress:
     """Name of the awaited parameter server, for people."""
     busy_link: BusyLink | None = None
     share: float = 0.0
-    """Number of micro-batches of this rank relative to an equal part, if they are dealt by speed; 0
-    if they are not."""
+    """If micro-batches are dealt by speed: this rank's number of micro-batches, divided by the
+    number in an equal distribution. Otherwise 0."""
     upload_backlog_bytes: int = 0
     """Bytes of checkpoints on this rank's disk that are not yet in the object storage."""
     script_line: str = ""
-    """Line of the script that the training thread executes, if there was no progress for a while;
+    """Line of the script that the training thread executes, if it has made no progress for a while;
     otherwise empty."""
     last_wait: str = ""
     """Name of the last collective, or other wait for peers, that the training thread completed."""
     stacks: str = ""
-    """Stacks of this process, if there was no progress for a while and they are due; otherwise
-    empty."""
+    """Stacks of this process, if it has made no progress for a while and new stacks are due;
+    otherwise empty."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers other than the loss that the loop reported last, by name."""
 
@@ -111,11 +115,12 @@ class ProgressMeter:
         self._lock = threading.Lock()
         self._sequence = 0
         self._moved_at, self._thread, self._native_id = clock(), 0, 0
-        """Time of the last `entered`, and the training thread, which called it, with its ids."""
+        """Time of the last call of `entered`, and the identifiers of the training thread, which
+        made that call."""
         self._kernel_wait = KernelWait()
         self.data_worker = ""
-        """Line of the data worker for which the training thread waits, for people; empty if it is
-        unknown. Set by the hang report."""
+        """Line of code that is being executed by the data worker for which the training thread
+        waits, for people; empty if it is unknown. Set by the hang report."""
         self._steps = 0
         self._samples = 0
         self.loss = ReportedLoss()
@@ -137,9 +142,9 @@ class ProgressMeter:
         """Records when this rank waits for its peers."""
         self.server_waits: Callable[[], tuple[float, str]] = lambda: (0.0, "")
         """Returns for how many seconds this worker has been waiting for a parameter server, and the
-        server's name. Set by the client of the servers."""
+        server's name. Set by the parameter servers' client."""
         self.epoch = 0
-        """Epoch of the loader in use; set by the session's owner."""
+        """Epoch of the loader that the script iterates over; set by the session's owner."""
         self.steps_in_all = 0
         """Total number of steps of the run over all ranks; 0 if unknown. Set by the session's
         owner."""
@@ -153,21 +158,21 @@ class ProgressMeter:
         """Writer of the file from which the launcher reads this worker's commits; None if the
         launcher requested none. Set by the session's owner."""
         self._before: tuple[int, int] | None = None
-        """Numbers of steps and samples of the run before this process's first commit; None before
-        that commit."""
+        """Numbers of steps and samples that the run had committed before this process's first
+        commit; None until that commit."""
         self._losses = (0, 0, 0.0)
         """Index of the newest loss in the tally, number of finite losses in it, and their sum."""
         self._commits = 0
         self._known = (0, 0)
-        """Numbers of steps and samples missing from the tally. The servers had their batches from
-        another worker, or the steps were undone."""
+        """Numbers of steps and samples that must not count in the tally, because the servers
+        already had their batches from another worker, or because the steps were undone."""
         self._unpushed = (0, 0)
         """Numbers of inner steps, and of their samples, that the servers have not received yet."""
         self._counts: Counts | None = None
-        """The current counts."""
+        """Current values of the tally for the launcher."""
         self._pushing = 0
         self._begun_pushes: set[int] = set()
-        """Keys of batches whose push began in this process and was not committed."""
+        """Keys of batches whose push this process began and has not committed."""
         self._pushes_again = False
         self.lost_steps = 0
         """Number of steps that this worker aborted because of a fault."""
@@ -175,7 +180,8 @@ class ProgressMeter:
 
     def follow(self, *, begun: Callable[[], None], committed: Callable[[int], None]) -> None:
         """Registers callbacks. `begun`: called when a step begins. `committed`: called with the
-        number of committed steps after each commit; a step's mean loss is recorded after that."""
+        number of committed steps after each commit; the step's mean loss is recorded only after
+        that call."""
         self._followers.append((begun, committed))
 
     def begun(self) -> None:
@@ -189,8 +195,8 @@ class ProgressMeter:
         self._metrics.steps_lost.inc()
 
     def entered(self) -> None:
-        """Records that the training thread reached a boundary, a step or an operation, and so is
-        not stuck."""
+        """Records that the training thread reached a step boundary, a step or an operation, which
+        shows that it is not stuck."""
         self._sequence += 1
         self._moved_at = self._clock()
         if self._thread != threading.get_ident():
@@ -198,12 +204,12 @@ class ProgressMeter:
 
     @property
     def staleness(self) -> float:
-        """Number of versions by which the last push lagged behind the servers."""
+        """Staleness of the last push: number of versions by which it lagged behind the servers."""
         return self._staleness
 
     def pushed(self, staleness: float) -> None:
-        """Records a push that the servers have applied. `staleness`: number of versions by which it
-        lagged behind."""
+        """Records a push that the servers have applied. `staleness`: number of versions by which
+        the push lagged behind the servers."""
         self._staleness = staleness
         self._metrics.staleness.observe(staleness)
 
@@ -266,15 +272,15 @@ class ProgressMeter:
     ) -> None:
         """Writes the last committed step to `tally_writer`, which must be set. `steps`, `samples`:
         totals of the run. `step_samples`: samples of this step. `generation`: the rank's current
-        generation. `known`: the servers already had the step's batch, or its round. `pushed`: False
-        for an inner step of an unfinished round."""
+        generation. `known`: the servers already had the step's batch, or the batches of its round.
+        `pushed`: False for an inner step of an unfinished round."""
         writer = self.tally_writer
         assert writer is not None
         round_steps, round_samples = self._unpushed[0] + 1, self._unpushed[1] + step_samples
         self._unpushed = (0, 0) if pushed else (round_steps, round_samples)
         if pushed:
             self._begun_pushes.discard(self._pushing)
-        if known and not self._pushes_again:  # otherwise this worker may have pushed it
+        if known and not self._pushes_again:  # otherwise this worker may have pushed it itself
             self._known = self._known[0] + round_steps, self._known[1] + round_samples
             writer.known(self._pushing, round_steps, round_samples)
             return
@@ -326,8 +332,8 @@ class ProgressMeter:
             if reported is None:
                 if len(name) > _LONGEST_NAME:
                     raise ConfigurationError(
-                        f"shoal.report({name}=...): expected a name of at most {_LONGEST_NAME} "
-                        "characters"
+                        f"shoal.report({name}=...): the name has {len(name)} characters; "
+                        f"expected at most {_LONGEST_NAME}"
                     )
                 if len(self._reported) >= MOST_METRICS:
                     raise ConfigurationError(
@@ -345,13 +351,13 @@ class ProgressMeter:
 
     @property
     def still_s(self) -> float:
-        """Seconds since the training thread reached the last boundary, step or operation; 0 before
-        the first."""
+        """Seconds since the training thread last reached a step boundary, a step or an operation; 0
+        if it has not reached one yet."""
         return self._clock() - self._moved_at if self._thread else 0.0
 
     @property
     def sequence(self) -> int:
-        """Value of `Progress.sequence`."""
+        """Current value of `Progress.sequence`."""
         return self._sequence
 
     @property
@@ -366,8 +372,8 @@ class ProgressMeter:
         return line
 
     def snapshot(self) -> Progress:
-        """Returns this worker's current progress. While a step does not end, the rate falls and the
-        step time grows."""
+        """Returns this worker's current progress. While a step takes unusually long, the reported
+        rate falls and the step time grows."""
         waiting_s, waiting_in = self.waits.now
         server_wait_s, awaited_server = self.server_waits()
         line = self._script_line() if self.still_s >= LOCATE_AFTER_S else ""
@@ -381,7 +387,7 @@ class ProgressMeter:
             step_s = statistics.median(times) if times else 0.0
             busy_s = statistics.median(busy_times) if times else 0.0
             if times and running_s > 2 * step_s:
-                # the current step is more informative than earlier ones
+                # the current, unfinished step is more informative than earlier ones
                 step_s, busy_s = running_s, max(0.0, running_s - waited_s)
             span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
             return Progress(

@@ -1,9 +1,8 @@
-"""Finds the line of the script that a thread executes, and what that line waits for, so that a
-stalled step names its cause. Shortens stacks for people.
+"""Finds the line of the script that a thread executes, and what that line waits for, so that
+reports of a stalled step can state the cause. Also shortens stacks for people.
 
-Reads no file but /proc when it is asked, since a script may hang in a file system:
-`remember_source` loads the main script's lines beforehand.
-"""
+A script may hang in a file system. These functions therefore read only /proc; `remember_source`
+loads the main script's lines beforehand."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from types import FrameType
 from typing import Final, NamedTuple
 
 _OWN = ("shoal", "shoal_worker", "shoal_common", "shoal_protos")
-"""Packages whose lines are not the script's, in addition to installed packages."""
+"""Packages that do not belong to the script, in addition to installed packages."""
 _LONGEST: Final = 160
 """Maximum length of the result of `script_line` in characters."""
 _MOST_SOURCE: Final = 60
@@ -38,8 +37,8 @@ _WAITS: Final = (
     ("/queue.py", "", "waiting for a queue"),
     ("/threading.py", "", "waiting for a lock or another thread"),
 )
-"""Part of a file's path, function (empty: any), and what its callers wait for. The first match with
-any frame of a library counts."""
+"""Known waits in libraries: part of the file's path, name of the function (empty: any), and what a
+caller of it waits for. The first entry that matches a frame of a library applies."""
 _FRAME: Final = re.compile(r'^\s*File "(.*)", line (\d+) in (.*)$')
 
 
@@ -91,10 +90,9 @@ def parse_calls(stack: str) -> list[Call]:
 
 
 def script_line(calls: Sequence[Call], waits_for: str = "") -> str:
-    """Returns the innermost line of the script on a stack, for example
-    "train.py:41 in load (batch = queue.get()), waiting for a queue"; empty if there is none. Never
-    blocks. `calls`: innermost first. `waits_for`: reason of the wait if no library on the stack
-    tells it; empty if unknown."""
+    """Returns the innermost line of the script on a stack, for example "train.py:41 in load (batch
+    = queue.get()), waiting for a queue"; empty if there is none. Never blocks. `calls`: innermost
+    first. `waits_for`: what the line waits for if the stack does not show it; empty if unknown."""
     foreign = libraries()
     inside = list(itertools.takewhile(lambda call: call.file.startswith(foreign), calls))
     if len(inside) == len(calls):
@@ -115,7 +113,7 @@ def script_line(calls: Sequence[Call], waits_for: str = "") -> str:
 
 
 def folded(calls: Sequence[Call]) -> str:
-    """Returns a stack with one line for each series of frames of libraries."""
+    """Returns a stack in which each series of library frames is replaced by one line."""
     foreign, lines = libraries(), []
     for is_foreign, frames in itertools.groupby(calls, key=lambda c: c.file.startswith(foreign)):
         innermost, *others = map(str, frames)
@@ -132,7 +130,8 @@ def runs_script(calls: Sequence[Call]) -> bool:
 
 
 def _source(file: str, line: int) -> str:
-    """Returns a line that was loaded before; empty if it was not."""
+    """Returns a line of source for display, if `remember_source` has loaded it; otherwise an empty
+    string."""
     entry = linecache.cache.get(file)
     if entry is None or len(entry) < 4 or not 1 <= line <= len(entry[2]):
         return ""
@@ -141,8 +140,8 @@ def _source(file: str, line: int) -> str:
 
 
 def _shown(file: str) -> str:
-    """Returns a path relative to the working directory if the file is inside of it, otherwise the
-    name of the file."""
+    """Returns a path relative to the working directory if the file is inside it, otherwise the name
+    of the file."""
     here = f"{_working_directory()}/"
     return file.removeprefix(here) if file.startswith(here) else Path(file).name
 

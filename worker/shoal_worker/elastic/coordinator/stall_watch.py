@@ -4,11 +4,11 @@ nothing and fails late.
 After ten seconds in one wait, the watch probes which peers this process cannot reach, reports them
 to the coordinator in heartbeats, and logs the wait every ten seconds. If a peer is unreachable
 twice in a row, the watch ends the group; the collective's own deadline would do so minutes later.
-The coordinator then separates the two members, or declares the peer's machine lost. The watch also
-measures which connections are always busy.
+The coordinator then keeps the two members in different generations, or declares the peer's machine
+lost. The watch also measures which connections are busy all the time.
 
 Gloo and NCCL seldom report which peer failed, and two members with a broken link between them would
-form generations endlessly. Each member therefore probes its peers itself: here, and after a
+form one generation after another. Each member therefore probes its peers itself: here, and after a
 collective reached its deadline or a generation did not form. A hung peer counts as reachable,
 because its kernel accepts connections.
 
@@ -45,21 +45,21 @@ from shoal_worker.elastic.group.waiting import WaitingLines
 
 _LOOK_S: Final = 0.05
 GENERATION_OVER_OR_AWAY: Final = (MembershipChanged, UnavailableError)
-"""Errors of reading a generation's peers; see `AskedPeers`."""
+"""Errors that may be raised when a generation's peers are read; see `AskedPeers`."""
 
 
 def unreachable(
     peers: Mapping[int, str], *, timeout: timedelta, given_up: Callable[[], bool]
 ) -> list[int]:
-    """Returns the ranks whose address accepts no connection within `timeout`; empty once `given_up`
-    returns True. `peers`: host:port of each rank's `donor_address`, by rank."""
+    """Returns the ranks whose address accepts no connection within `timeout`; an empty list once
+    `given_up` returns True. `peers`: rank -> `donor_address` (host:port)."""
     if given_up():
         return []
     deadline = time.monotonic() + timeout.total_seconds()
     left = set(peers)
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for rank, address in peers.items():
-            with suppress(OSError):  # the rank stays in `left`
+            with suppress(OSError):  # the rank stays in `left` and counts as unreachable
                 connection = stack.enter_context(_start_connecting(address))
                 waiting.register(connection, selectors.EVENT_WRITE, (rank, connection))
         while waiting.get_map() and time.monotonic() < deadline and not given_up():
@@ -112,8 +112,8 @@ class StallWatch:
         group: Callable[[], Group | None],
         hangs: HangReport | None = None,
     ) -> None:
-        """`group`: returns the group formed last. `hangs`: reports the stacks of this process while
-        it makes no progress; None: nobody asks for them."""
+        """`group`: returns the group formed last. `hangs`: collects the stacks of this process
+        while it makes no progress; None: no stacks are collected."""
         self._link = link
         self._waits = waits
         self._group, self._hangs = group, hangs
@@ -123,7 +123,8 @@ class StallWatch:
         self._missed: tuple[int, frozenset[int]] = (0, frozenset())
         """Generation of the last probe, and the ranks that were unreachable."""
         self._reached = False
-        """True if the last probe reached the member from which this member is separated."""
+        """True if the last probe reached the member from which the coordinator keeps this member
+        separated."""
         self._traffic = BusyLinks()
         self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
 
@@ -137,8 +138,8 @@ class StallWatch:
 
     @property
     def busy_link(self) -> BusyLink | None:
-        """Connection of this rank that had data to send for most of the last few seconds; None if
-        there is none."""
+        """Connection of this rank on which data was waiting to be sent for most of the last few
+        seconds; None if there is none."""
         return self._traffic.busiest
 
     def _run(self) -> None:
@@ -160,8 +161,8 @@ class StallWatch:
                     self._lines, self._missed = None, (0, frozenset())
                     self._link.cannot_reach(())
                 continue
-            # The coordinator's more informative message arrives soon, unless the coordinator is
-            # unavailable.
+            # The coordinator's message is more informative and arrives soon, unless the coordinator
+            # is unavailable.
             self._lines = self._lines or WaitingLines(waited_s=waited_s, first_in_s=2 * _TICK_S)
             if time.monotonic() >= self._looked_at + _LOOK_AGAIN_S:
                 self._look(group, waited_s, what)
@@ -185,8 +186,8 @@ class StallWatch:
         return named_ranks(self._link.newest_generation, sorted(ranks))
 
     def _look_while_kept_out(self) -> None:
-        """Probes whether the member from which this member is separated can be reached again.
-        Requires two successful probes in a row."""
+        """Probes whether this member can again reach the member from which the coordinator keeps it
+        separated. Requires two successful probes in a row."""
         generation, other = self._link.newest_generation, self._link.apart_from
         try:
             peers = {
@@ -225,7 +226,7 @@ class StallWatch:
         again = missed & before if number == generation.number else frozenset()
         if again and self._waits.now[0] >= waited_s:
             _log.warning(
-                "gave up generation %d: waited %.0f s in %s and could not reach %s",
+                "abandoned generation %d after waiting %.0f s for %s: could not reach %s",
                 number,
                 waited_s,
                 what,
@@ -237,7 +238,7 @@ class StallWatch:
 
 
 class BusyLinks:
-    """Busiest connection of a group, measured between consecutive checks."""
+    """Finds the busiest connection of a group from the traffic between two checks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.busiest: BusyLink | None = None
@@ -246,8 +247,8 @@ class BusyLinks:
         self._before: tuple[int, Mapping[str, Traffic]] = (0, {})
 
     def look(self, generation: Generation, traffic: Mapping[str, Traffic]) -> None:
-        """Updates `busiest` from the group's traffic. Called often; compares only every few
-        seconds."""
+        """Updates `busiest` from the group's traffic. May be called often: it compares traffic only
+        every few seconds."""
         now = self._clock()
         passed_s = now - self._looked_at
         number, before = self._before
@@ -269,8 +270,8 @@ class BusyLinks:
 
 
 def _ranks_at(generation: Generation, address: str) -> list[int]:
-    """Returns the ranks of the host with this address. If some ranks of the world are unknown,
-    considers only the probed ranks."""
+    """Returns the ranks whose host has this address. If not all ranks of the world are known, only
+    the probed ranks are considered."""
     try:
         peers = generation.known or generation.peers_of(
             neighbours(generation.rank, generation.world_size)
@@ -285,8 +286,9 @@ def _ranks_at(generation: Generation, address: str) -> list[int]:
 
 
 def looked_at(generation: Generation) -> dict[int, str]:
-    """Returns the donor addresses to probe after a group has failed, by rank. Includes all other
-    ranks, or only the neighbours in a large world. Raises MembershipChanged or UnavailableError."""
+    """Returns the addresses to probe after a group has failed: rank -> donor address. Includes all
+    other ranks or, in a large world, only this rank's neighbours. Raises MembershipChanged or
+    UnavailableError."""
     large = generation.world_size > MOST_SENT_WHOLE
     peers = (
         generation.peers_of(neighbours(generation.rank, generation.world_size))
@@ -301,7 +303,8 @@ def looked_at(generation: Generation) -> dict[int, str]:
 
 
 def named_ranks(generation: Generation | None, ranks: Sequence[int]) -> str:
-    """Lists ranks for people, with their hosts if those are known or can be requested."""
+    """Formats a list of ranks for people, with their hosts if those are known or can be
+    requested."""
     hosts: dict[int, str] = {}
     if generation is not None:
         with suppress(*GENERATION_OVER_OR_AWAY):
@@ -315,8 +318,8 @@ def named_ranks(generation: Generation | None, ranks: Sequence[int]) -> str:
 
 
 def named_addresses(generation: Generation | None, ranks: Sequence[int]) -> str:
-    """Lists ranks for people, with their hosts and probed addresses if those are known or can be
-    requested."""
+    """Formats a list of ranks for people, with their hosts and probed addresses if those are known
+    or can be requested."""
     peers: dict[int, Peer] = {}
     if generation is not None:
         with suppress(*GENERATION_OVER_OR_AWAY):
@@ -335,7 +338,7 @@ def named_addresses(generation: Generation | None, ranks: Sequence[int]) -> str:
 
 
 def neighbours(rank: int, world_size: int) -> list[int]:
-    """Returns the peers that `rank` probes."""
+    """Returns the ranks that `rank` probes in a large world."""
     if world_size <= _MOST_PEERS:
         return [other for other in range(world_size) if other != rank]
     steps = [1 << power for power in range(world_size.bit_length())]

@@ -43,8 +43,9 @@ _REMEDIES: Final = {
 def steps_apart(
     place: ScriptPosition, source: StepSource | None, group: Group | None, of: str = ""
 ) -> PreconditionError:
-    """Returns the error for ranks whose step votes did not agree. Called by all ranks of `group`.
-    `place`, `source`: this rank's position and loader. `of`: see `Step.of`."""
+    """Returns the error for ranks whose scripts are at different positions according to the step
+    vote. Called by all ranks of `group`. `place`, `source`: this rank's position and loader. `of`:
+    see `Step.of`."""
     report = {
         "place": place[:-1],
         "dealing": json.loads(source.dealing) if source is not None else {},
@@ -63,7 +64,7 @@ def steps_apart(
 
 def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError:
     """Returns the error for ranks that wait for each other in different collectives. Each argument
-    describes one rank: its `rank`, and `what` it waits in."""
+    describes one rank by two entries: `rank`, and `what`, the collective in which it waits."""
     ordered = sorted((one, other), key=lambda each: int(each["rank"]))
     who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
     return PreconditionError(
@@ -77,9 +78,9 @@ def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError
 def traces_apart(
     one: dict[str, Any], other: dict[str, Any], what: tuple[str, str], step: int
 ) -> PreconditionError:
-    """Returns the error for ranks that wait for each other in different collectives of step
-    number `step`. The first two arguments contain each rank's `rank`. `what`: the actions of
-    both ranks."""
+    """Returns the error for ranks that wait for each other in different collectives of step number
+    `step`. The first two arguments describe the ranks and contain the entry `rank`. `what`: what
+    each of the two ranks is doing."""
     (first, does), (second, does_) = sorted(
         ((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True))
     )
@@ -104,8 +105,8 @@ def operations_apart(who: str) -> PreconditionError:
 
 
 def boundaries_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
-    """Returns the error for ranks at different positions when joiners are admitted. `places`: each
-    rank's loader, the loader's number, epoch and step."""
+    """Returns the error for ranks that are at different positions when joiners are admitted.
+    `places`: for each rank its loader, the loader's number, epoch and step."""
     return PreconditionError(
         f"ranks diverged: their positions (loader, its number, epoch, step) are {list(places)}; "
         "every rank must iterate over the same loaders in the same order",
@@ -139,7 +140,7 @@ def settings_apart(settings: object) -> PreconditionError:
 
 def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
     """Returns the error for ranks that would evaluate different batches. `dealings`: JSON that
-    determines each rank's batches; not all equal."""
+    determines each rank's batches. At least two of them differ."""
     what = _differences([json.loads(dealing) for dealing in dealings])
     return PreconditionError(
         f"ranks diverged: they evaluate different batches {what}",
@@ -162,13 +163,13 @@ def _difference(everyones: Sequence[dict[str, Any]]) -> str:
             "for a batch, or all must leave one out"
         )
     return (
-        f"they deal {_describe(places[0])} differently "
+        f"they divide the samples of {_describe(places[0])} in different ways "
         f"{_differences([each['dealing'] for each in everyones])}"
     )
 
 
 def _differences(dealings: Sequence[dict[str, Any]]) -> str:
-    """Describes how `dealings` differ between ranks, with remedies."""
+    """Describes how the settings in `dealings` differ between ranks, and how to correct that."""
     names = [
         name
         for name in dealings[0]
@@ -188,7 +189,7 @@ def _differences(dealings: Sequence[dict[str, Any]]) -> str:
 
 
 def _compare(values: Sequence[str]) -> str:
-    """Describes the value of rank 0, and the first other rank with a different value."""
+    """Returns text with the value of rank 0, and with the value of the first rank that differs."""
     other = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
     return (
         f"rank 0 has {values[0]}, rank {other} has {values[other]}"

@@ -43,11 +43,12 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupConfiguration:
-    """Settings for connecting the groups of one generation."""
+    """Settings with which the groups of one generation are connected."""
 
     make_backend: Callable[[], CommunicationBackend]
     store: Callable[[str], Store]
-    """Returns a fresh store with a given name; ranks that use the same name share a store."""
+    """Function that returns a new store with a given name. Ranks that use the same name share a
+    store."""
     hostname: str | None
     connect_timeout: timedelta
     collective_timeout: timedelta
@@ -75,13 +76,12 @@ class GroupConfiguration:
 def number_of_part(
     members: Sequence[int], division: Sequence[Sequence[int]], world_size: int
 ) -> int | None:
-    """Returns the index of the part of `division` that consists of these members. Returns None if
-    the division does not contain every rank exactly once.
+    """Returns the index, within `division`, of the part that consists of these members. Returns
+    None if the division does not contain every rank exactly once.
 
     Raises:
         ConfigurationError: the division has no part with these members, or its parts differ in
-            size.
-    """
+            size."""
     parts = [list(part) for part in division]
     if sorted(rank for part in parts for rank in part) != list(range(world_size)):
         return None
@@ -97,8 +97,8 @@ _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
 """Exceptions raised by c10d, including DistError and DistBackendError."""
 _LEAVE_WITHIN = timedelta(seconds=2)
-"""Maximum time between the first and the last rank that finish a run together. A rank that still
-has to write or compute something may take longer."""
+"""Time for which a rank that has finished the run waits for the others, so that all can shut down
+together. It is not enough for a rank that still has to write or compute something."""
 
 
 class Group:
@@ -133,7 +133,8 @@ class Group:
         """Current wait of the training thread in this group."""
         self._parts: list[Group] = []
         self._connections: Counter[str] = Counter()
-        """Number of parts connected under each name. Each part needs a separate store."""
+        """Name -> number of parts that were connected under this name. The number makes the name of
+        each part's store unique."""
         self._lock = threading.Lock()
         self._guarded: list[socket.socket] = []
 
@@ -149,8 +150,8 @@ class Group:
 
     @property
     def ended(self) -> bool:
-        """True if the group has ended on this rank or on a peer, as far as this rank knows without
-        waiting."""
+        """True if the group has ended on this rank or on a peer, as far as can be determined
+        without waiting."""
         backend = self._backend
         return self.broken is not None or (backend is not None and not backend.is_initialized)
 
@@ -177,25 +178,24 @@ class Group:
         """Connects some of the ranks as a group of their own, in the given order. Returns None on a
         rank that is not in `ranks`.
 
-        A collective of these ranks. A rank that belongs to several parts connects them in the same
-        order as its peers do. If a rank failed elsewhere, `abort` releases the ranks that wait for
-        it here. Ranks within the part count from 0, and the part's `generation.peers` contains only
-        its ranks. `abort` or `close` of this group ends the part. A failure in the part ends this
-        group and all its parts, on all ranks.
+        All of these ranks must call it. A rank that belongs to several parts must connect them in
+        the same order as its peers. If a rank failed elsewhere, `abort` releases the ranks that
+        wait for it here. Ranks within the part count from 0, and the part's `generation.peers`
+        contains only its ranks. `abort` or `close` of this group ends the part. A failure in the
+        part ends this group and all its parts, on all ranks.
 
         Args:
             ranks: distinct ranks of this group. If they are all ranks in order, this group itself
                 is returned.
-            name: name of the part, used for no other ranks of this group. These ranks may connect
-                several parts under one name, in one order.
+            name: name of the part. No other set of ranks in this group may use it. These ranks may
+                connect several parts under one name, all in the same order.
             division: parts of equal size, of which `ranks` are one, that all ranks of this group
-                connect at this point; the same on all. Libraries that can split a group do so if no
-                rank of it is left out.
+                connect at this point; the same on all. If the library can split a group, it does
+                so, provided that the division contains every rank.
 
         Raises:
             ConfigurationError: ranks outside of this group, or duplicates.
-            MembershipChanged: a rank did not arrive, or the group has ended.
-        """
+            MembershipChanged: a rank did not arrive, or the group has ended."""
         members = list(ranks)
         if (
             not members
@@ -215,8 +215,9 @@ class Group:
         return self._connect_part(members, name, number_of_part(members, division, self.world_size))
 
     def connected_again(self, name: str) -> Group:
-        """Connects all ranks a second time. The new group serves collectives whose order relative
-        to the other collectives differs between ranks. Raises like `subgroup`."""
+        """Connects all ranks a second time. The new group is for collectives that ranks may issue
+        in a different order relative to the other collectives. Raises the same errors as
+        `subgroup`."""
         self._check()
         return self._connect_part(list(range(self.world_size)), name)
 
@@ -241,7 +242,8 @@ class Group:
         return part
 
     def _adopt(self, part: Group) -> Group:
-        """Registers a part before it connects, so that an `abort` of this group ends it as well."""
+        """Registers a part before it is connected, so that `abort` of this group also ends the
+        part."""
         with self._lock:
             self._parts.append(part)
             reason = self.broken
@@ -339,13 +341,12 @@ class Group:
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
         """Sums a `tensor` of a few hundred bytes over all ranks in place and waits. Uses the
-        backend's fastest method.
+        backend's fastest method for short messages.
 
         Raises:
             MembershipChanged: the group has ended.
-            PreconditionError (RANKS_DIVERGED): another rank sums something else. The group has
-                ended, with this error on all ranks if they share a store in Redis.
-        """
+            PreconditionError (RANKS_DIVERGED): another rank is summing different values. The group
+                has ended. All ranks raise this error if they share a store in Redis."""
         if self.world_size == 1:
             self._check()
         else:
@@ -364,7 +365,8 @@ class Group:
                 raise self._over("all_reduce", error) from error
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Sums a few dozen numbers elementwise over all ranks. Raises like `all_reduce_short`."""
+        """Sums a few dozen numbers elementwise over all ranks. Raises the same errors as
+        `all_reduce_short`."""
         if self.world_size == 1:
             self._check()
             return [*values]
@@ -380,26 +382,24 @@ class Group:
             work.wait()
 
     def order(self, work: dist.Work) -> None:
-        """Makes later computation of the calling thread run after a collective that was started;
-        see `CommunicationBackend.order`.
+        """Orders a started collective before all later computation of the calling thread, on a GPU
+        without blocking the host; see `CommunicationBackend.order`.
 
         Raises:
-            MembershipChanged: the collective failed.
-        """
+            MembershipChanged: the collective failed."""
         with self._failures("a collective"), self.waiting:
             self._live_backend.order(work)
 
     def settle(self) -> None:
-        """Waits until all ordered collectives have succeeded, in this group, its parts and its
-        parent.
+        """Waits until all collectives passed to `order` have succeeded, in this group, its parts
+        and its parent.
 
-        Every sum on the host, including a commit all-reduce, waits in this way first. So no rank
-        reports a step as prepared before its collectives have succeeded.
+        Every sum on the host, including the commit all-reduce, first calls this method. So no rank
+        reports a step as prepared before the step's collectives have succeeded.
 
         Raises:
-            MembershipChanged: a collective has failed, or a group has ended; none of its operations
-                writes into memory any more.
-        """
+            MembershipChanged: a collective has failed, or a group has ended. From then on, none of
+                its operations writes into memory."""
         whole = self
         while whole._parent is not None:
             whole = whole._parent
@@ -415,12 +415,11 @@ class Group:
 
     @contextlib.contextmanager
     def own_collectives(self, what: str) -> Iterator[CommunicationBackend]:
-        """Yields the backend to callers that issue or await its collectives directly. Not for a
-        world of one.
+        """Yields the backend, for callers that issue its collectives, or wait for them, directly.
+        Not for a world of one.
 
         Raises:
-            MembershipChanged: the group has ended, or a collective within the block has failed.
-        """
+            MembershipChanged: the group has ended, or a collective within the block has failed."""
         with self._failures(what), self.waiting:
             backend = self._live_backend
             try:
@@ -433,9 +432,10 @@ class Group:
         return [t.tolist() for t in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
     def rendezvous(self) -> None:
-        """Waits until all ranks have called this method. No step issues such a barrier. If some
-        ranks are in a step and others here, they only wait for each other. In a shared collective
-        they would receive each other's messages, and Gloo ends the processes if sizes differ."""
+        """Waits until all ranks have called this method. Unlike `all_reduce`, no step issues this
+        barrier. If some ranks are in a step and others are here, they merely wait for each other.
+        In a collective of the same kind they would receive each other's messages, and Gloo ends the
+        processes if message sizes differ."""
         if self.world_size == 1:
             self._check()
             return
@@ -443,9 +443,9 @@ class Group:
             self._live_backend.host_group.barrier(BarrierOptions()).wait()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Sends `payload` to all ranks and returns every rank's payload, in rank order. Uses two
-        all-gathers: lengths, then bytes. If only few ranks send more than a megabyte, uses
-        broadcasts instead, because the second all-gather would pad all payloads to the longest."""
+        """Sends `payload` to all ranks and returns every rank's payload, in rank order. Runs two
+        all-gathers: one for the lengths, and one for the bytes. If only few ranks send more than a
+        megabyte, broadcasts replace the second one, which would pad all payloads to the longest."""
         lengths = [row[0] for row in self.all_gather_integers([len(payload)])]
         longest = max(lengths)
         if longest == 0:
@@ -515,8 +515,8 @@ class Group:
     def all_leave(self, within: timedelta = _LEAVE_WITHIN) -> None:
         """Lets the communication library shut down this group and its parts in order, before
         `close` or `leave` at the end of the run. Does nothing if the library cannot do so
-        (`CommunicationBackend.finalize`), or if the ranks do not all call this within the time
-        `within`."""
+        (`CommunicationBackend.finalize`), or if not all ranks call this within the time `within`.
+        """
         backend = self._backend
         if self.ended or backend is None or not backend.finalizes or not backend.all_leave(within):
             return
@@ -526,8 +526,8 @@ class Group:
             wait()
 
     def leave(self) -> None:
-        """Closes the group without informing the other ranks, if the backend permits. The others
-        fail only when they need this rank."""
+        """Closes the group without informing the other ranks, if the backend can do so. The others
+        fail only in a collective that needs this rank."""
         with self._lock:
             self.broken = self.broken or "this rank has left the group"
             parts, self._parts = self._parts, []
@@ -562,7 +562,7 @@ class Group:
         if self.broken is not None:
             backend = self._backend
             if backend is not None:
-                backend.rest()  # after this error, the caller may reuse the memory
+                backend.rest()  # once this error is raised, the caller may reuse the memory
             raise self._ended(
                 MembershipChanged(f"generation {self.generation.number} is over: {self.broken}")
             )
@@ -586,16 +586,16 @@ class Group:
         )
 
     def _ended(self, error: MembershipChanged) -> ShoalError:
-        """Returns the exception to raise for an ended group: `error`, or a PreconditionError if a
-        rank found that the scripts diverged."""
+        """Returns the exception to raise for a group that has ended: `error`, or a
+        PreconditionError if a rank found that the scripts have diverged."""
         verdict = self.waiting.verdict
         return error if verdict is None else PreconditionError(verdict, reason="RANKS_DIVERGED")
 
 
 class _Failures:
     """Context manager around a collective. If the collective fails, ends the group and raises a
-    Shoal error. A class instead of a generator function, which takes three times as long: each step
-    enters several."""
+    Shoal error. It is a class because a generator-based context manager takes three times as long,
+    and each step enters several."""
 
     __slots__ = ("_group", "_what")
 

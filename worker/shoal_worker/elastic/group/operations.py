@@ -3,7 +3,8 @@ checkpoint, confirm the end of an epoch.
 
 Operations are numbered from the last commit, equally on every rank. Their results are kept until
 the next commit. If a fault interrupts an operation that some ranks have finished, these ranks send
-the stored results to the others (see `Session`). No rank repeats an operation unnecessarily.
+the stored results to the others (see `Session`). No rank repeats an operation whose result is
+known.
 
 Results are JSON values, since they are sent between processes. Everything runs on the training
 thread.
@@ -21,8 +22,9 @@ from shoal_worker.elastic.group.divergence import operations_apart
 from shoal_worker.elastic.group.group import Group
 
 Body = Callable[[Channel], Any]
-"""Runs one operation over a channel. Called again on another channel if the membership changes
-meanwhile."""
+"""Function that runs one operation over a channel. It is called again with another channel if the
+membership changes meanwhile.
+"""
 
 _LEARNER = "spectator"
 
@@ -34,25 +36,26 @@ class Operations:
         self._results: list[Any] = []
         self._position = 0
         self._awaited: list[Any] = []
-        """Results of operations after the next commit, received from peers that have already
-        finished them."""
+        """Results of operations that follow the next commit, received from peers that have already
+        finished those operations.
+        """
         self.running: str | None = None
         """Kind of the operation that this rank is running with its peers; None outside of
         operations."""
 
     @property
     def finished(self) -> int:
-        """Number of operations since the last commit whose results this rank has."""
+        """Number of operations since the last commit whose results this rank knows."""
         return len(self._results)
 
     @property
     def position(self) -> int:
-        """Number of operations passed by the script since the last commit."""
+        """Number of operations that the script has completed since the last commit."""
         return self._position
 
     @contextlib.contextmanager
     def in_progress(self, kind: str) -> Iterator[None]:
-        """Sets `running` to `kind` within the block."""
+        """Context in which `running` is `kind`."""
         self.running = kind
         try:
             yield
@@ -68,7 +71,7 @@ class Operations:
         return False, None
 
     def keep(self, result: Any) -> None:
-        """Stores the result of the next operation."""
+        """Stores the result of the operation that was just completed."""
         self._results.append(result)
         self._position += 1
 
@@ -78,12 +81,13 @@ class Operations:
         self._position = 0
 
     def encode(self) -> bytes:
-        """Returns all results, for ranks that lack them."""
+        """Encodes all results, to be sent to ranks that lack them."""
         return json.dumps(self._results).encode()
 
     def extend(self, encoded: bytes) -> None:
-        """Replaces the results with those of a rank that has finished at least as many
-        operations."""
+        """Replaces the results with those received from a rank that has finished at least as many
+        operations.
+        """
         self._results = json.loads(encoded)
 
     def await_results(self, encoded: bytes) -> None:
@@ -93,14 +97,15 @@ class Operations:
 
     def restart(self, encoded: bytes, *, passed: bool) -> None:
         """Replaces the results with those received together with another rank's state. `passed`:
-        this rank's script is past these operations, too."""
+        True if this rank's script has completed these operations too.
+        """
         self._results = json.loads(encoded) if encoded else []
         self._position = len(self._results) if passed else 0
 
 
 class GroupChannel:
-    """Channel between the ranks of a group except the learners, which take part in the exchanges
-    and contribute nothing.
+    """Channel between the ranks of a group, without its learners. Learners take part in the
+    exchanges but send nothing.
 
     Each message contains the kind of its operation. Ranks whose scripts diverged therefore receive
     an error instead of each other's data.
@@ -137,7 +142,8 @@ class GroupChannel:
 
 
 def follow_as_learner(group: Group, learners: tuple[int, ...], boundary: str) -> None:
-    """Follows the members' exchanges as a learner until all members are at the step boundary.
+    """Takes part in the members' exchanges, as a learner that sends nothing, until all members are
+    at the step boundary.
 
     Raises:
         MembershipChanged: the group has ended.

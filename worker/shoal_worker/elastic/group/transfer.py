@@ -71,7 +71,7 @@ _U64 = struct.Struct("!Q")
 _BLOCK = 4 << 20
 _LARGEST_HEADER = 256 << 20
 _BLOCK_TIMEOUT_S = 30.0
-"""Maximum time for one block of 4 MiB; a transfer slower than 0.14 MB/s is abandoned."""
+"""Maximum time for one block of 4 MiB. A transfer slower than 0.14 MB/s is therefore abandoned."""
 _REQUEST_TIMEOUT_S = 5.0
 """Maximum time in which a client must send its request."""
 _MOST_CONNECTIONS = 256
@@ -97,10 +97,10 @@ class StateDonor:
 
     def __init__(self, host: str, *, announced: str = "", secure: bool = False) -> None:
         """Binds to `host` on a port chosen by the system. `announced`: address for peers, if
-        different. `secure`: require TLS from clients."""
+        different. `secure`: True to require TLS from clients."""
         self.key = secrets.token_hex(16)
-        """Nonce for offers outside of a generation, and key of this donor for TLS. Known only to
-        members."""
+        """Secret that only members of the job know. It serves as the nonce of offers outside of a
+        generation, and as this donor's key for TLS."""
         self._tls = PairContexts.listener(self.key) if secure else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
@@ -125,8 +125,9 @@ class StateDonor:
         return self._tls is not None
 
     def expect(self, nonce: str) -> None:
-        """Refuses requests without an offer, except requests for `nonce`, which wait for one. Valid
-        until the next call. Before the first call, any request may wait."""
+        """Selects which requests may wait for an offer: from now on, only requests with this
+        `nonce`. All others are refused unless their offer is open. Before the first call, any
+        request may wait."""
         with self._changed:
             self._expected = nonce.encode()
             self._changed.notify_all()
@@ -134,8 +135,8 @@ class StateDonor:
     @contextlib.contextmanager
     def offering(self, state: object, nonce: str, without: Collection[str] = ()) -> Iterator[None]:
         """Offers `state` to peers that send `nonce`, within the block. The caller must not change
-        the state's tensors meanwhile. Transfers that are incomplete at the end are cut off.
-        `without`: names of tensors that the peers have and do not receive."""
+        the state's tensors meanwhile. Transfers that are incomplete at the end of the block are cut
+        off. `without`: names of tensors that are not sent because the peers already have them."""
         structure, tensors = flatten(state)
         resolved = {
             name: t.resolve_conj().resolve_neg().contiguous()
@@ -145,7 +146,7 @@ class StateDonor:
         header = _encode_header(structure, resolved, tensors.keys() - resolved.keys())
         for device in {t.device for t in resolved.values()}:
             if (lane := device_reader.lane_of(device)) is not None:
-                lane.fence()()  # the serving threads must read finished values
+                lane.fence()()  # threads that serve peers must read finished values
         with self._changed:
             self._offer = _Offer(
                 nonce=nonce.encode(),
@@ -163,7 +164,8 @@ class StateDonor:
                 # The tensors may change from here on, so no thread may still read them.
                 if not self._changed.wait_for(lambda: not self._serving, _BLOCK_TIMEOUT_S):
                     raise InternalError(
-                        "a thread is still sending state from tensors that are about to be modified"
+                        "a thread is still reading state to send to a peer, although the tensors "
+                        "are about to be modified"
                     )
 
     def close(self) -> None:
@@ -184,7 +186,8 @@ class StateDonor:
                     target=self._serve, args=(connection,), name="shoal-donate", daemon=True
                 ).start()
             except (OSError, RuntimeError) as error:
-                # closed; or out of file descriptors or threads, which is temporary
+                # the listener is closed; or there are too few file descriptors or threads, which is
+                # temporary
                 self._free.release()
                 if not self._closed.wait(0.1) and not complained:
                     complained = True
@@ -199,7 +202,7 @@ class StateDonor:
                     channel.settimeout(_BLOCK_TIMEOUT_S)
                     _send_part(channel, offer, part, parts)
         except _Refused:
-            pass  # a stranger, a probe, or a peer of a generation that is over
+            pass  # a stranger, a probe, or a peer of an earlier generation
         except OSError as error:
             _log.warning("lost the connection to a peer that was receiving state: %s", error)
         except RuntimeError as error:
@@ -213,8 +216,8 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _greeted(self, connection: socket.socket) -> Iterator[socket.socket]:
-        """Yields the socket for the peer's bytes, after the TLS handshake if TLS is required.
-        Raises _Refused if the handshake fails."""
+        """Yields the socket on which to read the peer's request, after the TLS handshake if TLS is
+        required. Raises _Refused if the handshake fails."""
         if self._tls is None:
             with connection:
                 yield connection
@@ -231,11 +234,10 @@ class StateDonor:
     @contextlib.contextmanager
     def _entered(self, connection: socket.socket, nonce: bytes) -> Iterator[_Offer]:
         """Yields the offer of `nonce` and registers `connection` with it within the block. Waits
-        for the offer, because a receiver may be faster than the donor.
+        for the offer if it is expected, because a receiver may be faster than the donor.
 
         Raises:
-            _Refused: there is no offer of `nonce`, and there will be none.
-        """
+            _Refused: there is no offer of `nonce`, and there will be none."""
 
         def decided() -> bool:
             unexpected = self._expected is not None and not hmac.compare_digest(
@@ -300,17 +302,17 @@ def take_state(
     own: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[Any, int]:
     """Fetches the state that the `donors` (host:port) offer under `nonce`. Returns the state and
-    the number of bytes received. Does not change this process's state. `own`: tensors that the
-    donors do not send, by name.
+    the number of bytes received. Does not change this process's state. `own`: this process's
+    tensors, by name, that the donors do not send.
 
-    `keys`: each donor's key (`StateDonor.key`), for TLS; empty: plain text. `guard`: receives each
-    new connection; shutting a connection down ends the transfer. `timeout`: time until all donors
-    have begun to answer; after that, each block has its own deadline.
+    `keys`: each donor's key (`StateDonor.key`), for TLS; empty: plain text. `guard`: called with
+    each new connection, so that another thread can end the transfer by shutting the connection
+    down. `timeout`: time until all donors have begun to answer; after that, each block has its own
+    deadline.
 
     Raises:
         UnavailableError: a donor failed, or sends too slowly.
-        CorruptDataError: a wrong checksum, or invalid data.
-    """
+        CorruptDataError: a wrong checksum, or invalid data."""
     failpoint("transfer.before_taking")
     deadline = time.monotonic() + timeout.total_seconds()
     parts = [
@@ -402,8 +404,8 @@ class _Part:
 
     def _connected(self) -> socket.socket:
         """Connects to the donor, with TLS if there is a key. Raises UnavailableError if the
-        connection is refused, OSError on other failures, and ssl.SSLError, a subclass, if the donor
-        does not know its key."""
+        connection is refused, OSError on other failures, and ssl.SSLError (a subclass of OSError)
+        if the donor does not have this key."""
         host, _, port = self._address.rpartition(":")
         try:
             connection = socket.create_connection(
@@ -454,8 +456,8 @@ class _Header:
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
     """Name, dtype and shape of each tensor, in the order in which the bytes are sent."""
     digest: tuple[str, str]
-    """Digest of the state, and the devices of its tensors. A device computes a different digest of
-    equal tensors than the host does."""
+    """Digest of the state, and the devices of its tensors. A digest computed on a device differs
+    from one computed on the host, even for equal tensors."""
 
     @classmethod
     def parse(cls, raw: bytes | bytearray, address: str) -> _Header:
@@ -511,7 +513,7 @@ def _send_part(connection: socket.socket, offer: _Offer, part: int, parts: int) 
 
 def _blocks(pieces: Sequence[torch.Tensor], part: int, parts: int) -> Iterator[torch.Tensor]:
     """Yields every `parts`-th block of all pieces, beginning with block `part`. Sender and receiver
-    divide the bytes equally."""
+    divide the bytes into the same blocks."""
     index = 0
     for piece in pieces:
         for offset in range(0, len(piece), _BLOCK):
@@ -559,12 +561,11 @@ each costs a thread, a connection and a description of the entire state."""
 
 
 class StateExchange:
-    """This rank's side of state transfers between the ranks of a group.
+    """Sends and receives this rank's part of state transfers between the ranks of a group.
 
     A transfer ends with an exchange on the group, so that no rank changes its tensors while another
     reads them. The donor's threads serve the bytes (`StateDonor`). The training thread calls all
-    methods.
-    """
+    methods."""
 
     def __init__(self, donor: StateDonor, settings: WorkerSettings, metrics: WorkerMetrics) -> None:
         self._donor = donor
@@ -572,7 +573,7 @@ class StateExchange:
         self._metrics = metrics
 
     def expect(self, group: Group) -> None:
-        """Restricts requests for state to peers of `group` from here on."""
+        """Accepts requests for state only from peers of `group` from now on."""
         self._donor.expect(group.generation.nonce)
 
     def give(
@@ -583,12 +584,12 @@ class StateExchange:
         until: Callable[[], object],
         without: Collection[str] = (),
     ) -> None:
-        """Offers `captured` to the group's ranks while `until` runs. `until`: waits for the
-        receivers. `without`: names of tensors that the receivers have.
+        """Offers the state `captured` to the group's ranks while the function `until` runs, which
+        waits for the receivers. `without`: names of tensors that are not sent because the receivers
+        already have them.
 
         Raises:
-            MembershipChanged: the group has ended.
-        """
+            MembershipChanged: the group has ended."""
         with self._donor.offering(captured, group.generation.nonce, without):
             until()
 
@@ -599,13 +600,12 @@ class StateExchange:
         own: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Any:
         """Fetches the state from the ranks `donors` and returns it. Does not change this process's
-        state. `own`: tensors that the donors do not send, by name.
+        state. `own`: this process's tensors, by name, that the donors do not send.
 
         Raises:
             UnavailableError: a donor failed, or damaged data arrived. The peers' state is intact,
                 so the request can be repeated.
-            MembershipChanged: the group has ended.
-        """
+            MembershipChanged: the group has ended."""
         started = time.monotonic()
         asked = share_of(donors, receiver=group.rank)
         peers = group.generation.peers_of(asked)
@@ -645,7 +645,7 @@ class StateExchange:
 
 
 def share_of(donors: Sequence[int], *, receiver: int) -> Sequence[int]:
-    """Returns the donors that `receiver` uses: at most MOST_DONORS, and as far as possible
-    different ones for different receivers."""
+    """Returns the donors from which `receiver` fetches: at most MOST_DONORS, distributed so that
+    different receivers use different donors where possible."""
     first = receiver * MOST_DONORS % len(donors)
     return (*donors[first:], *donors[:first])[:MOST_DONORS]

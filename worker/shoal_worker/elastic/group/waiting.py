@@ -1,10 +1,9 @@
-"""Current wait of a group's training thread, and the notes that ranks exchange about their waits
-outside of collectives.
+"""Records what the training thread waits for in a group, and exchanges notes about waits with other
+ranks through the store.
 
 At one position of the run, after a step or an operation, all ranks whose scripts agree wait for the
 same thing: the next step, or the next operation. An operation in the middle of a step, after
-collectives of that step, is an exception and is therefore not compared.
-"""
+collectives of that step, is an exception and is therefore not compared."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ from shoal_worker.store.redis_store import RedisStore
 # ------------------------------------------------------------------------------- what is waited for
 
 At = tuple[int, int]
-"""Number of committed steps of the run, and number of operations since the last step."""
+"""Position at which scripts may wait: number of committed steps of the run, and number of
+operations since the last step."""
 
 _VERDICT: Final = "verdict"
 _NONE: Final = "-"
@@ -33,13 +33,14 @@ class Where(NamedTuple):
 
     at: At
     operation: str | None
-    """Kind of the operation that the script is in; None: a step."""
+    """Kind of the operation in which the script is; None: it is in a step."""
     source: StepSource | None = None
     """Loader of the step; None: a loop without a Shoal loader."""
 
     @property
     def what(self) -> str:
-        """Description of the wait, such as "evaluate" or "a step of loader 'loader'"."""
+        """Description of what the script waits in, such as "evaluate" or "a step of loader
+        'loader'"."""
         if self.operation is not None:
             return self.operation
         return f"a step of loader {self.source.name!r}" if self.source is not None else "a step"
@@ -54,19 +55,19 @@ class Wait(NamedTuple):
 
 
 class Waiting:
-    """Waits of the training thread in one group and its parts. The training thread enters and
-    leaves this context manager around each wait. Another thread may read `now`."""
+    """Context manager that the training thread enters around each wait in one group and its parts.
+    Another thread may read `now`, the current wait."""
 
     def __init__(self, store: RedisStore | None) -> None:
         """`store`: the group's store, in which ranks leave notes about their waits. None: the group
-        has no store, and waits are not compared."""
+        has no store, so waits are not compared."""
         self.now: Wait | None = None
         """Current wait, if it can be compared with other ranks' waits."""
         self.where: Callable[[], Where | None] | None = None
         """Function that returns the script's position, or None at a step boundary, where waits are
         not compared. None: no wait is compared."""
         self._stepped_at: At | None = None
-        """Last position at which the script was in a step's collectives."""
+        """Last position at which the script waited in the collectives of a step."""
         self._notes = store.with_prefix(f"{store.prefix}:notes") if store is not None else None
         self._verdict: str | None = None
 
@@ -82,15 +83,15 @@ class Waiting:
         self.now = None
 
     def note(self, at: At, text: str, among: str = "") -> str:
-        """Stores `text` for a position, unless a rank has already stored a text. Returns the stored
-        text. `among`: name of the set of ranks that compare the text; empty: all. Raises
-        StoreError, ShoalError."""
+        """Stores `text` for a position and returns it. If another rank has already stored a text
+        for that position, returns that one instead. `among`: name of the set of ranks that compare
+        the text; empty: all. Raises StoreError, ShoalError."""
         if self._notes is None:
             return text
         return self._notes.compare_set(f"{at[0]}/{at[1]}/{among}", "", text).decode()
 
     def condemn(self, verdict: str) -> None:
-        """Ends the group with the error `verdict` on all ranks that learn of it."""
+        """Ends the group and stores the error `verdict`, which every rank that reads it raises."""
         self._verdict = verdict
         if self._notes is not None:
             with contextlib.suppress(ShoalError, RuntimeError):
@@ -99,8 +100,8 @@ class Waiting:
 
     @property
     def verdict(self) -> str | None:
-        """Error with which a rank ended the group; None if there is none. Queries the store
-        once."""
+        """Error with which a rank ended the group; None if there is none. Sends one query to the
+        store."""
         if self._verdict is None and self._notes is not None:
             notes, self._notes = self._notes, None
             with contextlib.suppress(ShoalError, RuntimeError):
@@ -121,15 +122,15 @@ class WaitingLines:
     ten seconds. Used only by the waiting thread."""
 
     def __init__(self, *, waited_s: float = 0.0, first_in_s: float | None = None) -> None:
-        """`waited_s`: how long ago the wait began. `first_in_s`: time until the first line; None:
-        like later lines."""
+        """`waited_s`: how long ago the wait began, in seconds. `first_in_s`: seconds until the
+        first line; None: the same interval as between later lines."""
         now = time.monotonic()
         self._started = now - waited_s
         self._said = now - EVERY_S + (EVERY_S if first_in_s is None else first_in_s)
 
     def say(self, what: str, why: Callable[[], str]) -> None:
-        """Logs the wait if a line is due. Called repeatedly. `why`: returns the reason; called only
-        if a line is due."""
+        """Logs the wait if a line is due; called repeatedly during the wait. `why`: returns the
+        reason for the wait, and is called only if a line is due."""
         now = time.monotonic()
         if now >= self._said + EVERY_S:
             self._said = now

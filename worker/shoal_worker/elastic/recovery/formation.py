@@ -71,11 +71,11 @@ GROUP_LOST = (MembershipChanged, UnavailableError)
 
 _BRINGING, _TOGETHER = "bringing together", "together"
 _SPARE_LOOK = timedelta(seconds=0.2)
-"""Interval at which a spare checks whether it still has its peers."""
+"""Interval at which a spare checks whether its peers are still there."""
 
 
 class Formation:
-    """The ranks that currently work together, and the process that forms their generations."""
+    """Keeps track of the ranks that currently work together, and forms their generations."""
 
     def __init__(
         self,
@@ -87,7 +87,8 @@ class Formation:
         metrics: WorkerMetrics,
         progress: ProgressMeter,
     ) -> None:
-        """`exchange`: None for strategies without a process group."""
+        """`exchange`: transfers state between ranks; None for strategies without a process
+        group."""
         self.membership = membership
         self.syncing = JoinerState(
             held, exchange, allow_restart=settings.allow_restart_from_scratch
@@ -95,14 +96,14 @@ class Formation:
         self.where: Callable[[], Where | None] | None = None
         """Function that returns the script's current position; see `Waiting.where`."""
         self.boundary_due = False
-        """True if the last step vote showed a newer generation, which is adopted at the next step
-        boundary; the same on all ranks."""
+        """True if the last step vote showed that a newer generation is waiting. All ranks enter it
+        at the next step boundary."""
         self.stop_due = False
         """True if training ends at the next step boundary on all ranks, according to the last step
         vote."""
         self.preempted = False
-        """True if training ends because all ranks were asked to leave. The run is then
-        unfinished."""
+        """True if training ends because all ranks were asked to leave. The run is unfinished in
+        this case."""
         self._held = held
         self._exchange = exchange
         self._settings = settings
@@ -110,9 +111,9 @@ class Formation:
         self._progress = progress
         self._learners: tuple[int, ...] = ()
         self.group: Group | None = None
-        """The last established group, or the group about to be established; it may have ended. None
-        before the first. Strategies see no other group: a group whose ranks have only met belongs
-        to the membership."""
+        """The group established last, or the one that is about to be established; it may have
+        ended. None before the first. A group whose ranks have met but not agreed is not visible
+        here, but only to the membership."""
         self._stands = False
         """True if the group is established: sharded state is distributed over its ranks."""
         self._met = False
@@ -128,8 +129,8 @@ class Formation:
 
     @property
     def working(self) -> Group | None:
-        """Ranks of the group that take steps and run operations together: all except spares. While
-        some ranks have yet to receive the state, all ranks are included."""
+        """Ranks of the group that take steps and run operations together: all except spares.
+        Includes all ranks while some of them have yet to receive the state."""
         group, engine = self.group, self._held.attached
         if group is None or engine is None or self._learners:
             return group
@@ -145,7 +146,7 @@ class Formation:
     @property
     def members(self) -> list[str]:
         """Ids of the members of the last established group that have the state. Raises
-        MembershipChanged and UnavailableError like `AskedPeers`."""
+        MembershipChanged and UnavailableError as `AskedPeers` does."""
         peers = self.group.generation.peers if self.group is not None else ()
         return [peer.member_id for peer in peers if peer.rank not in self._learners]
 
@@ -158,8 +159,8 @@ class Formation:
 
     @property
     def is_first(self) -> bool:
-        """True if this rank is the lowest rank with the state. That rank acts for all; rank 0 may
-        be a joiner without the state."""
+        """True if this rank is the lowest one that has the state. That rank acts on behalf of all;
+        rank 0 may be a joiner without the state."""
         generation = self.generation
         members = (
             (r for r in range(generation.world_size) if r not in self._learners)
@@ -176,7 +177,7 @@ class Formation:
     @property
     def must_move(self) -> bool:
         """True if this rank's script must receive further outcomes before a generation can be
-        established. The step that the script begins next is then aborted."""
+        established. In this case, the step that the script begins next is aborted."""
         return self._held.outcomes < self._outcomes_due
 
     def channel(self, kind: str) -> GroupChannel:
@@ -190,24 +191,24 @@ class Formation:
     # ------------------------------------------------------------------------------ new generations
 
     def failed(self, reason: str) -> None:
-        """Ends the group because a collective of the current step failed. Recovery is timed from
-        the first failure. A collective's callback may call this."""
+        """Ends the group because a collective of the current step failed. The duration of the
+        recovery counts from the first failure. May be called by a collective's callback."""
         self._failed_at = self._failed_at or time.monotonic()
         if self.group is not None:
             self.group.abort(reason)
 
     def committed(self, *, boundary_due: bool, stop_due: bool, preempted: bool) -> None:
-        """Records the requests in a committed step's vote, and observes the recovery time if there
-        was a failure. `boundary_due`: a newer generation is waiting. `stop_due`: training ends.
-        `preempted`: all ranks were asked to leave."""
+        """Records the requests in a committed step's vote. After a failure, this also ends the
+        measured recovery time. `boundary_due`: a newer generation is waiting. `stop_due`: training
+        ends. `preempted`: all ranks were asked to leave."""
         self.boundary_due, self.stop_due, self.preempted = boundary_due, stop_due, preempted
         if self._failed_at is not None:
             self._metrics.recovered(time.monotonic() - self._failed_at)
             self._failed_at = None
 
     def recover(self, error: BaseException, *, in_operation: bool | None = None) -> None:
-        """Ends a failed group and forms a new one. `in_operation`: see `end_group`. Raises like
-        `reform`."""
+        """Ends a failed group and forms a new one. `in_operation`: see `end_group`. Raises the same
+        errors as `reform`."""
         self.end_group(error, in_operation=in_operation)
         self.reform()
 
@@ -228,8 +229,9 @@ class Formation:
 
     def settle(self, *, updated: bool = False) -> None:
         """Forms and establishes a group if necessary. Returns when the group is established, or
-        when this rank's script has to advance first. `updated`: the state has changed since the
-        ranks met, so that sharded parts must be consolidated. Raises like `reform`."""
+        when this rank's script has to advance first. `updated`: True if the state has changed since
+        the ranks met, so that its shards must be consolidated. Raises the same errors as `reform`.
+        """
         if self.healthy or (self.must_move and not updated):
             return
         if self._met:
@@ -257,8 +259,8 @@ class Formation:
             self.boundary_due = False  # this is the generation that was due
 
     def take_newest(self) -> None:
-        """Forms the generation that was due at the boundary, unless a newer one was formed since.
-        Raises like `reform`."""
+        """Forms the newer generation that the last step vote showed, unless this has already
+        happened. Raises the same errors as `reform`."""
         if self.boundary_due:
             self.reform()
         else:
@@ -279,9 +281,9 @@ class Formation:
 
     def rendezvous(self) -> bool:
         """Forms newer generations until the ranks of one agree on the state, and returns True. If
-        this rank's script has to advance first, abandons the group and returns False. Raises like
-        `reform`."""
-        # measured from the first failure: waiting for a generation has a deadline of its own
+        this rank's script has to advance first, abandons the group and returns False. Raises the
+        same errors as `reform`."""
+        # measured from the first failure; the wait for a generation has a deadline of its own
         give_up_at: float | None = None
         self._stands = self._met = False
         while True:
@@ -289,13 +291,13 @@ class Formation:
             try:
                 group = self.membership.form()
                 if self._exchange is not None:
-                    # before the first exchange, after which a receiver requests the state
+                    # set before the first exchange, after which a receiver may request the state
                     self._exchange.expect(group)
                 plan = self._reconcile(group)
                 if plan.moving:
                     self._let_move(group, plan)
             except GROUP_LOST as error:
-                _log.info("a generation could not form: %s", error)
+                _log.info("a generation did not form: %s", error)
                 self.membership.failed(error)
                 give_up_at = (
                     give_up_at
@@ -317,8 +319,8 @@ class Formation:
                 return False
 
     def stand(self) -> bool:
-        """Establishes a group whose ranks have met, and reshards the state for its ranks. A
-        collective. Returns False if the group was lost meanwhile."""
+        """Establishes a group whose ranks have met, and reshards the state for its ranks. All ranks
+        must call it. Returns False if the group failed meanwhile."""
         held, group = self._held, self.membership.group
         self._met = False
         try:
@@ -330,7 +332,7 @@ class Formation:
                 )
             self._cut_for(group)
         except GROUP_LOST as error:
-            _log.info("a generation could not form: %s", error)
+            _log.info("a generation did not form: %s", error)
             self.membership.failed(error)
             return False
         self._stands = True
@@ -350,8 +352,8 @@ class Formation:
 
     def _cut_for(self, group: Group) -> None:
         """Reshards the state for the ranks of `group` once all of them have it. While there are
-        joiners, consolidates the state instead: joiners receive it at the next step boundary. A
-        collective."""
+        joiners, which receive the state only at the next step boundary, the state is consolidated
+        instead. All ranks must call it."""
         self.group = group
         held = self._held
         if not self._learners:
@@ -361,7 +363,7 @@ class Formation:
             lost: StateLostError | None = None
             channel = GroupChannel(group, _BRINGING, self._learners)
             try:
-                # For a model on the meta device, no step was taken and nothing is sharded.
+                # With a model on the meta device, no step was taken and nothing is sharded.
                 if all(
                     channel.exchange(
                         b"values" if held.has_engine and held.engine.has_values() else b""
@@ -369,7 +371,7 @@ class Formation:
                 ):
                     held.engine.consolidate(channel)
                     held.engine.keep_two_copies(channel)
-            except StateLostError as error:  # on all members
+            except StateLostError as error:  # the same on all members
                 lost = error
             GroupChannel(group, _TOGETHER, self._learners).exchange(b"")
             if lost is not None:
@@ -378,11 +380,12 @@ class Formation:
             follow_as_learner(group, self._learners, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
-        """Waits until the ranks that must advance first have everything they need for that. The
-        caller then abandons the group, because data in flight would be lost."""
+        """Waits until the ranks that must advance first have received everything they need for
+        that. The caller abandons the group afterwards, which would discard data that is still being
+        sent."""
         if not plan.decided:
             with contextlib.suppress(StateLostError):
-                # the next generation reaches the same result once all ranks have advanced
+                # the next generation reaches the same decision once all ranks have advanced
                 self._consolidate(group)
         try:
             group.exchange(b"")
@@ -393,11 +396,11 @@ class Formation:
 
     def _consolidate(self, group: Group) -> None:
         """Consolidates the state of the ranks that agree on it, before the group is abandoned
-        because other ranks must first lose a step. Until the next group, the scripts of the
-        agreeing ranks work with this state, so its owners' updates are sent to all ranks that hold
-        it. A collective."""
+        because other ranks must first lose a step. Until the next group forms, the scripts of the
+        agreeing ranks work with this state, so each owner sends its updates to all ranks that hold
+        the same part. All ranks must call it."""
         held = self._held
-        step, held.step = held.step, None  # otherwise nothing would be sent: the step is lost
+        step, held.step = held.step, None  # otherwise nothing would be sent, and the step is lost
         try:
             if step is not None and step.unresolved:
                 step.abort()
@@ -416,14 +419,15 @@ class Formation:
         plan = reconcile([RankStatus.decode(row) for row in gathered])
         if plan.state_lost and not plan.learners:
             raise PreconditionError(
-                f"the state {plan.newest} is lost: an update failed midway on each rank that has "
-                "it; restart from a checkpoint"
+                f"the state {plan.newest} is lost, because an update failed midway on every rank "
+                "that had it; restart from a checkpoint"
             )
         if plan.overtaken:
             self._replace_overtaken(group, plan)
         if plan.apart:
             raise operations_apart(
-                f"ranks {list(plan.apart)} were in an operation between steps, others in a step"
+                f"ranks {list(plan.apart)} were in an operation between steps, while others were "
+                "in a step"
             )
         if plan.behind or plan.results_from is not None:
             held.interrupted = None
@@ -438,7 +442,7 @@ class Formation:
             results = group.exchange(
                 held.operations.encode() if group.rank == plan.results_from else b""
             )[plan.results_from]
-        # The rest does not communicate: all ranks do it, or none.
+        # None of the following communicates, unless all ranks do it.
         if group.rank in plan.decided:
             held.decide(commit_payload)
             held.operations.await_results(results)
@@ -461,9 +465,9 @@ class Formation:
         if group.rank in plan.overtaken:
             assert plan.newest is not None
             self.membership.give_up_place(
-                f"its peers took steps without this rank: it has committed {self._held.steps} "
-                f"steps, and they have committed {plan.newest.step}; a replacement receives the "
-                "peers' state"
+                "the other ranks took steps without this rank: it has committed "
+                f"{self._held.steps} steps, and they have committed {plan.newest.step}; a "
+                "replacement process receives their state"
             )
         raise MembershipChanged(
             f"ranks {list(plan.overtaken)} were unreachable while the others took steps, and are "
@@ -479,7 +483,7 @@ class Formation:
             held.name = plan.newest
             if plan.newest is not None:
                 _log.info(
-                    "received from peers the state of step %d, committed in generation %d",
+                    "received the state of step %d, committed in generation %d, from peers",
                     plan.newest.step,
                     plan.newest.generation,
                 )
@@ -489,8 +493,8 @@ class Formation:
             group.exchange(b"")
 
     def stand_by(self) -> None:
-        """Waits as a spare for the next generation, which this rank enters as a joiner. Raises like
-        `reform`."""
+        """Waits as a spare for the next generation, which this rank enters as a joiner. Raises the
+        same errors as `reform`."""
         self._held.phase.set_aside()
         self.membership.link.stands_by()
         self._outcomes_due = 0  # the count of outcomes will arrive with the peers' state
@@ -501,10 +505,10 @@ class Formation:
         self._await_more(Drained)
 
     def await_ranks(self) -> None:
-        """Waits for the next generation, because there are too few ranks for a replica and each
-        rank has the entire state. Raises like `reform`."""
+        """Waits for the next generation if there are too few ranks for a replica and each rank has
+        the entire state. Raises the same errors as `reform`."""
         alone = self.group is None or self.group.world_size == 1
-        # a rank without peers may be about to save the state
+        # a rank without peers may want to save the state
         self._await_more(StopTraining if alone else Drained)
 
     def _await_more(self, drained: type[StopTraining]) -> None:
@@ -520,7 +524,7 @@ class Formation:
                 break
             group = self.group
             if group is not None and group.ended:
-                # a peer is gone, or its script has finished: the coordinator knows which
+                # a peer has failed, or its script has finished: the coordinator knows which
                 self.recover(
                     MembershipChanged(
                         "a peer left the group while this rank was waiting for more ranks"
@@ -545,13 +549,15 @@ class Formation:
         else:
             text += ", and there are already as many replicas as requested"
         gone = self.membership.last_departures()
-        return f"{text}; start more workers. Last departures: {', '.join(gone) or 'none known'}"
+        return (
+            f"{text}; start more workers. Workers that left last: {', '.join(gone) or 'none known'}"
+        )
 
     # ------------------------------------------------------------------------------ the first state
 
     def synchronize_first(self) -> None:
         """Sends the first rank's weights to all ranks. Forms the first group if there is none.
-        Raises like `reform`."""
+        Raises the same errors as `reform`."""
         if self.group is None:
             self.reform()
         while self._held.name is None:
@@ -560,7 +566,7 @@ class Formation:
             channel = GroupChannel(group, "attach", self._learners)
             try:
                 self._equal_weights(group, channel)
-                # a rank that passes this exchange knows that all ranks have the weights, and may
+                # a rank that completes this exchange knows that all ranks have the weights, and may
                 # shard its own
                 channel.exchange(b"")
             except GROUP_LOST as error:
@@ -572,8 +578,9 @@ class Formation:
         digests = [d.decode() for d in channel.exchange(mine.encode())]
         if digests[0] == "meta":
             raise ConfigurationError(
-                f"the parameters of rank {channel.members[0]}, the first, are on the meta device, "
-                "but all ranks start from its values; initialize them on that rank"
+                f"the parameters of rank {channel.members[0]}, the first rank, are on the meta "
+                "device, but all ranks start from that rank's values; initialize the parameters "
+                "there"
             )
         if any(d != digests[0] for d in digests):
             if channel.rank == 0:
@@ -609,14 +616,14 @@ class Formation:
 
     @property
     def joiners_wait(self) -> bool:
-        """True if some ranks, possibly including this one, are joiners that receive the state at
-        the next boundary."""
+        """True if some ranks, possibly including this one, are joiners that will receive the state
+        at the next step boundary."""
         return bool(self._learners)
 
     def let_joiners_in(self, place: ScriptPosition) -> ScriptPosition | None:
         """At a step boundary, sends the state to joiners, which become members. `place`: this
         process's position in the script. Returns the peers' position if this process is a joiner
-        with peers, otherwise None. Raises like `reform`."""
+        with peers, otherwise None. Raises the same errors as `reform`."""
         peers_at = None
         while self._learners and not self.must_move:
             group = self._require_group()

@@ -35,34 +35,36 @@ _BOUNDARY = "border"
 
 
 class _Offer(enum.IntEnum):
-    """State that a rank announces it can send."""
+    """What a rank announces about the state that it can send to joiners."""
 
     NOTHING = 0
     STATE = 1
     NOTHING_DONE = 2
-    """The initial state of a script that has trained nothing, because the job's state is lost."""
+    """The rank has only the initial state of its script, which has not trained yet, because the
+    job's state is lost."""
     UNREADABLE = 3
-    """No state: the checkpoint that should replace the lost state could not be read."""
+    """The rank has no state: the checkpoint that should replace the lost state could not be
+    read."""
     FED = 4
-    """A state that this rank itself received from a peer and has not trained since. Its script may
+    """The rank has a state that it received from a peer and has not trained since. Its script may
     be slightly behind the others."""
     LEFT_OVER = 5
-    """No state: the rank is a spare, or about to become one, and its script runs with a state that
-    is lost."""
+    """The rank has no state: it is a spare, or about to become one, and its script has been running
+    with a state that is lost."""
 
 
 _REPLICA = "replica/"
-"""Prefix of the names of the engine's tensors in a captured state."""
+"""Prefix of the names under which a captured state contains the engine's tensors."""
 
 
 class JoinerState:
-    """This rank's part in transferring the state to joiners."""
+    """Transfers the state to joiners, together with all other ranks."""
 
     def __init__(
         self, held: CommittedState, exchange: StateExchange | None, *, allow_restart: bool
     ) -> None:
         """`exchange`: None for strategies without a process group, which transfer no state.
-        `allow_restart`: training may restart from scratch if the state is lost."""
+        `allow_restart`: True if training may restart from scratch when the state is lost."""
         self.fallback: Callable[[], bool] | None = None
         """Loads the newest checkpoint into this process and returns whether there was one. Called
         if every process with the state is gone."""
@@ -95,12 +97,13 @@ class JoinerState:
         offers, owns = [_Offer(row[0]) for row in rows], [row[1] for row in rows]
         if offer is _Offer.LEFT_OVER:
             raise LeftOver(
-                "all ranks that held parts of the model are gone, and this rank has passed the "
-                "beginning of its script"
+                "all ranks that held parts of the model are gone, and this rank's script is past "
+                "its beginning, where it could load a checkpoint"
             )
         if _Offer.LEFT_OVER in offers:
             raise MembershipChanged(
-                "all ranks that held parts of the model are gone, and spares exit to be restarted"
+                "all ranks that held parts of the model are gone; the spares exit so that their "
+                "launchers restart them"
             )
         donors = [r for r, each in enumerate(offers) if each is _Offer.STATE]
         donors = donors or [r for r, each in enumerate(offers) if each is _Offer.FED]
@@ -115,7 +118,7 @@ class JoinerState:
         if _Offer.UNREADABLE in offers:
             raise self._unreadable or PreconditionError(
                 "no worker with the run's state is left, and the newest checkpoint could not be "
-                "read: see the log of rank 0, repair or remove the checkpoint, and start the run "
+                "read. See the log of rank 0, repair or remove the checkpoint, and start the run "
                 "again",
                 reason="PROGRESS_LOST",
             )
@@ -160,8 +163,8 @@ class JoinerState:
         return peers_at
 
     def _rendezvous(self, group: Group, learners: Sequence[int], place: ScriptPosition) -> _Offer:
-        """Waits until all members are at the step boundary, and returns this rank's
-        announcement."""
+        """Waits until all members are at the step boundary. Returns what this rank announces that
+        it can send."""
         if group.rank not in learners:
             places = [
                 json.loads(reply)
@@ -199,7 +202,7 @@ class JoinerState:
         )
         if not self._allow_restart:
             raise PreconditionError(
-                f"{what}. That would lose all progress: save checkpoints, and call "
+                f"{what}. That would lose all progress. Save checkpoints, and call "
                 "shoal.resume(...) before the loop; or allow a restart with `shoal run "
                 "--allow-restart-from-scratch` (SHOAL_ALLOW_RESTART_FROM_SCRATCH=1)",
                 reason="PROGRESS_LOST",
@@ -213,8 +216,8 @@ class JoinerState:
 
 
 def _frozen_in(captured: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Returns those of the frozen parameters `names` that a captured state contains, by their names
-    in that state."""
+    """Returns the frozen parameters among `names` that a captured state contains: name in that
+    state -> tensor."""
     tensors = flatten(captured)[1]
     return {name: tensors[name] for each in names if (name := f"{_REPLICA}{each}") in tensors}
 
@@ -223,7 +226,7 @@ def _alike(
     group: Group, donor: int, receivers: Sequence[int], here: Mapping[str, torch.Tensor]
 ) -> Collection[str]:
     """Returns the names of the frozen parameters whose values all receivers already have, so that
-    the donors need not send them. `here`: this rank's values. Called by all ranks."""
+    the donors need not send them. `here`: the values on this rank. Called by all ranks."""
     told = group.rank == donor or group.rank in receivers
     own = {name: describe_values(value) for name, value in here.items()} if told else {}
     described = [json.loads(each) for each in group.exchange(json.dumps(own).encode())]

@@ -16,14 +16,15 @@ _log = logging.getLogger(__name__)
 
 
 class ReturnToCheckpoint:
-    """This process's part in the ranks' return to a checkpoint."""
+    """Replaces a lost state with the newest checkpoint's, together with all other ranks."""
 
     def __init__(self, held: CommittedState, boundaries: StepBoundaries) -> None:
         self.load: Callable[[], str | None] | None = None
-        """Replaces a lost state with the newest checkpoint, together with all ranks. Returns None,
-        or the reason for a failure. The attribute itself is None if there is no checkpoint."""
+        """Function that replaces a lost state with the newest checkpoint's, on all ranks together.
+        It returns None, or the reason for a failure. The attribute itself is None if there is no
+        checkpoint."""
         self.under_way = False
-        """True while the ranks are replacing a lost state with a checkpoint's."""
+        """True while the ranks are replacing a lost state."""
         self._held = held
         self._boundaries = boundaries
 
@@ -45,7 +46,8 @@ class ReturnToCheckpoint:
             self.under_way = False
         if why_not is not None:
             raise StateLostError(
-                f"{lost}. The running script cannot continue from the newest checkpoint: {why_not}",
+                f"{lost}. The script cannot continue from the newest checkpoint without a "
+                f"restart: {why_not}",
                 reason=lost.reason,
             )
 
@@ -54,8 +56,8 @@ class ReturnToCheckpoint:
         again, and only some ranks have already read the checkpoint. Returns None, or the reason for
         a failure."""
         while True:
-            # It must be the first operation on all ranks. Otherwise results of earlier operations
-            # would be mistaken for its results.
+            # Loading must be the first operation on all ranks. Otherwise results of earlier
+            # operations would be mistaken for its results.
             self._held.operations.restart(b"", passed=False)
             try:
                 why_not = load()
@@ -65,6 +67,6 @@ class ReturnToCheckpoint:
                 self._boundaries.went_back()
                 step = self._held.step
                 if step is not None and step.lost is None and why_not is None:
-                    # a pass before an operation has begun the step with the lost state
+                    # a forward pass before an operation has begun the step with the lost state
                     step.abort()
                 return why_not

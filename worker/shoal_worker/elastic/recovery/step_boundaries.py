@@ -5,9 +5,9 @@ within that time, for example because an allocation is reclaimed, all stop toget
 continue and can save their joint state. Otherwise the member leaves alone, unless it has state that
 no remaining rank has (`who_leaves`).
 
-Uses the `Formation` until the process leaves its job. Owns two values: the peers' position when
-this joiner received the state, and the time at which this process was asked to leave. Takes no
-steps. Everything runs on the training thread.
+Owns two values: the position of the peers when this process, as a joiner, received the state, and
+the time at which this process was asked to leave. Uses the `Formation` until the process leaves its
+job. Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class BoundaryMessage:
     holds: Sequence[str]
     """Names of this rank's parts of the state; equal parts have equal names on all ranks."""
     stopping: bool
-    """True if this rank knows that the job stops. All ranks of such a job leave at one boundary,
-    determined by the next commit all-reduce."""
+    """True if this rank knows that the job stops. All ranks then leave at the same boundary, which
+    the next commit all-reduce determines."""
     joiners: bool
     """True if this rank knows of a newer generation with additional members."""
 
@@ -72,8 +72,8 @@ class WhoLeaves:
 
 
 def who_leaves(messages: Sequence[BoundaryMessage]) -> WhoLeaves:
-    """Decides which ranks leave at a step boundary. `messages`: from all ranks, in rank order; the
-    same list on every rank.
+    """Decides which ranks leave at a step boundary. `messages`: all ranks' messages, in rank order;
+    the same list on every rank.
 
     As many ranks leave as possible while the remaining ranks still have the complete state. If two
     ranks have the only copies of a shard, one leaves now. The remaining ranks reshard the state,
@@ -105,7 +105,7 @@ _log = logging.getLogger(__name__)
 
 class Departure:
     """End of this process's part in the run: with its job, by draining, or at the end of its
-    script. Records that the run must end, and leaves the job once."""
+    script. Records why training must stop, and leaves the job exactly once."""
 
     def __init__(self, membership: Member | None, held: CommittedState) -> None:
         self._membership = membership
@@ -123,8 +123,8 @@ class Departure:
         self._callbacks.append(callback)
 
     def obey(self, stop: StopTraining) -> None:
-        """Records that training stops. Ends the process if only this member leaves (`Drained`) and
-        training had not stopped before.
+        """Records that training stops for the reason in an exception. If only this member leaves
+        (`Drained`), and training had not stopped before, ends the process.
 
         Raises:
             SystemExit: status 0, drained.
@@ -148,12 +148,12 @@ class Departure:
         if ended_with is not None and ended_with > held.steps:
             membership.give_up_place(
                 f"the run ended with step {ended_with}, but this process has only {held.steps} "
-                "steps, so its state is not the run's result"
+                "steps, so its state is not the result of the run"
             )
 
     def exit_drained(self, reason: str) -> NoReturn:
-        """Leaves the job and ends the process with status 0. The remaining members continue with
-        the script and do not wait for data that this process still writes."""
+        """Leaves the job and ends the process with status 0. The remaining members continue
+        training, and do not wait for data that this process still writes."""
         self._exit(reason, status=0)
 
     def exit_spare(self, why: str) -> NoReturn:
@@ -165,7 +165,7 @@ class Departure:
 
     def _exit(self, reason: str, *, status: int) -> NoReturn:
         _log.info("leaving: %s", reason)
-        self._held.phase.leave(reason)  # the script's end must not wait for peers
+        self._held.phase.leave(reason)  # the end of the script must not wait for peers
         for source in self._held.sources:
             source.leaving()
         if self._membership is not None and not (
@@ -200,8 +200,8 @@ ALONE = Placement(generation=0, rank=0, world_size=1)
 
 
 class StepBoundaries:
-    """Handles membership changes between two steps, and carries requests from a step's end to the
-    next boundary."""
+    """Handles membership changes between two steps, and keeps the requests from a step's vote until
+    the next boundary."""
 
     def __init__(
         self, held: CommittedState, formation: Formation | None, *, drain_grace: timedelta
@@ -244,7 +244,7 @@ class StepBoundaries:
 
     def peers_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """Returns whether the peers were in another loop than epoch `epoch` of `source` when they
-        sent the state to this joiner; False without peers."""
+        sent the state to this joiner; False if there are no peers."""
         at = self._peers_at
         return at is not None and (at.loader, at.epoch) != (source.name, epoch)
 
@@ -261,8 +261,8 @@ class StepBoundaries:
             return
         link = formation.membership.link
         if self._held.engine.asynchronous:
-            # Within a round no rank leaves voluntarily: the changes of the round's steps would be
-            # lost.
+            # Within a round no rank leaves voluntarily, because the changes of the round's steps
+            # would be lost.
             if link.refused is not None or not self._held.engine.within_round:
                 self._leave_if_asked(formation, stop=link.stopped)
             return
@@ -270,15 +270,15 @@ class StepBoundaries:
             self._await_ranks(formation, source)
             return
         if self._held.in_round or formation.must_move:
-            # all ranks finish a round in any case, and a step that is aborted here as well must
-            # begin first
+            # all ranks finish a round in any case, and a step that is aborted at this boundary must
+            # have begun
             return
         if not self._held.phase.holds_state:
             link.ready()
             formation.reform()
         elif formation.stop_due:
-            # A stop that only this rank knows of does not count: other ranks may not know it, and
-            # would continue.
+            # A stop that only this rank knows about does not count: other ranks may not know about
+            # it and would continue.
             self._leave_if_asked(
                 formation, stop=link.stopped or link.draining or "the job is stopped"
             )
@@ -292,8 +292,8 @@ class StepBoundaries:
 
     def _await_ranks(self, formation: Formation, source: StepSource | None) -> None:
         """Waits while no complete replica can be formed with this rank, unless no step follows. No
-        step follows if the received state is the final state of the run. A rank admitted then would
-        finish its script without a step."""
+        step follows if the received state is already the run's final state; this rank's script then
+        finishes without a step."""
         engine = self._held.engine
         while engine.idle or (
             engine.lacks_ranks
@@ -308,21 +308,21 @@ class StepBoundaries:
 
     def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
         if formation.joiners_wait:
-            # A joiner's script is behind the peers that sent it the state, and no step was taken
-            # since. To other ranks it appears to be at the peers' position.
+            # A joiner's script is behind the peers that sent it the state, although no step was
+            # taken since. Other ranks see it at its peers' position.
             arriving = self._peers_at if self._held.phase.now is Phase.ARRIVING else None
             fed = formation.let_joiners_in(arriving or self._held.place(source))
             if fed is not None:
                 self._peers_at = fed
 
     def settled(self, placement: Placement) -> bool:
-        """Returns whether nothing has changed since `placement` was returned at this boundary. An
+        """Returns whether `placement`, returned earlier at this boundary, is still valid. An
         operation in between may have re-formed the group."""
         formation = self._formation
         if formation is None:
             return True
         if self._held.engine.asynchronous:
-            # Called repeatedly while the rank waits for a batch.
+            # called repeatedly while the rank waits for a batch
             link = formation.membership.link
             healthy = link.stopped is None and link.draining is None
         else:
@@ -331,8 +331,8 @@ class StepBoundaries:
         return self._held.phase.holds_state and quiet and placement == self.placement
 
     def step_vote(self, step: Step) -> list[float]:
-        """Returns this rank's part of the step vote: its requests for the next boundary, and its
-        position in the script."""
+        """Returns the numbers that this rank contributes to the step vote: its requests for the
+        next boundary, and its position in the script."""
         place, settings = self._held.place(step.source), self._held.registered.settings_digest()
         if step.of:
             place = place._replace(
@@ -362,8 +362,8 @@ class StepBoundaries:
 
     @property
     def _leaves_alone(self) -> bool:
-        """True if this process was asked to leave, and its peers would meanwhile have been asked
-        too."""
+        """True if this process was asked to leave and its peers were not: if they had been, that
+        would be known by now."""
         if self._formation is None or self._formation.membership.link.draining is None:
             return False
         if self._asked_at is None:
@@ -371,7 +371,7 @@ class StepBoundaries:
         return time.monotonic() - self._asked_at >= self._drain_grace.total_seconds()
 
     def committed(self, step: Step) -> None:
-        """Records a committed step and its vote's requests for the next boundary. A joiner has
+        """Records a committed step and its vote's requests for the next boundary. A joiner has then
         caught up with its peers."""
         self._peers_at = None
         if self._formation is not None:
@@ -383,29 +383,30 @@ class StepBoundaries:
             )
 
     def ask(self, reason: str) -> None:
-        """Forms the next generation after the current step's group failed. The ranks then tell each
-        other whether the step counts. Returns when this rank knows. Raises StopTraining."""
+        """Forms the next generation after the current step's group failed. There the ranks tell
+        each other whether the step counts. Returns as soon as this rank knows the outcome. Raises
+        StopTraining."""
         formation = self._formation
         if formation is not None:
             formation.end_group(MembershipChanged(reason), in_operation=False)
             formation.rendezvous()
 
     def step_ended(self, engine: TrainingEngine, *, updated: bool) -> None:
-        """Re-forms the group if it failed in the step, before the script receives the step's
-        outcome. `updated`: the step counts. Raises StopTraining."""
+        """If the group failed in the step, forms a new one before the script receives the step's
+        outcome. `updated`: True if the step counts. Raises StopTraining."""
         formation = self._formation
         if formation is not None and not engine.asynchronous and not self._held.in_round:
             formation.settle(updated=updated and engine.is_sharded)
 
     @property
     def finished_steps(self) -> int | None:
-        """Number of committed steps of a peer whose script has finished; None if no peer has
-        finished, as far as this rank knows."""
+        """Number of committed steps of a peer whose script has finished; None if no such peer is
+        known."""
         formation = self._formation
         return formation.membership.link.finished_steps if formation is not None else None
 
     def went_back(self) -> None:
-        """Records that all ranks have replaced a lost state with a checkpoint's."""
+        """Records that all ranks have replaced a lost state with that of a checkpoint."""
         if self._formation is not None:
             self._formation.went_back()
 
@@ -414,16 +415,16 @@ class StepBoundaries:
         self._formation = None
 
     def _leave_in_turn(self, formation: Formation) -> None:
-        """Leaves if this process was asked to and may leave. If the state is sharded, ranks that
-        were asked at the same time leave one after another, so that the remaining ranks keep the
-        complete state; see `who_leaves`. Raises Drained, or ShoalError if this member was
-        evicted."""
+        """Leaves the job if this process was asked to leave and the others can do without it. If
+        the state is sharded, ranks that were asked at the same time leave one after another, so
+        that the remaining ranks keep the complete state; see `who_leaves`. Raises Drained, or
+        ShoalError if this member was evicted."""
         engine, link = self._held.engine, formation.membership.link
         if not engine.is_sharded or link.refused is not None:
             self._leave_if_asked(formation, stop=None)
             return
         if not formation.healthy:
-            return  # a peer is gone, and this rank may have the only copy of its part
+            return  # a peer has failed, and this rank may have the only copy of its part
         try:
             mine = BoundaryMessage(
                 asked=self._leaves_alone or link.excluded,
@@ -449,8 +450,8 @@ class StepBoundaries:
                 "has; all ranks stop",
                 asked,
             )
-        # Not at this boundary: a rank that missed the message would continue. The next commit
-        # all-reduce informs all ranks or none.
+        # Not at this boundary, because a rank that missed the message would continue. The next
+        # commit all-reduce informs all ranks or none.
         self._all_leave_in = number if plan.stop else None
         if plan.now:
             try:
@@ -477,5 +478,6 @@ class StepBoundaries:
 
 
 def _has_others(newest: Generation | None, members: Collection[str]) -> bool:
-    """Returns whether generation `newest` has members other than `members`. Raises GROUP_LOST."""
+    """Returns whether generation `newest` has members other than `members`. Raises an error with
+    the reason GROUP_LOST if the generation's members are unknown."""
     return newest is not None and any(peer.member_id not in members for peer in newest.peers)

@@ -1,10 +1,10 @@
-"""Commits a step, in the same way under every strategy: reduce, vote, commit, settle.
+"""Commits a step, in the same way under every strategy: sum the gradients, run the commit
+all-reduce with the step vote, and settle the outcome.
 
 An engine defines how gradients are summed (`reduce`), which numbers are sent with the step vote and
 to which ranks (`sum_commit`), and how the result is used (`take_commit`). A rank that missed the
 commit all-reduce receives the result from a peer and passes it to the same `take_commit`
-(`formation.py`). Runs on the training thread, outside of passes or at their end.
-"""
+(`formation.py`). Runs on the training thread, outside of passes or at their end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepOwner(Protocol):
 def reduce_and_commit(owner: StepOwner, engine: TrainingEngine, step: Step) -> None:
     """Reduces and commits the current step, and returns when its outcome is known. Either all
     gradients are summed and the commit all-reduce is done, or the survivors agree that the step is
-    aborted. If called again, checks that no gradients were added since. Raises ShoalError."""
+    aborted. A repeated call only checks that no gradients were added since. Raises ShoalError."""
     if step.share is not None and step.lost is None:
         engine.reduce(step)
         if step.phase is StepPhase.PREPARED and step.lost is None:

@@ -78,9 +78,10 @@ class StepLifecycle:
         drain_grace: timedelta = timedelta(0),
         speed: float | None = None,
     ) -> None:
-        """`formation`: None in a world of one. `operation`: runs an operation of the given kind,
-        which returns when all ranks have called it. `drain_grace`: see `StepBoundaries`. `speed`:
-        see `LoaderSession.speed`."""
+        """`formation`: None in a world of one. `operation`: function that runs an operation of the
+        given kind, and returns when all ranks have called it. `drain_grace`: see `StepBoundaries`.
+        `speed`: see `LoaderSession.speed`.
+        """
         self._held = held
         self._speed = speed
         self._formation = formation
@@ -92,10 +93,11 @@ class StepLifecycle:
         self.before_step: Callable[[], None] = lambda: None
         """Callback that runs whenever a step begins."""
         self._stop: StopTraining | None = None
-        """Stop received while the survivors decided about the current step."""
+        """StopTraining that was raised while the survivors decided about the current step."""
         self.diverged: str | None = None
-        """Difference found in state that ranks should have in common. No further step counts, even
-        if the script catches the error."""
+        """Error for a difference found in state that all ranks should have in common. From then on
+        no step counts, even if the script catches the error.
+        """
         self.outcome: StepStatus | None = None
         """Outcome of the last step that the script has finished."""
         self._operation = operation
@@ -129,9 +131,9 @@ class StepLifecycle:
             # summary): the script does not intend to finish that step.
             if not step.left and self._held.engine.partly_updated:
                 raise PreconditionError(
-                    "an optimizer was stepped twice for one batch, or before the loop began: "
-                    "with several models, each optimizer steps at most once per batch; take a "
-                    "new batch for each of its steps",
+                    "an optimizer was stepped twice for one batch, or before the loop began. "
+                    "With several models, each optimizer may step at most once per batch; "
+                    "request a new batch for each further step",
                     reason="STEP_NOT_FINISHED",
                 )
             self._held.engine.discard_step()
@@ -146,7 +148,7 @@ class StepLifecycle:
             return step.placement
         step = self._begin(source)
         while self._held.engine.idle:
-            # the run's first step assigns the ranks, and this rank is a spare
+            # the ranks are assigned to replicas in the run's first step, and this rank is a spare
             step = self._begin(source)
         self._progress.entered()
         return step.placement
@@ -164,12 +166,13 @@ class StepLifecycle:
             self._departure.exit_spare(str(alone))
         except StopTraining as stop:
             if self._held.phase.replaying or self._held.engine.idle:
-                # it has no state, so the rest of its script has nothing to report
+                # this process has no state, so the rest of its script has nothing to report
                 self._departure.exit_drained(str(stop))
-            if not self._peers_have_ended or source is None:
+            if not self._peers_have_ended(self._held.steps) or source is None:
                 self._departure.obey(stop)
                 raise
-            # a script that only looks at the batch and leaves its loop behaves as its peers did
+            # a script that only looks at the batch and leaves its loop does the same as its peers
+            # did
             self._stop = stop
         step = self._held.begin_step(self._boundaries.placement, source)
         if self._stop is not None:
@@ -196,7 +199,7 @@ class StepLifecycle:
             self._held.early_stop.left(source.name, step=self._held.steps)
 
     def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
-        """Records that a loop hands out `epoch` (`LoaderSession.epoch_opens`)."""
+        """Records that a loop over epochs hands out `epoch` (`LoaderSession.epoch_opens`)."""
         self._held.epoch_opens(source, epoch)
         self._progress.takes_own_steps = self._held.engine.asynchronous
         self._progress.steps_in_all = self._held.steps_in_all(
@@ -253,7 +256,7 @@ class StepLifecycle:
         if self._held.engine.steps_alone and not or_own:
             raise ConfigurationError(
                 "a ShardedStream needs an exchange between ranks in every step, but under this "
-                "strategy each rank takes its own steps; use another strategy, or a stream that "
+                "strategy ranks take steps independently; use another strategy, or a stream that "
                 "every rank reads (an IterableDataset)"
             )
         step = self.require()
@@ -261,7 +264,7 @@ class StepLifecycle:
             return None
         group = self._group
         if group is not None and group.generation.number != step.placement.generation:
-            return None  # the peers may be elsewhere
+            return None  # the peers may be at another position
         if group is None or group.world_size == 1 or self._held.engine.steps_alone:
             return [*values]
         try:
@@ -314,7 +317,7 @@ class StepLifecycle:
             step.left = True
             self.drop_partly_updated()
         elif step is None:
-            # the batch of a lost step is not repeated in this loop
+            # the batch of a lost step will not be repeated in this loop
             self._held.registered.put_back_again()
 
     def loop_ended(self) -> None:
@@ -322,8 +325,9 @@ class StepLifecycle:
         note_last_state(self._held, self._group)
 
     def drop_partly_updated(self) -> None:
-        """Undoes updates of only some of several models in the current step, which will not be
-        finished."""
+        """Undoes the current step's updates if only some of several models were updated and the
+        step will not be finished.
+        """
         if self.step is not None and self._held.engine.partly_updated:
             self._held.registered.step_undone()
             self._held.engine.discard_step()
@@ -406,9 +410,9 @@ class StepLifecycle:
             try:
                 placement = self.begin_step(None)
             except StopTraining:
-                if self._peers_have_ended:
-                    raise self._apart_from_the_end() from None
-                sys.exit(0)  # no loader could end the user's own loop
+                if self._peers_have_ended(self._held.steps):
+                    raise self._apart_from_the_end(self._held.steps) from None
+                sys.exit(0)  # no loader could end a loop without a Shoal loader
             self.assign(
                 Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None)
             )
@@ -447,7 +451,7 @@ class StepLifecycle:
                 self._formation.failed(str(error))
 
     def abort_step(self, reason: str) -> None:
-        """Aborts the current step. Every rank reaches this decision by itself."""
+        """Aborts the current step. Every rank makes this decision on its own."""
         step = self.require()
         step.fail(reason)
         step.abort()
@@ -466,7 +470,9 @@ class StepLifecycle:
         except StopTraining as stop:
             self._stop = stop
             _log.warning(
-                "step %d: no peer is left that could confirm it: %s", self._held.steps, stop
+                "the outcome of step %d is unknown, and no peer is left that could know it: %s",
+                self._held.steps,
+                stop,
             )
         if step.unresolved:
             step.abort()
@@ -481,14 +487,15 @@ class StepLifecycle:
             reduce_and_commit(self, engine, step)
 
     def reduce_if_whole(self) -> None:
-        """Commits the step if the backward pass completed this rank's only batch. Does nothing in a
-        step with micro-batches."""
+        """Commits the step early if the backward pass that just ended completed this rank's only
+        batch. Does nothing in a step with micro-batches.
+        """
         if not self._rehearsing and not self.require().in_micro_batches:
             self.reduce_and_commit()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
         """Ends the current step. If it is committed, calls `apply` and returns COMMITTED. If it is
-        lost, re-forms the group and returns LOST.
+        lost, forms a new group and returns LOST.
 
         `apply` updates the parameters. If it raises, this rank's state is torn: the error
         propagates, and the rank never sends its state to others.
@@ -524,9 +531,10 @@ class StepLifecycle:
         return StepStatus.COMMITTED
 
     def check_agreement(self, step: Step, engine: TrainingEngine) -> None:
-        """Checks that all ranks meant the same step and update. If the step votes differ, raises
-        PreconditionError, on all ranks. `step`, `engine`: the run's, or one model's if there are
-        several."""
+        """Checks that all ranks take the same step and make the same update. If the step votes
+        differ, raises PreconditionError, on all ranks. `step`, `engine`: step and engine of the
+        run, or of one model if there are several.
+        """
         held = self._held
         match step.difference:
             case Difference.POSITION:
@@ -547,7 +555,7 @@ class StepLifecycle:
     def _check_sound(self) -> None:
         """Checks that the state may change. Raises PreconditionError if the state is torn."""
         if self._held.phase.now is Phase.ARRIVING:
-            # the first live batch was not only looked at: the script finishes the step after its
+            # the script did not only look at the first live batch: it finishes the step after its
             # loop
             self._held.phase.arrive()
         if self._held.phase.now is Phase.TORN:
@@ -561,9 +569,9 @@ class StepLifecycle:
         held = self._held
         held.registered.check_groups()
         failpoint("session.before_apply")
-        here = not engine.asynchronous  # otherwise only the servers' values change, if any
+        here = not engine.asynchronous  # otherwise only values on the servers change, if any
         if here:
-            held.phase.tear()  # it stays torn if what follows raises
+            held.phase.tear()  # the state stays torn if the following code raises
         held.registered.applying = True
         try:
             apply()
@@ -585,8 +593,8 @@ class StepLifecycle:
             flatten(self._held.capture())
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"{error}. The state is sent to workers that join and saved in checkpoints, so a "
-                "run cannot continue with a state that cannot be sent",
+                f"{error}. A run must be able to send its state to workers that join, and to "
+                "save it in checkpoints",
                 reason=error.reason,
             ) from error
 
@@ -614,8 +622,9 @@ class StepLifecycle:
         )
 
     def note_evaluated(self, *inputs: Any) -> None:
-        """Records the model's inputs in a call outside of training. Within a step, such a call is
-        not recorded: it is no evaluation, but runs a teacher model, for example."""
+        """Records the model's inputs in a call outside of training. A call within a step is not
+        recorded, because it is not an evaluation; it may run a teacher model, for example.
+        """
         evaluations = self._held.evaluations
         if (
             evaluations.due
@@ -627,8 +636,9 @@ class StepLifecycle:
 
     def _compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Compares the ranks' state before an update, because they recorded different writes
-        between steps. The values may still be equal. `whole`: the unsharded state. Raises
-        PreconditionError (REPLICAS_DIVERGED), on all ranks."""
+        between steps. The values may still be equal. `whole`: state that every rank holds
+        unsharded. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks.
+        """
         group = self._group
         if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
             return
@@ -658,8 +668,9 @@ class StepLifecycle:
         return PreconditionError(said, reason="REPLICAS_DIVERGED")
 
     def give_up_step(self, stop: StopTraining) -> StepStatus:
-        """Aborts the current step of asynchronous training, because the run has ended for this
-        member. Returns LOST."""
+        """Aborts the current step of asynchronous training, because the run is over for this
+        member. Returns LOST.
+        """
         self._abort()
         self._departure.obey(stop)
         self.outcome = StepStatus.LOST
@@ -667,8 +678,9 @@ class StepLifecycle:
 
     @property
     def _rehearsing(self) -> bool:
-        """True in a joiner's script before its loop. Without Shoal loaders, the first step begins
-        with a call of the model."""
+        """True in a joiner's script before its loop. In a loop without a Shoal loader, the first
+        call of the model begins the first step.
+        """
         return self.step is None and self._held.phase.replaying and bool(self._held.sources)
 
     def leave_peers(self) -> None:
@@ -708,21 +720,23 @@ class StepLifecycle:
         _log.warning("step %d is lost: %s", held.steps, step.lost)
         self._progress.lost()
         self._abort()
+        reached = held.steps
         held.go_back()
         held.lost()
+        if self._peers_have_ended(reached) and not held.engine.asynchronous:
+            self._stop = None
+            raise self._apart_from_the_end(reached)
         self._end(held.engine, updated=False)
 
     def _end(self, engine: TrainingEngine, *, updated: bool) -> None:
-        """Ends the step. If its group failed, re-forms before the script receives the outcome.
-        `updated`: the step counts.
+        """Ends the step. If its group failed, a new group is formed before the script receives the
+        outcome. `updated`: True if the step counts.
 
         If the state turns out to be lost, it is replaced with a checkpoint's, and steps are
         repeated. The step's outcome does not change, because peers whose scripts were past this
         step when the group failed have already received it.
         """
         stop, self._stop = self._stop, None
-        if not updated and self._peers_have_ended and not engine.asynchronous:
-            raise self._apart_from_the_end()
         try:
             if stop is not None:
                 raise stop
@@ -732,15 +746,15 @@ class StepLifecycle:
         except StateLostError as lost:
             self.returning.go_back(lost)
 
-    @property
-    def _peers_have_ended(self) -> bool:
-        """True if a peer's script has finished, and this process has already committed at least as
-        many steps as that script."""
+    def _peers_have_ended(self, reached: int) -> bool:
+        """Returns whether a peer's script has finished after at most `reached` steps, the number
+        that this process had committed before its current step. The number includes steps of a
+        round that was undone since."""
         ended_with = self._boundaries.finished_steps
-        return ended_with is not None and ended_with <= self._held.steps
+        return ended_with is not None and ended_with <= reached
 
-    def _apart_from_the_end(self) -> PreconditionError:
-        return ends_apart(self._boundaries.finished_steps or 0, self._held.steps + 1)
+    def _apart_from_the_end(self, reached: int) -> PreconditionError:
+        return ends_apart(self._boundaries.finished_steps or 0, reached + 1)
 
     def _settle(self, source: StepSource | None) -> None:
         """Handles the step boundary with `StepBoundaries.settle`. If the state is lost, first

@@ -28,11 +28,11 @@ OPERATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "max": lambda values: values.amax(0),
     "min": lambda values: values.amin(0),
 }
-"""Reductions of `all_reduce` by name; each takes the ranks' values stacked along a first
+"""Reductions of `all_reduce` by name; each takes the ranks' values, stacked along the first
 dimension."""
 
 _WHOLE: Final[Mapping[str, Callable[[Sequence[int]], int]]] = {"sum": sum, "max": max, "min": min}
-"""Reductions of `all_reduce` for Python integers, exact for integers of any size."""
+"""Reductions of `all_reduce` for Python integers, which are exact for integers of any size."""
 
 _KINDS: Final = "plain tensors, numbers, strings, None, and lists, tuples and dictionaries of them"
 
@@ -44,7 +44,7 @@ def gather(
     is sent, and the other entries are None."""
     if session.elastic and session.is_asynchronous:
         raise PreconditionError(
-            f"{kind} with strategy='async_sgd': its workers take steps independently and have no "
+            f"{kind} with strategy='async_sgd': workers take steps independently and have no "
             "collectives; report values with shoal.report, and evaluate in another process, from "
             "the parameter servers"
         )
@@ -62,8 +62,8 @@ def gather(
 
 
 def all_reduce(session: Session, value: Any, op: str) -> Any:
-    """Combines `value` of all ranks by the reduction `op` (`shoal.all_reduce`). The same on all
-    ranks."""
+    """Combines `value` of all ranks by the reduction `op` (`shoal.all_reduce`). The result is the
+    same on all ranks."""
     if op not in OPERATIONS:
         raise ConfigurationError(f"all_reduce(op={op!r}): expected one of {', '.join(OPERATIONS)}")
     return _reduced(gather(session, value, kind=f"all_reduce {op}"), value, op, "value")
@@ -78,10 +78,10 @@ def broadcast(session: Session, value: Any, from_rank: int) -> Any:
     everyones = gather(session, value, kind="broadcast", source=from_rank)
     if len(everyones) == 1:
         return everyones[0]
-    if from_rank >= len(everyones):  # the rank existed when this began
+    if from_rank >= len(everyones):  # the rank existed when the operation began
         raise PreconditionError(
-            f"broadcast(from_rank={from_rank}): that rank was lost, and only {len(everyones)} "
-            "ranks are left; broadcast from rank 0, which always exists",
+            f"broadcast(from_rank={from_rank}): that rank was lost during the call, and only "
+            f"{len(everyones)} ranks are left; broadcast from rank 0, which always exists",
             reason="RANK_GONE",
         )
     return everyones[from_rank]
@@ -93,17 +93,16 @@ def barrier(session: Session) -> None:
 
 
 def packed(value: Any, kind: str) -> bytes:
-    """Encodes a value as bytes. `kind`: name of the operation in errors.
+    """Encodes a value as bytes. `kind`: name of the operation, for error messages.
 
     Raises:
-        ConfigurationError: a value that `gather` does not support.
-    """
+        ConfigurationError: a value that `gather` does not support."""
     tensors: dict[str, torch.Tensor] = {}
     return dump_tensors(tensors, {"value": _plain(value, tensors, kind)})
 
 
 def unpacked(payload: bytes) -> Any:
-    """Decodes a value from the result of `packed`; None from empty bytes."""
+    """Decodes a value that `packed` has encoded. Returns None for empty bytes."""
     if not payload:
         return None
     tensors, document = load_tensors(payload)
@@ -111,8 +110,8 @@ def unpacked(payload: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], kind: str) -> Any:
-    """Converts a value to JSON in which each item is a list that begins with its kind. Moves
-    tensors to `tensors`, by number."""
+    """Converts a value to JSON, in which each item is a list that begins with the item's kind.
+    Tensors are stored in `tensors`, and the JSON contains their numbers."""
     if (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided

@@ -2,17 +2,16 @@
 their collectives.
 
 If one rank evaluates while another takes a step, each waits in a collective that the other does not
-issue. Such a wait looks like a slow peer, so the detector checks nothing before a rank has waited
-for a second. The rank then writes its position and its collective to the group's store, and reads
-the note of the first rank that waited at that position. If the collectives differ, the wait can
-never end. The group is aborted with RANKS_DIVERGED and a list of the ranks' collectives. For ranks
-in the same step, the traces of collectives are compared as far as both ranks have come
-(`CollectiveTrace`). A step only costs the recording of the trace. A wait of more than a second
-costs one or two small messages to the store.
+issue. Such a wait looks like a slow peer, so the detector checks a wait only after one second. The
+rank then writes its position and its collective to the group's store, and reads the note of the
+first rank that waited at that position. If the collectives differ, the wait can never end. The
+group is aborted with RANKS_DIVERGED and a list of the ranks' collectives. If two ranks are in the
+same step, the lists of collectives that they have issued in it are compared over their common
+length (`CollectiveTrace`). A step only costs the recording of the trace. A wait of more than a
+second costs one or two small messages to the store.
 
 Runs on a separate thread and reads the training thread's position, which does not change during a
-wait.
-"""
+wait."""
 
 from __future__ import annotations
 
@@ -64,7 +63,8 @@ class DesyncDetector:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Checks the current wait once. `now`: the value of time.monotonic()."""
+        """Checks the training thread's current wait once, if it has one. `now`: value of
+        time.monotonic()."""
         group = self._session.group
         wait = group.waiting.now if group is not None and group.broken is None else None
         if (
@@ -80,7 +80,8 @@ class DesyncDetector:
             self._compare(group, wait)
 
     def _where(self) -> Where | None:
-        """Returns the script's position, for `Waiting.where`. Called on the training thread."""
+        """Returns the script's current position, as `Waiting.where` does. Called on the training
+        thread."""
         session = self._session
         operations, step = session.operations, session.step
         at = session.steps, operations.position
@@ -102,8 +103,8 @@ class DesyncDetector:
 
     @staticmethod
     def _tell(group: Group, wait: Wait, mine: dict[str, Any]) -> dict[str, Any]:
-        """Exchanges notes: returns the note of the first rank that waits at the same position.
-        Raises PreconditionError if that rank waits in another collective."""
+        """Writes this rank's note about its wait, and returns the note of the first rank that waits
+        at the same position. Raises PreconditionError if that rank waits in another collective."""
         first: dict[str, Any] = json.loads(group.waiting.note(wait.where.at, json.dumps(mine)))
         if first["what"] != mine["what"]:
             raise waits_apart(first, mine)

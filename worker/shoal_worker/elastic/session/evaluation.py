@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 
 def is_due(session: Session, every_steps: int, what: str) -> bool:
-    """Returns whether the action `what` is due. That is the case if the script's last step was
-    committed, and its number in the run is a multiple of `every_steps`. The result is the same on
-    all ranks, including joiners, and an action is not due again after a lost step.
+    """Returns whether an action that is repeated every `every_steps` steps is due. That is the case
+    if the script's last step was committed, and its number in the run is a multiple of
+    `every_steps`. `what`: name of the action, for error messages. The result is the same on all
+    ranks, including joiners, and an action is not due again after a lost step.
 
     Raises:
         ConfigurationError: `every_steps` is not an integer of at least 1.
-        PreconditionError: a batch was handed out, and its step is not finished.
-    """
+        PreconditionError: a batch was handed out, and its step is not finished."""
     if type(every_steps) is not int or every_steps < 1:
         raise ConfigurationError(
             f"{what}(every_steps={every_steps!r}): expected a whole number of at least 1"
@@ -60,7 +60,8 @@ def is_due(session: Session, every_steps: int, what: str) -> bool:
     step = session.step
     if step is not None and step.source is not None and step.handed_out:
         if step.left:
-            # the batch was only looked at; a rank that joined here has finished no step before it
+            # the script only looked at the batch; a rank that joined here has not finished a step
+            # before it
             return False
         raise PreconditionError(
             f"{what}(every_steps={every_steps}) was called inside a step; call it between "
@@ -78,18 +79,18 @@ _NAME = "shoal.early_stop"
 
 
 class Patience:
-    """State of early stopping: the best metric, and the number of calls since the metric
+    """State of early stopping: the best metric so far, and the number of calls since it
     improved."""
 
     def __init__(self) -> None:
         self.best: float | None = None
         self.bad_calls = 0
         self.site: object = None
-        """Position in the script that makes these calls; None if not yet known."""
+        """Position in the script at which `should_early_stop` is called; None if not yet known."""
 
     def observe(self, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
-        """Records a metric. Returns whether it has not improved in `patience` consecutive calls.
-        NaN never counts as an improvement."""
+        """Records a metric. Returns True if the metric has not improved in `patience` consecutive
+        calls. NaN never counts as an improvement."""
         gain = (
             math.inf
             if self.best is None
@@ -148,9 +149,9 @@ def should_early_stop(
         counter.site = site
     elif counter.site != site:
         raise ConfigurationError(
-            f"should_early_stop(mode={mode!r}, name={name!r}) is called in two places of the "
-            "script for one optimizer, but each metric counts its own calls; give each call its "
-            'own name, such as should_early_stop(loss, name="loss")'
+            f"should_early_stop(mode={mode!r}, name={name!r}) is called at two places in the "
+            "script for the same optimizer, but calls are counted separately for each metric; "
+            'give each call its own name, such as should_early_stop(loss, name="loss")'
         )
 
     def average(channel: Channel) -> float:
@@ -169,11 +170,11 @@ Sums = dict[str, float]
 
 
 class Batches(Protocol):
-    """Batches that can be read by number."""
+    """Batches of an evaluation, which are read by their numbers."""
 
     @property
     def dealing(self) -> str:
-        """JSON object that determines the batches; the same on all ranks."""
+        """JSON object with the settings that determine the batches; the same on all ranks."""
         ...
 
     def __len__(self) -> int:
@@ -191,32 +192,31 @@ class StreamedBatches(Protocol):
 
     @property
     def dealing(self) -> str:
-        """JSON object that determines the batches; the same on all ranks."""
+        """JSON object with the settings that determine the batches; the same on all ranks."""
         ...
 
     @property
     def ended(self) -> str:
-        """Sources that this rank has read to their end, as a JSON object: source -> its size, and
-        values that must be the same on all ranks that read the source."""
+        """JSON object with the sources that this rank has read to their end: source -> size of the
+        source, and values that must be the same on all ranks that read it."""
         ...
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
-        """Returns the part that `rank` must compute, for `read`. `held`: numbers of batches that a
-        rank has already computed. `ended`: each rank's `ended`."""
+        """Returns the description of the batches that `rank` must compute, for `read`. `held`:
+        numbers of the batches that each rank has already computed. `ended`: each rank's `ended`."""
         ...
 
     def read(self, parts: Any) -> Iterator[tuple[int, Any]]:
-        """Yields the batches of the assigned parts, with their numbers."""
+        """Yields the batches described by `deal`, with their numbers."""
         ...
 
 
 def _order_of(loader: Any) -> str | None:
-    """Returns a digest of the order in which a torch DataLoader draws its samples. None if that is
-    the order of the dataset, or if the loader is of another kind.
+    """Returns a digest of the order in which a torch DataLoader draws its samples. Returns None if
+    it does not shuffle, or if the loader is of another kind.
 
     Raises:
-        ConfigurationError: the order changes each time.
-    """
+        ConfigurationError: the order changes each time."""
     batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     samples = getattr(batches if batches is not None else loader, "sampler", None)
     drawn = batches if batches is not None else samples
@@ -301,9 +301,8 @@ def evaluate(
     is in evaluation mode, without gradients.
 
     A joiner that still replays its script computes only the first batch, because its result is not
-    used. Random numbers drawn by `fn` depend on the evaluation and the batch's number, not on the
-    rank that computes the batch. The script's own random state is unaffected.
-    """
+    needed. Random numbers drawn by `fn` depend on the evaluation and the batch's number, not on the
+    rank that computes the batch. The script's own random state is unaffected."""
     key = (session.steps, session.operations.position)
     results: dict[int, Sums] = {}
     computed_at = session.steps
@@ -330,7 +329,8 @@ def evaluate(
     def body(channel: Channel) -> Sums:
         nonlocal computed_at
         if computed_at != session.steps:
-            # the ranks returned to a checkpoint meanwhile: existing results belong to another model
+            # the ranks returned to a checkpoint meanwhile, so existing results belong to another
+            # model
             results.clear()
             computed_at = session.steps
         own = json.dumps([batches.dealing, sorted(results), ended()]).encode()
@@ -364,8 +364,8 @@ def evaluate(
 
 
 def _check_ends(ends: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that ranks that have read the same source to its end found the same contents.
-    Otherwise raises PreconditionError (RANKS_DIVERGED). `ends`: the sources that each rank has
+    """Checks that all ranks that have read the same source to its end found the same contents in
+    it. Otherwise raises PreconditionError (RANKS_DIVERGED). `ends`: the sources that each rank has
     read."""
     for name in {name: None for each in ends for name in each}:
         first = next(each[name] for each in ends if name in each)

@@ -31,8 +31,8 @@ _LOOK_S: Final = 0.05
 
 
 class _Passed(threading.local):
-    """Counts of the positions that a rank has reached. Thread-local, because ranks may be
-    threads."""
+    """Counts how often a rank has reached each position in its script. Thread-local, because ranks
+    may be threads."""
 
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
@@ -75,12 +75,13 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
         is_first = _wait_for_turn(descriptor, timeout, once=once)
         if is_first:
             os.ftruncate(descriptor, 0)
-        yield is_first  # alone, or concurrently with a shared lock
+        yield is_first  # alone, or together with others that hold a shared lock
         if is_first:
             os.pwrite(descriptor, _DONE, 0)
     finally:
         _held.discard(descriptor)
-        # closing is not enough, because a child process forked meanwhile holds the lock too
+        # closing the file is not enough, because a child process forked meanwhile holds the lock
+        # too
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 

@@ -1,10 +1,10 @@
-"""Determines whether this process's script succeeded or failed, as far as Python reveals it.
-Queried once, during interpreter shutdown.
+"""Determines whether this process's script succeeded or failed, as far as Python reveals it. The
+result is queried once, during interpreter shutdown.
 
 An uncaught exception passes through `sys.excepthook`. SystemExit does not, and its status is
 unavailable afterwards, so `sys.exit` is wrapped to record its argument. The script's outermost
-frame shows whether that call ended the script or was caught: the frame has returned, or an
-exception left it. If a script raises SystemExit directly (`raise SystemExit(main())`, `exit(0)`),
+frame shows whether that call ended the script or was caught: if it was caught, the frame has
+returned normally. If a script raises SystemExit directly (`raise SystemExit(main())`, `exit(0)`),
 its status is unknown and the end counts as success. The launcher sees the status, and the peers see
 whether this process ended before them.
 """
@@ -73,7 +73,7 @@ class ScriptEnd:
         self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
         self._uncaught = f"{kind.__name__}: {value}"
-        # a hook of the script's own may do more than print the exception
+        # a hook installed by the script may do more than print the exception
         text = self._shown(value, traceback) if self._excepthook is sys.__excepthook__ else None
         if text is not None:
             sys.stderr.write(text)

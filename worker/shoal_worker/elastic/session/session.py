@@ -68,7 +68,7 @@ report that in heartbeats."""
 
 
 def await_last_step(formation: Formation, held: CommittedState) -> None:
-    """Waits until all peers have committed the last step. A peer that is in doubt about the step
+    """Waits until all peers have committed the last step. If a peer is in doubt about the step, it
     asks in the next generation, which this rank helps to form. Waits at most LAST_STEP_PATIENCE
     while the coordinator is unreachable."""
     give_up_at = time.monotonic() + LAST_STEP_PATIENCE.total_seconds()
@@ -76,8 +76,8 @@ def await_last_step(formation: Formation, held: CommittedState) -> None:
         formation.settle()
         if time.monotonic() > give_up_at:
             _log.warning(
-                "leaving without confirmation that all peers committed step %d, after waiting "
-                "%.0f s for it",
+                "leaving without confirmation that all peers have committed step %d, after "
+                "waiting %.0f s for it",
                 held.steps,
                 LAST_STEP_PATIENCE.total_seconds(),
             )
@@ -96,8 +96,8 @@ class Session:
         donor: StateDonor | None,
         metrics: WorkerMetrics,
     ) -> None:
-        """`membership` and `donor`: both None in a world of one. If only `donor` is None, no state
-        is sent to peers (async_sgd)."""
+        """`membership`: None in a world of one. `donor`: server from which peers fetch the state;
+        None in a world of one, and if no state is sent to peers (async_sgd)."""
         self.settings = settings
         self.metrics = metrics
         self.progress = ProgressMeter(metrics)
@@ -106,20 +106,21 @@ class Session:
         self.registered = self._held.registered
         """Objects registered by the user."""
         self.operations = self._held.operations
-        """Operations between steps since the last commit."""
+        """Operations between steps that this rank has run since the last commit."""
         self.evaluations = self._held.evaluations
-        """Evaluations of this rank outside of `shoal.evaluate`."""
+        """Evaluations that this rank runs without `shoal.evaluate`, for a comparison with other
+        ranks'."""
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
         """Server from which peers fetch the state; None in a world of one."""
         self.missed: str | None = None
-        """Reason why this process failed although its script ended with success; None if it did not
-        fail."""
+        """Reason why this process counts as failed although its script succeeded; None if it does
+        not."""
         self._left_from: Generation | None = None
         """Generation in which this process sent its leave message."""
         self._left_as_first = True
-        """True if this process was the first rank of the generation in which it left, or left
-        without one."""
+        """True if this process was the first rank of the generation in which it left, or if it left
+        without a generation."""
         self._formation: Formation | None = None
         if membership is not None:
             membership.observe(self.progress)
@@ -163,7 +164,7 @@ class Session:
 
     @property
     def engine(self) -> TrainingEngine:
-        """Engine of the run's model. Raises PreconditionError before `as_distributed`."""
+        """Engine that trains the run's model. Raises PreconditionError before `as_distributed`."""
         return self._held.engine
 
     @property
@@ -220,8 +221,8 @@ class Session:
 
     @property
     def when_written(self) -> WhenWritten | None:
-        """Rank, generation and step for a file that is written now, also after `close`. None if the
-        script's actions are not part of the run."""
+        """Rank, generation and step that are recorded for a file written now, also after `close`.
+        None if the script's actions are not part of the run."""
         generation = self._left_from or self._generation
         if generation is None or self.is_joining or self.is_redoing:
             return None
@@ -244,7 +245,7 @@ class Session:
 
     @property
     def newcomers(self) -> int:
-        """Number of ranks of this generation that had none in the previous generation."""
+        """Number of ranks in this generation whose process had no rank in the previous one."""
         generation = self._generation
         return len(generation.joining) if generation is not None else 0
 
@@ -266,7 +267,7 @@ class Session:
         return self._held.steps
 
     def on_waiting(self, where: Callable[[], Where | None]) -> None:
-        """Sets the function that returns the script's position when it waits for its peers; see
+        """Sets the function that returns the position at which the script waits for its peers; see
         `Waiting.where`."""
         if self._formation is not None:
             self._formation.where = where
@@ -308,7 +309,7 @@ class Session:
             _log.warning("the run has ended; there is nothing left to join")
             raise SystemExit(0) from refusal
         except StopTraining as stop:
-            _log.info("leaving before the coordinator answered: %s", stop)
+            _log.info("leaving before the coordinator has answered: %s", stop)
             raise SystemExit(0) from stop
         if joining:
             return
@@ -324,16 +325,15 @@ class Session:
             self._held.phase.begin()
 
     def refuse_second_call(self) -> None:
-        """Raises PreconditionError if `as_distributed` was called before, whose optimizer would not
-        pass the checks of a second call."""
+        """Raises PreconditionError if `as_distributed` was called before. Called first, because
+        other checks would refuse the optimizer for a less obvious reason."""
         self._held.refuse_second_engine()
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Sets the session's engine, and sends the first rank's weights to all ranks.
+        """Sets the session's engine, and sends the first rank's weights to all other ranks.
 
         Raises:
-            PreconditionError: the session already has an engine.
-        """
+            PreconditionError: the session already has an engine."""
         held, membership, formation = self._held, self._membership, self._formation
         held.set_engine(engine)
         if self.progress.tally_writer is not None:
@@ -364,7 +364,8 @@ class Session:
             self._departure.exit_drained(str(stop))
 
     def trains(self, engine: object) -> bool:
-        """Returns whether `engine` trains the run's model; the engine of a clone does not."""
+        """Returns whether `engine` is the one that trains the run's model, and not the engine of a
+        clone of that model."""
         return self._held.has_engine and self._held.engine is engine
 
     # ----------------------------------------------------------------- steps: see `StrategySession`
@@ -393,18 +394,17 @@ class Session:
         """Runs `body` on all ranks and returns its result, a JSON value that is the same on every
         rank.
 
-        Repeats `body` if the membership changes meanwhile. A joiner runs it alone. After committed
-        steps were undone, every rank runs it alone: all ranks have the same state, but their
-        scripts reach this operation again at different times. This may also happen during the
-        operation, if the state turns out to be lost. A process that has become a spare cannot
-        compute the answer and ends (SystemExit), unless `answers` is False because the answer is
-        not used.
+        Repeats `body` if the membership changes meanwhile. A joiner runs it alone. If committed
+        steps were undone, every rank runs it alone until the next step: all ranks have the same
+        state, but their scripts reach this operation again at different times. The state may also
+        turn out to be lost during the operation. A process that has become a spare cannot compute
+        the result and ends (SystemExit), unless `answers` is False because the result is not used.
         """
         self._check_between_steps(kind)
         formation = self._formation
         if self._membership is None and not self.has_left:
             alone = body(LocalChannel())
-            self._held.operations.keep(alone)  # numbered as among ranks
+            self._held.operations.keep(alone)  # numbered in the same way as with several ranks
             return alone
         if (
             formation is None
@@ -416,7 +416,7 @@ class Session:
         while self.lifecycle.returning.under_way or not self.is_redoing:
             if self._held.engine.idle:
                 if answers:
-                    # The answer of a spare would not be the run's.
+                    # the result of a spare would not be the run's
                     self._departure.exit_spare(
                         "there are too few ranks for another replica that includes this rank, "
                         f"and its script has reached {kind}"
@@ -428,7 +428,8 @@ class Session:
             try:
                 if self.row_store is not None:
                     # A rank that leaves may wait for rows that only this rank pushes, and reaches
-                    # this operation with them. An error of a server is not an error of the group.
+                    # this operation together with them. An error of a server is not an error of the
+                    # group.
                     self.row_store.settle()
                 try:
                     channel = formation.channel(kind)
@@ -452,8 +453,8 @@ class Session:
         return body(LocalChannel())
 
     def _check_between_steps(self, kind: str) -> None:
-        """Checks that no step is in progress; otherwise raises PreconditionError. A fault in the
-        operation would require repeating it, and the step's gradients could not be kept."""
+        """Checks that no step is in progress; otherwise raises PreconditionError. After a fault the
+        operation would have to be repeated, and the gradients of the step would be lost."""
         step = self._held.step
         # In a loop without a Shoal loader, any forward pass begins a step.
         own_loop = (
@@ -474,7 +475,7 @@ class Session:
                 "next batch",
                 reason="STEP_NOT_FINISHED",
             )
-        self.lifecycle.drop_partly_updated()  # in a loop that was left
+        self.lifecycle.drop_partly_updated()  # the step belongs to a loop that was left
 
     def _confirm(self, kind: str) -> None:
         self.operation(kind, lambda channel: channel.exchange(b"") and None, answers=False)
@@ -500,18 +501,18 @@ class Session:
 
     @property
     def built(self) -> Mapping[str, Mapping[str, Any]]:
-        """Descriptions (`describe_values`) of the frozen parameters as the run's script built them;
-        without those that are unknown."""
+        """Descriptions (`describe_values`) of the frozen parameters' values as the run's script
+        built them. Parameters whose original values are unknown are missing."""
         return self._held.built
 
     def frozen_values(self) -> Mapping[str, torch.Tensor]:
-        """Returns this rank's current values of the frozen parameters; none if these are sharded.
+        """Returns this rank's current values of the frozen parameters; empty if they are sharded.
         The tensors share memory with the model."""
         return self._held.frozen_values()
 
     def warn_of_given_up(self) -> None:
-        """Warns if a state saved at this point abandons the rest of an epoch, or repeats a part of
-        it."""
+        """Warns if a run that resumes from a state saved at this point would skip the rest of an
+        epoch, or repeat a part of it."""
         self._held.warn_of_given_up()
 
     @property
@@ -521,7 +522,8 @@ class Session:
 
     @property
     def run(self) -> str:
-        """Name of the run in checkpoints, unique for each run that began from scratch."""
+        """Name of the run, as stored in checkpoints; each run that begins from scratch gets a
+        unique name."""
         return self._held.run
 
     @property
@@ -562,14 +564,14 @@ class Session:
 
     def on_state_lost(self, fallback: Callable[[], bool]) -> None:
         """Sets the function that loads the newest checkpoint into this process and returns whether
-        there was one. Called if all ranks with the state are gone."""
+        there was one. It is called if all ranks with the state are gone."""
         if self._formation is not None:
             self._formation.syncing.fallback = fallback
 
     def go_back_by(self, load: Callable[[], str | None]) -> None:
         """Sets the function that replaces a lost state with the newest checkpoint, on all ranks. It
-        returns None, or the reason for a failure. Called in a step when the remaining ranks have
-        only part of the state."""
+        returns None, or the reason for a failure. It is called in a step if the remaining ranks
+        have only part of the state."""
         self.lifecycle.returning.load = load
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
@@ -602,8 +604,8 @@ class Session:
         self.progress.write_reported()
         if self._membership is not None:
             if self._held.phase.now is Phase.ARRIVING and failed is None:
-                # It has a rank, and its peers wait for it. If this counted as success, the run
-                # would be over for all ranks.
+                # The process has a rank, and its peers wait for it. If this counted as success, the
+                # run would be over for all ranks.
                 failed = self.missed = (
                     "the script finished without reaching the training loop that its peers are in"
                 )
@@ -646,7 +648,7 @@ class Session:
         self.lifecycle.leave_peers()
 
     def _await_the_others(self) -> None:
-        """Waits while another rank may still need this one: its part of the state, or its
+        """Waits while another rank may still need this rank's part of the state, or its
         confirmation that the last step counts."""
         held, formation = self._held, self._formation
         has_part = (
@@ -661,10 +663,11 @@ class Session:
             if held.engine.is_sharded and (self._departure.stopped is None or formation.healthy):
                 self._confirm("end of the run")
             elif held.operations.finished == 0:
-                # otherwise all ranks have ended the last step, or could not have taken part
+                # otherwise all ranks have finished the last step, or could not have taken part in
+                # it
                 await_last_step(formation, held)
         except (ShoalError, StopTraining) as error:
-            # the ranks need each other's state no longer
+            # the ranks no longer need each other's state
             if isinstance(error, ShoalError) and error.reason == "RANKS_DIVERGED":
                 self.missed = str(error)
-            _log.info("the ranks did not finish together: %s", error)
+            _log.info("the ranks could not finish the run together: %s", error)

@@ -7,10 +7,10 @@ bytes. After a fault the remaining ranks repeat the operation.
 
 The data that a script sends may depend on its rank or on the number of ranks: a buffer filled by
 one rank, a list with one entry per rank, a value divided by the number of ranks. torch itself reads
-both while gathering objects. The group therefore keeps returning its first answer. When that answer
-is outdated, the next call returns no result but raises MembershipChanged on all ranks, and the
-script must ask again. This happens even if the script did not use the answer, so that an outdated
-answer never has an effect unnoticed.
+both while gathering objects. The group therefore keeps returning the rank and size that it returned
+first. Once these are outdated, the next call raises MembershipChanged on all ranks instead of
+returning a result, and the script must ask for them again. This happens even if the script did not
+use them, because the group cannot know.
 
 Everything runs on the training thread. Calls inside a step are refused, because a fault there would
 destroy the gradients. Messages between two ranks are refused as well, because they could not be
@@ -84,8 +84,8 @@ class SurvivingGroup(PythonGroup):
         super().__init__(session.rank, session.world_size, "shoal_surviving")
         self.session = session
         self._asked: tuple[int, int] | None = None
-        """Rank and number of ranks first returned to the script; None if the script has not asked
-        since the last announced change."""
+        """Rank and number of ranks as first returned to the script; None if the script has not
+        asked for them since it was last notified of a change."""
         self._answered: tuple[int, tuple[int, int]] | None = None
         """Number of committed steps at the last operation, and (rank, number of ranks) in that
         operation."""
@@ -120,7 +120,7 @@ class SurvivingGroup(PythonGroup):
     @property
     def place(self) -> tuple[int, int]:
         """Rank and number of ranks, as returned by `rank` and `size`, but without recording that
-        the script has asked."""
+        the script has asked for them."""
         session = self.session
         if not session.elastic or session.has_left or self._by_itself:
             return 0, 1
@@ -203,8 +203,8 @@ class SurvivingGroup(PythonGroup):
         name: str,
         received: Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]],
     ) -> None:
-        """Stores this rank's results in the call's outputs. Raises an error if the ranks have
-        changed or do not agree; all ranks then raise it."""
+        """Computes this rank's results and writes them to the outputs of the call. Raises an error,
+        on all ranks, if the ranks have changed or their calls do not match."""
         documents = [document for document, _ in received]
         size = len(received)
         own = next(
@@ -248,14 +248,15 @@ class SurvivingGroup(PythonGroup):
     def _refused(self, name: str) -> PreconditionError:
         return PreconditionError(
             f"torch.distributed's {name} with shoal.process_group(): messages between two ranks "
-            "do not survive a fault. Use all_gather, broadcast or scatter, which all ranks call"
+            "cannot be repeated after a fault. Use all_gather, broadcast or scatter, which all "
+            "ranks call"
         )
 
     def _peer(self, rank: int) -> int:
         return rank
 
     def _by_rank(self, parts: Sequence[torch.Tensor], field: str) -> Tensors:
-        return list(parts)  # the operation checks their number, on all ranks
+        return list(parts)  # the operation checks how many there are, on all ranks
 
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
         size = self.place[1]
@@ -267,8 +268,8 @@ class SurvivingGroup(PythonGroup):
 
 
 def _is_torch(caller: FrameType | None) -> bool:
-    """Returns whether `torch.distributed` itself asks for a rank, and not a script through
-    `get_rank`. `caller`: the calling frame."""
+    """Returns whether code of `torch.distributed` asks for the rank, rather than a script that
+    calls `get_rank`. `caller`: the calling frame."""
     if caller is not None and caller.f_code is dist.get_rank.__code__:
         caller = caller.f_back
     return caller is not None and str(caller.f_globals.get("__name__")).startswith(
@@ -310,7 +311,8 @@ class CompletedWork(Work):
 
 
 class _SameRanks(Mapping[int, int]):
-    """Ranks of the group as torch's mapping of group ranks: each current rank maps to itself."""
+    """Mapping of global ranks to group ranks, as torch expects it. Each current rank maps to
+    itself."""
 
     def __init__(self, group: SurvivingGroup) -> None:
         self._group = group
@@ -350,8 +352,8 @@ def _unpacked(payload: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tenso
 
 
 def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) -> bool:
-    """Returns whether a rank made its part of the call for a different set of ranks. `number`,
-    `size`: the rank's actual number, and the number of ranks."""
+    """Returns whether a rank prepared its part of the call for a different set of ranks than the
+    current one. `number`, `size`: the rank's current number, and the current number of ranks."""
     actual = [number, size]
     if document["asked"] is not None and document["asked"] != actual:
         return True
@@ -374,7 +376,7 @@ def _check_alike(name: str, kind: Kind, documents: Sequence[Mapping[str, Any]], 
         root = each["root"]
         if root is not None and not 0 <= root < size:
             raise UnmatchedCollectiveError(
-                f"torch.distributed's {name}: root is {root}; expected 0 to {size - 1}"
+                f"torch.distributed's {name}: root is {root}; expected a rank from 0 to {size - 1}"
             )
         counts = _COUNTS[kind](len(each["inputs"]), len(each["outputs"]), size, number == root)
         if not counts:
@@ -408,13 +410,15 @@ _COUNTS: Final[Mapping[Kind, Any]] = {
     Kind.ALL_TO_ALL: lambda given, taken, size, is_root: given == taken == size,
     Kind.BARRIER: lambda given, taken, size, is_root: True,
 }
-"""Returns whether a rank's numbers of inputs and outputs are correct, by kind of call."""
+"""Kind of call -> function that returns whether a rank passed the right numbers of inputs and
+outputs."""
 
 
 def _rebuilt(
     own: Collective, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Collective:
-    """Returns another rank's call, with the data that it sent and with memory for its results."""
+    """Reconstructs another rank's call from the data that the rank sent, with memory for its
+    results."""
     inputs = [
         tensors[str(n)] if document["sends"] else _room(said)
         for n, said in enumerate(document["inputs"])

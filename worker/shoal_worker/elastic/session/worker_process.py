@@ -86,7 +86,7 @@ def find_session() -> Session | None:
 
 
 def set_session(session: Session | None) -> None:
-    """Makes `session` the current session. None removes the current session."""
+    """Makes `session` the current session; None: there is no current session any more."""
     world = own_world()
     if world is not None:
         world.session = session
@@ -106,18 +106,18 @@ _HAPPENED: Final = (
     "MEMBER_STALLED",
     UnavailableError.default_reason,
 )
-"""Reasons for which the coordinator refuses a live process or ends its membership, and the reason
-of an unavailable service. The script is not the cause."""
+"""Error reasons for which the script is not the cause: the coordinator refused a live process or
+ended its membership, or a service was unavailable."""
 
 
 _VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED", "SAME_BATCHES")
-"""Reasons for errors of scripts or machines. A failed collective may precede them, but a
-replacement would fail in the same way."""
+"""Error reasons whose cause is the script or the machine, even if a failed collective preceded the
+error. A replacement process would fail in the same way."""
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Returns whether an exception, or a cause in its chain, means that peers or services failed or
-    that this process was evicted."""
+    """Returns whether an exception, or one in its chain of causes, shows that peers or services
+    failed, or that this process was evicted."""
     chain = list(_chain(error))
     if any(isinstance(cause, ShoalError) and cause.reason in _VERDICTS for cause in chain):
         return False
@@ -129,12 +129,11 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def account_for(error: BaseException, traceback: TracebackType | None) -> None:
-    """Ends the process after an uncaught exception with status PUT_OUT if events elsewhere caused
-    the exception. Otherwise writes the exception to a file for the launcher.
+    """Handles an uncaught exception. If events outside of this process caused it, ends the process
+    with status PUT_OUT. Otherwise writes the exception to a file for the launcher.
 
     Raises:
-        SystemExit: status PUT_OUT.
-    """
+        SystemExit: status PUT_OUT."""
     if is_consequence(error):
         raise SystemExit(PUT_OUT)
     leave_account(error, traceback)
@@ -182,9 +181,9 @@ _log = logging.getLogger(__name__)
 
 _SAME_SIGNAL: Final = timedelta(seconds=5)
 _UNHEARD: Final = (
-    "{}, so this worker does not learn that it must leave, and is killed when its notice ends. "
-    "Set the handler before shoal.init(), which calls it after its own, or have it call the "
-    "handler that signal.getsignal(signal.SIGTERM) returned"
+    "{}, so this worker does not notice that it must leave, and will be killed when its grace "
+    "period ends. Set the handler before shoal.init(), whose own handler then calls it, or call "
+    "the handler that signal.getsignal(signal.SIGTERM) returned from yours"
 )
 _LOOPBACK: Final = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
 
@@ -217,9 +216,9 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
         return open_fixed(world.seat)
     check_not_imported_again()
     settings = settings or WorkerSettings.load()
-    take_secrets()  # processes that the script starts do not need them
+    take_secrets()  # processes that the script starts do not need these variables
     if settings.coordinator is not None or mpi_world_size() > 1:
-        # gradients, and an optimizer's temporaries, are allocated and freed in every step
+        # gradients, and temporary tensors of optimizers, are allocated and freed in every step
         keep_freed_memory()
     if settings.coordinator is None and mpi_world_size() > 1:
         session = open_fixed(
@@ -245,7 +244,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
     """Creates the session of a member of a job. If this fails, closes all resources that it has
     opened, because the script may retry."""
     with contextlib.suppress(ConfigurationError, OSError):
-        # a script need not have data workers of its own
+        # a script need not have data workers
         keep_socket_paths_short()
     serve_stacks()
     remember_source()
@@ -277,7 +276,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         )
         membership = Membership(client, identity, settings, host=own.announced)
         session = Session(settings, membership, donor, metrics)
-        undo.callback(session.close, failed="it failed before it had a rank")
+        undo.callback(session.close, failed="this process failed before it had a rank")
         session.progress.tally_writer = _tally(settings)
         at_end = _Exit(session, membership, http)
         before = signal.getsignal(signal.SIGTERM)
@@ -289,7 +288,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         except UnavailableError as error:
             if not settings.launcher_id:
                 raise
-            # not the script's fault: the launcher lets the other workers continue
+            # The script is not at fault, so the launcher lets the other workers continue.
             leave_account(error, error.__traceback__)
             _log.error("%s", error)
             raise SystemExit(PUT_OUT) from error
@@ -306,8 +305,8 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
 
 
 def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
-    """Serves this worker's metrics over HTTP if `listen` is given. If no port is available, returns
-    None, and training continues without them."""
+    """Serves this worker's metrics over HTTP if `listen` is given. Returns None if no port is
+    available; training then continues without metrics."""
     if listen is None:
         return None
     try:
@@ -322,20 +321,20 @@ def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
 
 
 def _tally(settings: WorkerSettings) -> TallyWriter | None:
-    """Opens the launcher's tally file, if the launcher requested one. If there is no space for it,
-    returns None, and training continues without it."""
+    """Opens the launcher's tally file, if the launcher requested one. Returns None if there is no
+    space for the file; training then continues without it."""
     if settings.tally_file is None:
         return None
     try:
         return TallyWriter(settings.tally_file)
     except OSError as error:
-        _log.warning("the launcher will not learn which steps this worker commits: %s", error)
+        _log.warning("the launcher cannot count the steps that this worker commits: %s", error)
         return None
 
 
 def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Session:
-    """Creates the session of one rank of a fixed set, and makes it the current one. The caller
-    closes it.
+    """Creates the session of one rank in a fixed set of ranks, and makes it the current session.
+    The caller must close it.
 
     `own`: address of this rank for its peers; `host`: name of the machine, if ranks run on several.
     """
@@ -410,7 +409,7 @@ class _Exit:
 
     def _end_without(self, said: str) -> None:
         """Ends the process because one of its threads has failed. Does nothing if the process has
-        left its job, because the rest of the script does not need the thread."""
+        left its job, because the script then no longer needs the thread."""
         if find_session() is self._session:
             end_now(
                 PUT_OUT,
@@ -482,8 +481,8 @@ class _Exit:
             self._excepthook(kind, value, traceback)
 
     def _end_if_put_out(self) -> None:
-        """Ends the process with a special status after an eviction, however its script ended,
-        because the evicted member's state is not the result of the run."""
+        """Ends the process with status PUT_OUT if the member was evicted, however its script ended.
+        The state of an evicted member is not the result of the run."""
         refused = self._membership.link.put_out
         if refused is None:
             return
@@ -496,8 +495,8 @@ class _Exit:
 
     def _drain(self, number: int, _frame: FrameType | None) -> None:
         """Handles SIGTERM. The first signal asks the member to leave. A later one ends the process
-        at once, unless it arrives right after the first: a batch system signals the workers, and
-        their launcher signals them as well."""
+        at once, unless it arrives right after the first, because a batch system and the launcher
+        may both signal a worker."""
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
@@ -536,8 +535,8 @@ def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
         return str(Address(own.announced, port))
     if Address(host, port).is_loopback and not is_loopback(own.announced):
         _log.info(
-            "metrics of this worker are served only at %s, which other machines cannot reach, "
-            "and are not announced to Prometheus; set SHOAL_METRICS_LISTEN=0.0.0.0:0",
+            "this worker serves its metrics only at %s, which other machines cannot reach, so "
+            "they are not announced to Prometheus; set SHOAL_METRICS_LISTEN=0.0.0.0:0",
             Address(host, port),
         )
         return ""

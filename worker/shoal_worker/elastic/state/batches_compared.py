@@ -40,7 +40,8 @@ from shoal_worker.torch_internals import iterates_undealt_dataloader, pytree
 _log = logging.getLogger(__name__)
 
 CHECKED: Final = 3
-"""Number of steps compared. So many equal batches in a row are no coincidence."""
+"""Number of steps whose batches are compared. This many equal batches in a row cannot be a
+coincidence."""
 
 
 def _digests(inputs: Any) -> list[int]:
@@ -61,13 +62,13 @@ class BatchComparison:
 
     def __init__(self) -> None:
         self.checked = 0
-        """Number of steps compared since the run began or resumed. Part of the state, so that all
-        ranks compare the same steps."""
+        """Number of steps that were compared since the run began or resumed. It is part of the
+        state, so that all ranks compare the same steps."""
         self._inputs: list[int] = []
         """Digests of the inputs in the current step."""
         self._batches: list[int | None] = []
-        """Digest of each compared step's inputs; None if there were none, or if this process did
-        not take the step."""
+        """Digest of the inputs of each compared step; None if the step had no inputs, or if this
+        process did not take it."""
 
     @property
     def due(self) -> bool:
@@ -147,8 +148,8 @@ class BatchComparison:
 
 
 class EvaluationComparison:
-    """Batches on which this rank evaluated the model on its own since the last step. Ranks compare
-    only one evaluation per run."""
+    """Batches on which the script evaluated the model without `shoal.evaluate` since the last step.
+    Ranks compare only one evaluation per run."""
 
     def __init__(self) -> None:
         self._passes: list[int] = []
@@ -177,15 +178,15 @@ class EvaluationComparison:
 
     @property
     def digest(self) -> int:
-        """Digest of the first passes. 0 if all are equal, or if there are too few to distinguish an
-        evaluation from a look at some samples."""
+        """Digest of the first passes. 0 if all inputs are equal, or if there were too few passes to
+        distinguish an evaluation from a look at some samples."""
         if self._over or len(self._passes) < CHECKED or len(set(self._passes)) == 1:
             return 0
         return xxhash.xxh3_64_intdigest(repr(self._passes).encode())
 
     def conclude(self, step: Step, *, warns: bool) -> None:
         """Ends the comparison after the committed `step`, and warns if all its ranks evaluated the
-        same batches. `warns`: this rank logs the warning on behalf of all."""
+        same batches. `warns`: True if this rank logs the warning on behalf of all."""
         self._passes = []
         replicas = step.placement.world_size
         if step.evaluated == 0 or replicas == 1:

@@ -36,7 +36,7 @@ from shoal_worker.state.tree import flatten, unflatten
 _log = logging.getLogger(__name__)
 
 _MOST_STEPS: Final = 2**62
-"""Step counts from this number on mean that training has no end, as with `epochs(sys.maxsize)`."""
+"""Total number of steps from which on training counts as endless, as with `epochs(sys.maxsize)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,8 @@ class CommittedState:
     def __init__(self, *, live: bool) -> None:
         self.phase = ScriptPhase(live=live)
         self.name: StateName | None = None
-        """Name of the state; None: no name yet, so the state counts for nothing."""
+        """Name of the state; None if it has no name yet and therefore does not count as a state of
+        the run."""
         self.run = ""
         """Run to which the state belongs, kept across joins and checkpoints. Empty before training
         begins, or after loading a checkpoint without a run."""
@@ -62,7 +63,8 @@ class CommittedState:
         """Number of samples in the run's committed steps over all ranks; only this rank's samples
         if ranks take independent steps. Part of the state."""
         self.interrupted: Interrupted | None = None
-        """Interruption of the last group, until the next one is formed; see `RankStatus`."""
+        """What this rank was doing when its last group failed, until the next group is formed; see
+        `RankStatus`."""
         self.step: Step | None = None
         """The step in progress."""
         self._trace = CollectiveTrace()
@@ -75,14 +77,14 @@ class CommittedState:
         self.frozen: tuple[str, ...] = ()
         """Names of the parameters that are not trained, in the flattened state."""
         self.built: Mapping[str, Mapping[str, Any]] = {}
-        """Descriptions of their values as the run's script built them, before any other state was
-        loaded; empty if the model had no values."""
+        """Descriptions of these parameters' values as the run's script built them, before any other
+        state was loaded; empty if the model had no values."""
         self.agreed = 0
         """Step after which this rank last found that all ranks agree; 0 if never. Not part of the
         state, because after a failed comparison only some ranks know the result."""
         self.last_state: LastState | None = None
-        """Digests taken when the script left its last loop, for the comparison at the end of the
-        run."""
+        """Digests of the state when the script left its last loop, for the comparison at the end of
+        the run."""
         self.control: list[float] = []
         """Step vote of the last step committed in this process."""
         self.registered = RegisteredState()
@@ -94,18 +96,18 @@ class CommittedState:
         """The engine; None before `as_distributed`."""
         self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Any] = {}
-        """Cursors of loaders that the script has not created yet."""
+        """Cursors in the loaded state, for loaders that the script has not created yet."""
         self._ended: dict[str, Any] = {}
         """Last cursors of loaders that the script has released. A resumed script creates these
-        loaders again and must not repeat their training."""
+        loaders again and must not train on their samples again."""
         self._warned = set[str]()
         """Names of loaders for which a warning about an abandoned epoch was logged."""
         self._own_loop_began = False
         """True if a step without a Shoal loader was committed."""
         self._numbers: dict[str, int] = {}
         self._loops: dict[str, Any] = {}
-        """Loader whose `epochs()` was entered -> the loop's epoch, and the iteration counts of the
-        other loaders when that epoch began."""
+        """For each loader whose `epochs()` was entered: the loop's current epoch, and the iteration
+        counts of the other loaders when that epoch began."""
         self._loops_to_enter: dict[str, Any] = {}
         self._kept: _Kept | None = None
 
@@ -175,10 +177,10 @@ class CommittedState:
             )
         if source.name in self._ended:
             raise ConfigurationError(
-                f"a second training loader is named {source.name!r}, like an earlier one that "
-                "yielded steps and was deleted, so a resumed script could not tell their cursors "
-                "apart. Create one loader and iterate over it in each epoch, or give each loader "
-                "its own name: ElasticDataLoader(..., name=...)"
+                f"a training loader named {source.name!r} already existed in this script, "
+                "yielded steps and was deleted; a resumed script could not tell the two loaders' "
+                "cursors apart. Create one loader and iterate over it in each epoch, or give "
+                "each loader its own name: ElasticDataLoader(..., name=...)"
             )
         if self._sources.get(source.name) is not source:
             weakref.finalize(
@@ -203,8 +205,8 @@ class CommittedState:
 
     @property
     def in_round(self) -> bool:
-        """True if this rank has committed steps on its own since `keep`, in a round that has not
-        ended."""
+        """True if this rank is within a round: it has committed steps since `keep` that other ranks
+        have not confirmed."""
         return self._kept is not None and self._kept.name != self.name
 
     def begin_step(self, placement: Placement, source: StepSource | None) -> Step:
@@ -236,8 +238,8 @@ class CommittedState:
         return dump_tensors(tensors, {"structure": structure})
 
     def decide(self, commit_payload: bytes) -> None:
-        """Commits the current step. `commit_payload`: result of the commit all-reduce, from a peer
-        that received it."""
+        """Commits the current step. `commit_payload`: result of the commit all-reduce, received
+        from a peer."""
         assert self.step is not None
         tensors, metadata = load_tensors(commit_payload)
         result = unflatten(metadata["structure"], tensors)
@@ -255,8 +257,8 @@ class CommittedState:
         return ScriptPosition(name, self._numbers[name], source.epoch, step, dealing)
 
     def place_in_epochs(self) -> Place:
-        """Returns the script's position in its loops over epochs, as far as a resumed script and a
-        joiner reach the same position."""
+        """Returns the script's position in its loops over epochs, limited to what is the same in a
+        resumed script and in a joiner."""
         inside = [
             source
             for source in sorted(self.sources, key=lambda each: each.name)
@@ -273,8 +275,8 @@ class CommittedState:
         )
 
     def warn_of_given_up(self) -> None:
-        """Warns, once per loader, that a state saved at this point abandons the rest of an epoch,
-        or repeats its finished part."""
+        """Warns, once per loader, that a run resumed from a state saved at this point would skip
+        the rest of an epoch, or repeat its finished part."""
         for source in self.sources:
             if source.repeats is not None and source.name not in self._warned:
                 self._warned.add(source.name)
@@ -306,8 +308,9 @@ class CommittedState:
     def enter_epochs(self, source: StepSource) -> int:
         """Enters a loop over epochs of `source` and returns the loop's first epoch.
 
-        If the loop had reached a later epoch in a loaded state, other loaders resume the iteration
-        counts saved with that epoch, because earlier iterations belong to skipped epochs.
+        If the loop had reached a later epoch in a loaded state, the other loaders' iteration counts
+        are set to those saved with that epoch, because earlier iterations belong to epochs that are
+        skipped.
         """
         loop = self._loops_to_enter.pop(source.name, None)
         if loop is None:
@@ -326,8 +329,8 @@ class CommittedState:
     def steps_in_all(self, source: StepSource, epochs: int, *, known: int) -> int:
         """Returns the total number of steps after `epochs` epochs of `source`, whose loop begins an
         epoch. 0 if unknown, because other loaders take steps too, or a stream has no known end.
-        `known`: the previous result; it stays valid if ranks take independent steps, because it
-        covers all ranks."""
+        `known`: the previous result; it remains valid if ranks take independent steps, because it
+        counts the steps of all ranks."""
         if len(self._sources) != 1:
             return 0
         until = source.steps_until(epochs)
@@ -336,8 +339,8 @@ class CommittedState:
         return known or until if self.engine.asynchronous else self.steps + until
 
     def arrived(self, at: StepSource | None) -> None:
-        """Records that a joiner has reached its peers' position, a step of loader `at`. Other
-        loaders restore the iteration counts in the state loaded last."""
+        """Records that a joiner has reached its peers' position, which is in a step of loader `at`.
+        The iteration counts of other loaders are set to those in the state loaded last."""
         for source in self.sources:
             if source is not at:
                 source.count_from(None)
@@ -350,8 +353,8 @@ class CommittedState:
         return self.name.step if self.name is not None else 0
 
     def capture(self, replica: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the committed state, which shares memory with the model and other objects.
-        `replica`: state of model and optimizer; None: this rank's own."""
+        """Returns the committed state. It shares memory with the model and other objects.
+        `replica`: state of model and optimizer to include; None: this rank's own."""
         # Without a loop in progress, the script appears to be between two epochs.
         inside = any(source.under_way for source in self.sources)
         return {
@@ -360,8 +363,8 @@ class CommittedState:
             "sources": self._ended
             | {source.name: source.state_dict() for source in self.sources}
             | self._waiting,
-            # A loaded loop that this script has not entered yet is captured as loaded: peers must
-            # enter it as this script will.
+            # A loaded loop that this script has not entered yet is captured as it was loaded,
+            # because peers must enter it in the same way as this script will.
             "loops": {
                 name: self._loops_to_enter.get(name, loop | {"inside": inside})
                 for name, loop in self._loops.items()
@@ -382,8 +385,8 @@ class CommittedState:
             undo.pop_all()
 
     def _restore_rest(self, captured: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Restores everything except the registered objects. The replica is restored last: it is
-        too large to keep a copy for undoing."""
+        """Restores everything except the registered objects. The replica (model and optimizer) is
+        restored last, because it is too large to keep a copy for undoing."""
         waiting = dict(captured["sources"])
         for source in self.sources:
             if source.name in waiting:
@@ -404,8 +407,8 @@ class CommittedState:
 
     def with_own_tables(self, captured: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the checkpoint's state with its non-persistent buffers (persistent=False)
-        replaced by this process's own. As in plain torch, the script provides their values, and all
-        ranks must have the same."""
+        replaced by those of this process. As in plain torch, the script provides their values,
+        which must be the same on all ranks."""
         if self.engine.asynchronous or not self.engine.has_values():
             return captured
         own, replica = self.engine.capture(), captured["replica"]
@@ -430,8 +433,8 @@ class CommittedState:
             )
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state, so that it can be restored when a step is aborted. The copy
-        is kept until `release`. `replica`: this rank's model and optimizer."""
+        """Copies the committed state, so that it can be restored if a step is aborted. The copy is
+        kept until `release`. `replica`: this rank's model and optimizer."""
         self._kept = _Kept(
             name=self.name,
             captured=copy.deepcopy(self.capture(replica)),
@@ -444,8 +447,8 @@ class CommittedState:
         self._kept = None
 
     def go_back(self) -> None:
-        """Restores the state copied by `keep`, if any, after an aborted step. Every rank does so at
-        the same position in its script."""
+        """Restores the state copied by `keep`, if any, after an aborted step. Every rank does this
+        at the same position in its script."""
         kept, loops = self._kept, self._loops_to_enter
         if kept is None:
             return
@@ -476,7 +479,7 @@ class CommittedState:
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
-        """Marks a block that restores a state which the script has already passed. The script keeps
+        """Context in which a state is restored that the script has already passed. The script keeps
         its position in its loops. If it is in a step, it continues at the end of that step and
         repeats it."""
         loops = self._loops_to_enter
@@ -487,7 +490,8 @@ class CommittedState:
         self.phase.go_back()
 
     def unclaimed(self) -> list[str]:
-        """Returns the names in the loaded state for which the script has not created an object."""
+        """Returns the names of objects and loaders in the loaded state that the script has not
+        created."""
         return [
             *self.registered.unclaimed(),
             *(f"the loader {name!r}" for name in sorted(self._waiting)),

@@ -1,10 +1,9 @@
-"""Early stopping as a fact of the run: a loop over epochs that the script left because
-`should_early_stop` said so.
+"""Early stopping as part of the run's state: records that the script left a loop over epochs
+because `should_early_stop` returned True.
 
 A checkpoint records it, so that a resumed run does not train another epoch. A session records it
 only if every call of `should_early_stop` since the last step returned True: if one of two metrics
-still improves, the script left the loop for another reason.
-"""
+still improves, the script left the loop for another reason."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ class EarlyStop:
         self._agrees = False
         """True if all calls after that step returned True."""
         self._left = ""
-        """Loader whose `epochs()` was left then; empty if none was."""
+        """Name of the loader whose `epochs()` was left after that; empty if none was."""
         self._resumed = ""
-        """Loader whose `epochs()` ended in this way before the resume, until the script enters that
-        loop."""
+        """Name of the loader whose `epochs()` early stopping had ended before the resume, until the
+        script enters that loop again."""
 
     def answered(self, stop: bool, *, step: int) -> None:
-        """Records an answer of `should_early_stop`. `step`: number of committed steps."""
+        """Records a result of `should_early_stop`. `step`: number of committed steps."""
         self._agrees = stop and (self._agrees or self._step != step)
         self._step, self._left = step, ""
 
@@ -42,8 +41,9 @@ class EarlyStop:
         self._resumed = loader
 
     def passes(self, loader: str) -> bool:
-        """Returns whether the script enters the `epochs()` of `loader` that ended before the
-        resume. The next loop over epochs trains."""
+        """Returns whether the script must skip the `epochs()` of `loader` that it is about to
+        enter, because early stopping had ended it before the resume. Later loops over epochs are
+        not skipped."""
         if not loader or self._resumed != loader:
             return False
         self._resumed = ""

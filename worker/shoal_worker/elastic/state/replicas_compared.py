@@ -33,13 +33,13 @@ from shoal_worker.elastic.state.strategy_interface import BUFFERS, TrainingEngin
 from shoal_worker.state.digest import digest_in_place, digest_of
 
 _PARTS: Final = 64
-"""Number of parts into which a tensor is divided. A difference in only one part means that one or a
-few elements are wrong."""
+"""Number of parts into which a tensor is divided. If only one part differs, only one or a few
+elements are wrong."""
 
 
 def note_last_state(held: CommittedState, group: Group | None) -> None:
     """Records digests of the state after the last committed step, unless ranks have already
-    compared that state. The script must have done nothing since its loop's last iteration."""
+    compared that state. Called before the script does anything after its loop's last iteration."""
     if (
         group is None
         or group.world_size == 1
@@ -53,7 +53,7 @@ def note_last_state(held: CommittedState, group: Group | None) -> None:
     if held.agreed == held.steps or held.last_state is not None:
         return
     if held.name is None or held.name.generation != group.generation.number:
-        return  # ranks of another generation hold other parts of the state
+        return  # ranks of another generation have other parts of the state
     if step is not None and step.touched:
         return  # the step's passes have changed the model
     # If a step has begun, passes that bypass `model(...)` may have changed buffers.
@@ -73,8 +73,8 @@ def note_last_state(held: CommittedState, group: Group | None) -> None:
 
 
 def apart_at_the_end(what: str) -> str:
-    """Returns the error text for a rank whose last state differs. `what`: the difference found by
-    the coordinator or a peer."""
+    """Returns the text of the error for a rank whose state after the last step differs from another
+    rank's. `what`: description of the difference."""
     return (
         f"{what}. At least one of these models is wrong: find out which one before you use "
         f"either. {_MANY}. If no script does, memory or arithmetic has failed on a machine. "
@@ -83,7 +83,7 @@ def apart_at_the_end(what: str) -> str:
 
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Sends a message to all ranks and returns every rank's message, in rank order."""
+"""Function that sends a message to all ranks and returns every rank's message, in rank order."""
 
 
 def compare_after_step(
@@ -104,12 +104,12 @@ def compare_after_step(
 def compare_before_update(
     held: CommittedState, whole: Mapping[str, Mapping[str, torch.Tensor]], group: Group
 ) -> str | None:
-    """Compares unsharded state of all ranks, in a step that all ranks are about to apply. `whole`:
-    tensors by group and name. Returns the difference, or None if none was found."""
+    """Compares unsharded state of all ranks in a step that all are about to apply. `whole`: tensors
+    by group and name. Returns the difference, or None if none was found."""
     try:
         return _compare(held, whole, group.exchange)
     except MembershipChanged:
-        return None  # as after a step
+        return None  # same as after a step
 
 
 def _compare(
@@ -125,7 +125,7 @@ def _compare(
     if not apart:
         held.agreed = held.steps
         return None
-    agreed = max(each["agreed"] for each in received)  # from all ranks' digests
+    agreed = max(each["agreed"] for each in received)  # the digests of all ranks
     since = (
         f"All ranks agreed after step {agreed}; return to a checkpoint of that step or an earlier "
         "one"
@@ -135,7 +135,7 @@ def _compare(
     try:
         what = _describe(in_common, groups, apart, exchange)
     except MembershipChanged:
-        # a peer was lost, or has already reported the difference: this rank's values may be the
+        # a peer was lost, or has already reported the difference; this rank's values may be the
         # wrong ones
         holders = {rank: each[apart[0]] for rank, each in enumerate(groups) if apart[0] in each}
         what = disagreement(holders, "a tensor", apart[0])
@@ -191,8 +191,8 @@ _OFTEN: Final = "consistency_check_every= sets how often ranks compare"
 
 
 def differing(values: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -> list[str]:
-    """Returns the names whose values differ between ranks, in order. `values`: each rank's values
-    by name. `all_have`: ranks that must have every name."""
+    """Returns the names whose values differ between ranks, in order. `values`: for each rank a
+    mapping of names to values. `all_have`: ranks that must have every name."""
     names = dict.fromkeys(name for each in values for name in each)
     return [
         name
@@ -205,8 +205,8 @@ def differing(values: Sequence[Mapping[str, int]], all_have: Sequence[int] = ())
 
 
 def disagreement(values: Mapping[int, int | None], name: str, group: str) -> str:
-    """Describes which ranks have other values of the tensor `name` than most ranks. `values`:
-    digests by rank, not all equal."""
+    """Describes which ranks have values of the tensor `name` that differ from those of most ranks.
+    `values`: digests by rank, not all equal."""
     most, number = Counter(values.values()).most_common(1)[0]
     others = [rank for rank, digest in values.items() if digest != most]
     what = f"{name} ({group})"

@@ -25,7 +25,8 @@ _PLAIN: Final = (
     np.ndarray,
     np.generic,
 )
-"""Types of values that are registered as they are, without a stateful object."""
+"""Types of plain values, which are registered without an object that has state_dict and
+load_state_dict."""
 
 
 class RunValue:

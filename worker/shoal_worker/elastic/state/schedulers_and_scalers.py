@@ -4,20 +4,20 @@ detects parameters that a script later adds to an optimizer's groups.
 
 Schedulers and similar objects advance by a call in the user's loop, usually after
 `optimizer.step()`. The call must have no effect in two cases: the step was lost, or the script
-repeats the call for a skipped epoch after a resume or in a joiner. A call made before the loss was
-found is undone. The method that advances an object is therefore wrapped at registration: `step` of
-a scheduler, `update` of a scaler, `update_parameters` of an averaged model. The wrapper asks
-`RegisteredState` whether the call counts. Any other registered object is restored to its state at
-the time when the script received the lost step's batch: once when the loss is found, and again when
-the step is repeated. In a loop without a Shoal loader, it is restored only once, to its state at
-the beginning of the step. The batch is not repeated there, and later changes may belong to the next
-batch. Everything runs on the training thread.
+repeats the call for a skipped epoch after a resume or in a joiner. A call made before the loss of
+the step was noticed is undone. The method that advances an object is therefore wrapped at
+registration: `step` of a scheduler, `update` of a scaler, `update_parameters` of an averaged model.
+The wrapper asks `RegisteredState` whether the call counts. Any other registered object is restored
+to its state at the time when the script received the lost step's batch: once when the loss is
+found, and again when the step is repeated. In a loop without a Shoal loader, it is restored only
+once, to its state at the beginning of the step. The batch is not repeated there, and later changes
+may belong to the next batch. Everything runs on the training thread.
 
 Registration is automatic because a script that forgot `register_state` would train its joiners with
-wrong learning rates. torch does not announce new objects, so `__new__` of their classes records
-each new object here. Its number counts the objects of its kind in creation order, which is the same
-on every rank. When the next step begins, the objects are complete, and the session registers those
-that belong to its model or optimizer.
+wrong learning rates. torch has no hook for new objects, so `__new__` of their classes is replaced
+by one that records each new object here. Objects of a kind are numbered in creation order, which is
+the same on every rank. When the next step begins, the objects are complete, and the session
+registers those that belong to its model or optimizer.
 
 A resumed script and a joiner enter `loader.epochs(n)` at the run's current epoch, so an object
 created in such a loop is numbered within its epoch. An object created between two batches would
@@ -27,8 +27,7 @@ later object receives it.
 
 Copies (for example `copy.deepcopy` of the best average so far) belong to the user and are not
 recorded. torch's classes are modified once per process, when this module is imported. Their
-behaviour stays the same.
-"""
+behaviour stays the same."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ from shoal_worker.torch_internals import scales
 
 
 class GroupMembers(list[torch.Tensor]):
-    """List of parameters that a strategy assigns to `group["params"]`. Detects parameters added
-    later."""
+    """List that a strategy assigns to `group["params"]`. Its type shows whether the script has
+    replaced the list later."""
 
     def __init__(self, members: Iterable[torch.Tensor]) -> None:
         super().__init__(members)
@@ -127,7 +126,7 @@ _AUTOMATIC: Final = "shoal."
 
 
 class Place(NamedTuple):
-    """Position of the script in its loops when it creates an object."""
+    """Position of the script in its loops at the time when it creates an object."""
 
     epochs: str = ""
     """Epochs of the enclosing `epochs()` loops, such as "loader@3"; empty outside of them."""
@@ -147,7 +146,8 @@ class Made(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Numbers and recent objects of one thread; thread-local, because ranks may be threads."""
+    """Counters and recently created objects of one thread; thread-local, because ranks may be
+    threads."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -169,8 +169,8 @@ def newly_made() -> list[Made]:
 
 
 def _automatic_name(kind: str, place: Place) -> str:
-    """Returns the name that a resumed script and a joiner also give to the object created at this
-    position."""
+    """Returns the name of an object created at this position. A resumed script and a joiner give
+    the same name to the corresponding object."""
     where = f"{place.epochs}{'+' if place.after_batches else ''}." if place.epochs else ""
     prefix = f"{_AUTOMATIC}{kind}.{where}"
     number = _own.counts[prefix]
@@ -199,15 +199,15 @@ _log = logging.getLogger(__name__)
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 _MOST_KEPT: Final = 64 << 20
-"""Maximum bytes of tensors in an object that is copied in each step, to be restored after a
-loss."""
+"""Maximum size in bytes of the tensors in an object that is copied in each step, to be restored if
+the step is lost."""
 _MOST_TEXT: Final = 256 << 10
 """Maximum characters of JSON for the rest of a copied object's state. That is about 10,000 numbers,
 which take 10 ms to copy."""
 _FIXED: Final = frozenset({bool, float, int, str, type(None)})
 """Values of these types do not change in place."""
 _ADVANCES: Final = {"get_scale": "update", "update_parameters": "update_parameters", "": "step"}
-"""Characteristic attribute of a kind of object -> method that advances the object."""
+"""Attribute by which a kind of object is recognized -> method that advances such an object."""
 
 
 @runtime_checkable
@@ -220,7 +220,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class _Before:
-    """State of an object before it advanced in a step with unknown outcome."""
+    """State of an object before it advanced in the current step, whose outcome is unknown."""
 
     value: Any
     state: dict[str, Any]
@@ -229,7 +229,7 @@ class _Before:
 
 
 class RegisteredState:
-    """Named stateful objects, and the gates that decide whether their advances count."""
+    """Registered objects by name. Decides whether a call that advances one of them counts."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
@@ -241,7 +241,8 @@ class RegisteredState:
         self._early: dict[str, _Before] = {}
         """States of objects before they advanced in the current step."""
         self._again: dict[str, _Before] = {}
-        """States of objects without a gate before the lost step, until the step is repeated."""
+        """States that objects other than schedulers, scalers and averages had before the lost step,
+        until the step is repeated."""
         self._comes_again = True
         """True if the current step's batch will be repeated after a loss, because it came from a
         Shoal loader."""
@@ -254,20 +255,20 @@ class RegisteredState:
             tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None]
             | None
         ) = None
-        """States of the objects after they advanced, while the advances are withdrawn. Also the
-        optimizers' settings, the numbers of advances, and the scale at that time."""
+        """While advances are withdrawn: the states of the objects after they advanced, and the
+        optimizers' settings, the numbers of advances, and the loss scale at that time."""
         self._advances: dict[str, int] = {}
         """Number of advances of each object in the run."""
         self._passing = False
         """True if the script has just skipped an iteration of a loader."""
         self._passed: dict[str, int] = {}
-        """Number of advances requested during skipped iterations since a state was loaded. They
-        repeat advances of the run."""
+        """Number of advances that the script has requested during skipped iterations since a state
+        was loaded. These advances are already contained in that state."""
         self._loaded: dict[str, int] = {}
         """Number of advances of each object in the loaded state."""
         self._loaded_settings: list[dict[str, Any]] | None = None
-        """The optimizers' settings in the loaded state, until a step begins. A scheduler that is
-        created before its state is loaded changes them."""
+        """The optimizers' settings in the loaded state, until a step begins. They are needed
+        because the constructor of a scheduler changes the settings."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """The run's optimizers as created by the user, one per model."""
         self._found: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -275,14 +276,15 @@ class RegisteredState:
         self._undecided: list[Made] = []
         """Objects created before an optimizer was known."""
         self._unnamed: list[Made] = []
-        """Objects created between two batches, where a number does not identify an object."""
+        """Objects created between two batches, where a resumed script may not create the same
+        objects."""
         self._unchecked = False
         """True if a state was loaded and no step has been committed since."""
         self._loaded_place = ""
         """Epochs whose loop over the batches had ended when the loaded state was captured."""
         self.applying = False
-        """True while one of the run's optimizers executes its step. Steps of other optimizers are
-        then part of it."""
+        """True while one of the run's optimizers executes its step. Steps of other optimizers
+        within it are then part of that step."""
         self._model: dict[int, weakref.ref[torch.Tensor]] = {}
         """The models' parameters as created by the user, by id."""
         self._groups: list[list[int]] = []
@@ -291,9 +293,10 @@ class RegisteredState:
         self._memberships = Memberships()
         """Current parameters of the optimizers' groups."""
         self._parameters = ""
-        """Digest of the groups' parameters and of which parameters are trained."""
+        """Digest of the parameters in the groups, and of which of them are trained."""
         self._last_scale: float | None = None
-        """Factor by which a GradScaler, registered or not, multiplied the loss of the last step."""
+        """Factor by which a GradScaler, whether registered or not, multiplied the loss of the last
+        step."""
         self._scale_before: float | None = None
         """Value of `_last_scale` before the current step."""
         self._digest = 0
@@ -330,12 +333,12 @@ class RegisteredState:
 
     def number_by(self, place: Callable[[], Place]) -> None:
         """Sets the function that returns the script's position. The position becomes part of the
-        numbers of objects that this thread creates from now on."""
+        names of objects that this thread creates from now on."""
         _own.place = place
 
     def let_go(self) -> None:
-        """Releases the model at the end of the run. Later changes to the model are the script's
-        own."""
+        """Releases the model at the end of the run. Later changes to the model are no longer
+        checked."""
         self._model = {}
         _own.place = Place
         if not _own.made:
@@ -402,9 +405,9 @@ class RegisteredState:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """Hyperparameters of the run's optimizers by group, the last loss scale, and a digest of
-        the groups' parameters and of those trained; the same on all ranks. Contains only plain
-        values, because other values may look different on two ranks."""
+        """Settings that must be the same on all ranks: hyperparameters of the run's optimizers by
+        group, the last loss scale, and a digest of the groups' parameters and of which are trained.
+        Contains only plain values, because the text form of others may differ between ranks."""
         plain = [
             {
                 name: plain
@@ -416,8 +419,8 @@ class RegisteredState:
         return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
 
     def settings_digest(self) -> int:
-        """Returns a digest of `settings`, the same for equal numbers of any type. Recomputed if a
-        value has changed, or always if a value may change in place."""
+        """Returns a digest of `settings`, the same for equal numbers of any type. The digest is
+        recomputed only if a value has changed or may have changed in place."""
         now: list[Any] = [self._last_scale, self._parameters]
         kinds = set[type]()
         for group in self._param_groups:
@@ -459,13 +462,14 @@ class RegisteredState:
         for known in [known for known, one in self._found.items() if one is value]:
             del self._found[known]
         self._take(name, value, self._objects)
-        # Schedulers and scalers have a gate; a loader's state has an effect only in its next
-        # iteration.
+        # Schedulers and scalers have wrapped methods that can be ignored. The state of a loader
+        # takes effect only in its next iteration.
         if copied and not isinstance(value, (*NAMES, Iterable)):
             self._copied.add(name)
 
     def _take(self, name: str, value: Any, where: MutableMapping[str, Any]) -> None:
-        flatten({name: value.state_dict()})  # raises now if the state cannot be sent or saved later
+        # raises now if the state could not be sent or saved later
+        flatten({name: value.state_dict()})
         where[name] = value
         advance = next(
             method for marker, method in _ADVANCES.items() if hasattr(value, marker) or not marker
@@ -486,8 +490,8 @@ class RegisteredState:
         return self._objects.get(name)
 
     def loss_scale(self, scaler: str | None) -> float:
-        """Returns the current loss scale of a registered GradScaler. `scaler`: its name; empty: no
-        scaler; None: the product over all scalers."""
+        """Returns the current loss scale of a registered GradScaler. `scaler`: name of the scaler;
+        empty: no scaler, so the scale is 1; None: the product over all scalers."""
         scalers = {
             name: value
             for name, value in self._all.items()
@@ -541,7 +545,7 @@ class RegisteredState:
         self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
-        """Returns a function that undoes a refused `restore`: it restores the current state of all
+        """Returns a function that undoes a failed `restore`: it restores the current state of all
         objects that accept it."""
         self.find_new()
         objects = self._all
@@ -553,7 +557,7 @@ class RegisteredState:
             for name, state in before.items():
                 try:
                     objects[name].load_state_dict(state)
-                except Exception as error:  # of the user's; other objects are still restored
+                except Exception as error:  # in the user's object; the others are still restored
                     _log.warning("the registered state %r could not be restored: %s", name, error)
             self._pending, self._last_scale = pending, scale
             self._advances, self._passed, self._loaded = counts
@@ -561,19 +565,19 @@ class RegisteredState:
         return put_back
 
     def keep_for_redo(self) -> None:
-        """Keeps a copy of the current state, because the script will repeat steps from this
-        state."""
+        """Keeps a copy of the current state, because the script will repeat the steps that follow
+        this state."""
         self._again = self._copies(limited=False)
 
     def put_back_again(self) -> None:
-        """Undoes the script's changes to objects since the lost step. That step is about to be
-        repeated with the same batch."""
+        """Undoes the changes that the script has made to objects since the lost step, because that
+        step is about to be repeated with the same batch."""
         again, self._again = self._again, {}
         for before in again.values():
             before.value.load_state_dict(copy.deepcopy(before.state))
 
     def step_begins(self) -> None:
-        """Begins a step. From here on, advances count again."""
+        """Begins a step. From now on, advances count again."""
         self._void = False
         self._open, self._early, self._advanced = True, {}, None
         self._scale_before = self._last_scale
@@ -581,9 +585,9 @@ class RegisteredState:
         self._refuse_unnamed()
 
     def step_taken(self, *, may_be_lost: bool = False, comes_again: bool = True) -> None:
-        """Records that the script receives its part of the step and so has caught up with the run.
-        `may_be_lost`: copy objects, to restore them if the step is lost. `comes_again`: after a
-        loss the same batch is handed out again."""
+        """Records that the script receives its part of the step, and has therefore caught up with
+        the run. `may_be_lost`: True to copy objects, so that they can be restored if the step is
+        lost. `comes_again`: True if the same batch is handed out again after a loss."""
         # A joiner's first step begins at the start of its loop over epochs, before it creates the
         # epoch's objects.
         self.find_new()
@@ -667,8 +671,8 @@ class RegisteredState:
             if all(known is not made.one for known in named):
                 raise ConfigurationError(
                     f"an object of type {type(made.one).__name__} was created between two "
-                    "batches: a process that joins or resumes there would not create it, or "
-                    "would restore the state of another object into it. Create it before the "
+                    "batches: a process that joins or resumes at that point would not create it, "
+                    "or would load the state of another object into it. Create it before the "
                     "loop over the batches, or name it where it is created: "
                     "shoal.register_state(some_name=...)"
                 )
@@ -695,7 +699,9 @@ class RegisteredState:
                     self._take(name, one, self._found)
                 except ConfigurationError as error:
                     _log.warning(
-                        "%s is not sent to joiners or saved: %s", type(one).__name__, error
+                        "%s will not be sent to joiners or saved in checkpoints: %s",
+                        type(one).__name__,
+                        error,
                     )
 
     def _belongs(self, one: Any) -> bool:
@@ -764,8 +770,8 @@ class RegisteredState:
             group.update(copy.deepcopy(own))
 
     def _counts(self, name: str, value: Any) -> bool:
-        """Returns whether a requested advance counts as an advance of the run. If so, keeps the
-        object's earlier state."""
+        """Returns whether an advance that the script requests counts for the run. If it does, first
+        keeps a copy of the object's state."""
         if self._void:
             return False
         if self._passing and self._passed.get(name, 0) < self._loaded.get(name, 0):
@@ -785,7 +791,7 @@ class RegisteredState:
 
         @functools.wraps(advance)
         def gated(own: Any, *args: Any, **kwargs: Any) -> Any:
-            if own is not gate():  # a copy, which belongs to the user
+            if own is not gate():  # the object is a copy, which belongs to the user
                 return advance(own, *args, **kwargs)
             if not self._counts(name, own):
                 if method == "update":
@@ -806,8 +812,8 @@ class RegisteredState:
 
 def _load(value: Stateful, state: dict[str, Any]) -> None:
     """Loads a state received from another process into `value`. Renames the keys of an averaged
-    model if necessary. On a rank with the entire model, its source is a `ShardedModel`, whose keys
-    have one more "module." than the plain module's."""
+    model if necessary. On a rank with the entire model, the average was made from a `ShardedModel`,
+    whose keys have one more prefix "module." than those of the plain module."""
     if isinstance(value, AveragedModel):
         own = value.state_dict().keys()
         once, twice = "module.", "module.module."
@@ -826,8 +832,8 @@ def _load(value: Stateful, state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns `value` in a form that is equal on all ranks for equal values; None if it has
-    none."""
+    """Returns `value` in a form whose text is the same on all ranks for equal values; None if there
+    is no such form."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -847,9 +853,10 @@ def _canonical(settings: Any) -> Any:
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Returns a function that returns the object while the script references it, or always if its
-    class has `__slots__` and no weak references. A strong reference would keep the object alive,
-    through its own class, until a garbage collection."""
+    """Returns a weak reference: a function that returns the object while the script references it.
+    If the object's class does not support weak references, the function always returns the object.
+    A strong reference would form a cycle with the object's own class and keep it alive until a
+    garbage collection."""
     try:
         return weakref.ref(value)
     except TypeError:

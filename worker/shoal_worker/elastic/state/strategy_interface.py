@@ -49,8 +49,9 @@ BUFFERS: Final = "the buffers"
 
 
 class TrainingEngine(abc.ABC):
-    """A strategy's engine, with its model and optimizer, from the session's perspective. The
-    defaults suit one model that every rank holds unsharded, and ranks that take steps together."""
+    """Interface of a strategy's engine, with its model and optimizer, as used by the session. The
+    defaults suit a single model that every rank holds unsharded, and ranks that take steps
+    together."""
 
     asynchronous: ClassVar[bool] = False
     """True if there is no process group and ranks take independent steps (async_sgd)."""
@@ -58,7 +59,7 @@ class TrainingEngine(abc.ABC):
     """Name of the strategy."""
     backend_name: str
     least_samples: int
-    """Minimum number of samples, as in `Placement`; the same on all ranks."""
+    """Value of `Placement.least_samples`; the same on all ranks."""
 
     @property
     def models(self) -> int:
@@ -94,18 +95,19 @@ class TrainingEngine(abc.ABC):
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that together hold one replica of the model, if surplus ranks become
-        spares; 1 if there are never spares."""
+        """Number of ranks that together hold one replica of the model. 1 if the strategy never has
+        spares."""
         return 1
 
     def issued(self) -> bytes:
-        """Returns this rank's trace of the collectives in the current step's passes; b"" if none.
-        Called on another thread while the training thread waits for its peers."""
+        """Returns the encoded trace of the collectives that this rank has issued in the passes of
+        the current step; b"" if there are none. Called on another thread while the training thread
+        waits for its peers."""
         return b""
 
     def compare_issued(self, issued: Sequence[bytes]) -> None:
-        """Compares the ranks' traces. Raises PreconditionError if the ranks would wait for each
-        other forever."""
+        """Compares the ranks' results of `issued`. Raises PreconditionError if the ranks would wait
+        for each other forever."""
 
     @property
     def passes_with(self) -> str:
@@ -114,8 +116,8 @@ class TrainingEngine(abc.ABC):
         return ""
 
     def working(self, group: Group) -> Group:
-        """Returns the ranks of `group` that are not spares. The model was resharded for `group`.
-        Never called on spares."""
+        """Returns the ranks of `group` that are not spares. Called after the model was resharded
+        for `group`, and never on spares."""
         return group
 
     @property
@@ -125,8 +127,8 @@ class TrainingEngine(abc.ABC):
 
     @property
     def holds(self) -> Sequence[str]:
-        """Names of this rank's parts of the state, the same on all ranks with the same part; empty
-        if the state is not sharded."""
+        """Names of this rank's parts of the state. Ranks with the same part use the same name.
+        Empty if the state is not sharded."""
         return ()
 
     @property
@@ -136,8 +138,9 @@ class TrainingEngine(abc.ABC):
 
     @property
     def within_round(self) -> bool:
-        """True if this rank has committed steps that count only with a later step, after which this
-        worker may leave. Only for asynchronous engines; others use `StrategySession.keep`."""
+        """True if this rank has committed steps that count only once a later step ends their round.
+        This worker may leave only after that step. Only for asynchronous engines; others use
+        `StrategySession.keep`."""
         return False
 
     @property
@@ -146,14 +149,14 @@ class TrainingEngine(abc.ABC):
         """Number of steps after which ranks compare their common state; 0: never."""
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns state that this rank and others have in common after a step applied by all:
-        tensors by name, in groups. A rank has all tensors of a group or none. The tensors share
-        memory with the state."""
+        """Returns the state that must be equal on several ranks after a step: name of a group ->
+        tensors by name. A rank has all tensors of a group or none. The tensors share memory with
+        the state."""
         return {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns committed parameters and buffers that are unsharded on every rank until an
-        update: tensors by name, in groups. The tensors share memory with the state."""
+        """Returns the committed parameters and buffers that every rank holds unsharded until the
+        next update: name of a group -> tensors by name. The tensors share memory with the state."""
         return {}
 
     @abc.abstractmethod
@@ -164,18 +167,18 @@ class TrainingEngine(abc.ABC):
     @abc.abstractmethod
     def capture(self) -> dict[str, Any]:
         """Returns the committed state of model and optimizer, including buffers. The result shares
-        memory with both."""
+        memory with model and optimizer."""
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """Returns the complete committed state of model and optimizer as on a single process, for
-        checkpoints. Part of an operation. Only the first rank of `channel` is sure to receive the
-        state. The result may share memory with the model."""
+        checkpoints. Part of an operation. Only the first rank of `channel` is guaranteed to receive
+        the state. The result may share memory with the model."""
         return self.capture()
 
     def part(self, channel: Channel) -> StatePart | None:
         """Returns this rank's part of the state that `assemble` returns, for a checkpoint that the
-        ranks write together. None, on all ranks: use `assemble`. Part of an operation. The part
-        shares memory with the state."""
+        ranks write together. If it returns None, which it then does on all ranks, `assemble` must
+        be used. Part of an operation. The part shares memory with the state."""
         return None
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
@@ -188,12 +191,12 @@ class TrainingEngine(abc.ABC):
         """Loads a captured or an assembled state."""
 
     def reshard(self, group: Group) -> None:
-        """Reshards the state for a newly established group, in which all ranks have the same
-        committed steps. A collective."""
+        """Reshards the state for a newly established group, whose ranks have all committed the same
+        steps. All ranks must call it."""
 
     def consolidate(self, channel: Channel) -> None:
-        """Makes state that every rank holds unsharded between steps complete and current on all
-        ranks of `channel`. The channel's group may contain further ranks without shards. Part of an
+        """Brings the state that every rank holds unsharded between steps up to date on all ranks of
+        `channel`. The channel's group may contain further ranks, which have no shards. Part of an
         operation."""
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
@@ -241,11 +244,13 @@ class TrainingEngine(abc.ABC):
         )
 
     def batch_begins(self) -> None:
-        """Announces that the script receives this rank's batch of a step without micro-batches."""
+        """Notifies the engine that the script receives this rank's batch of a step without
+        micro-batches."""
 
     @abc.abstractmethod
     def micro_batch_begins(self) -> None:
-        """Starts the next micro-batch with the committed buffers and without gradients."""
+        """Begins the next micro-batch: resets the buffers to their committed values and clears the
+        gradients."""
 
     @abc.abstractmethod
     def micro_batch_ends(self, weight: float) -> None:
@@ -266,8 +271,8 @@ class TrainingEngine(abc.ABC):
         the all-reduce fails, raises MembershipChanged, and the step is lost or in doubt."""
 
     def take_commit(self, payload: Mapping[str, Any]) -> None:
-        """Applies the payload of the current step's commit to the engine. The payload is from
-        `sum_commit`, or from a peer that received it if the group ended too early here."""
+        """Applies the payload of the current step's commit to the engine. The payload comes from
+        `sum_commit`, or from a peer if this rank's group ended before it received the payload."""
 
     def commit_payload(self) -> dict[str, Any]:
         """Returns the payload of the last committed step, for a rank that prepared the step but
@@ -291,8 +296,12 @@ class TrainingEngine(abc.ABC):
 
     def writes_apart(self) -> ShoalError:
         """Returns the error for ranks whose passes have written different values to parameters. All
-        ranks raise it. By default an internal error, because passes may not write to parameters."""
-        return InternalError("ranks that do not compare written parameters reported a difference")
+        ranks raise it. By default an internal error, because engines that allow such writes
+        override this method."""
+        return InternalError(
+            "the ranks reported a difference in written parameters, although "
+            "this engine does not compare them"
+        )
 
     @abc.abstractmethod
     def discard_step(self) -> None:
@@ -306,7 +315,7 @@ class TrainingEngine(abc.ABC):
 
 
 class StepControl(Protocol):
-    """The current step from a strategy's perspective."""
+    """Interface of the step lifecycle, as used by engines."""
 
     def ensure_step(self) -> Step:
         """Returns the current step. In a loop without a Shoal loader, begins a step if there is
@@ -330,7 +339,7 @@ class StepControl(Protocol):
         ...
 
     def abort_step(self, reason: str) -> None:
-        """Aborts the current step. Every rank reaches this decision by itself."""
+        """Aborts the current step. Every rank makes this decision on its own."""
         ...
 
     def reduce_and_commit(self) -> None:
@@ -350,11 +359,12 @@ class StepControl(Protocol):
 
 
 class StrategySession(Protocol):
-    """The session from a strategy's perspective."""
+    """Interface of the session, as used by engines."""
 
     @property
     def lifecycle(self) -> StepControl:
-        """Begins, commits and aborts the steps of this engine's model."""
+        """The part of the session that begins, commits and aborts the steps of this engine's
+        model."""
         ...
 
     @property
@@ -365,7 +375,7 @@ class StrategySession(Protocol):
 
     @property
     def group(self) -> Group | None:
-        """Connected ranks of this generation. A different object after each re-forming."""
+        """Connected ranks of this generation. A different object in each generation."""
         ...
 
     @property
@@ -395,7 +405,7 @@ class StrategySession(Protocol):
 
     @property
     def is_joining(self) -> bool:
-        """True if this process replays its script. Steps are not begun, and collectives are
+        """True if this process replays its script. No steps begin then, and collectives are
         answered locally."""
         ...
 
@@ -410,7 +420,8 @@ class StrategySession(Protocol):
         ...
 
     def trains(self, engine: object) -> bool:
-        """Returns whether `engine` trains the run's model; the engine of a clone does not."""
+        """Returns whether `engine` is the one that trains the run's model, and not the engine of a
+        clone of that model."""
         ...
 
     def attach(self, engine: TrainingEngine) -> None:
@@ -424,9 +435,9 @@ class StrategySession(Protocol):
         ...
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state. Until `release`, steps are committed on this rank alone, and
-        the next aborted step undoes them: the loader repeats their samples. `replica`: this rank's
-        model and optimizer, for `restore`. Called in `step_begins`."""
+        """Copies the committed state. Until `release`, steps are committed on this rank alone. If a
+        step is aborted, all of them are undone and the loader repeats their samples. `replica`:
+        state of this rank's model and optimizer, for `restore`. Called in `step_begins`."""
         ...
 
     def release(self) -> None:
@@ -435,5 +446,6 @@ class StrategySession(Protocol):
         ...
 
     def operation(self, kind: str, body: Body) -> Any:
-        """Runs `body` on all ranks between steps, and again if the membership changes meanwhile."""
+        """Runs `body` on all ranks between steps, and runs it again if the membership changes
+        meanwhile."""
         ...

@@ -16,7 +16,7 @@ import torch
 from shoal_common.errors import DeadlineError, PermissionDeniedError, UnavailableError
 from shoal_worker.checkpoint.files import read_checkpoint, write_checkpoint
 from shoal_worker.checkpoint.manifest import NAME, CheckpointInfo
-from shoal_worker.checkpoint.uploads import Uploads
+from shoal_worker.checkpoint.uploads import Uploads, is_uploaded
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.state.tree import Snapshot
 
@@ -116,7 +116,9 @@ def test_the_backlog_is_bounded_by_keep(storage: Storage, tmp_path: Path) -> Non
     run.uploads.wait(LONG)
     assert storage.steps() == ["step-6", "step-7"]
     assert run.value("uploads_total", outcome="written") == 3
-    assert not list(tmp_path.glob(".*"))
+    assert [path.name for path in tmp_path.glob(".*")] == [".uploaded"]
+    assert is_uploaded(tmp_path / "step-7")
+    assert not is_uploaded(tmp_path / "step-6")
 
 
 def test_the_metrics_show_the_backlog(storage: Storage, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from shoal_worker.checkpoint.place import Place
 from shoal_worker.checkpoint.rows import Files, SavedRows, described, write_rows
 from shoal_worker.checkpoint.shards import Shards, describe_sums, own_sums
 from shoal_worker.checkpoint.uploads import PATIENCE as UPLOAD_PATIENCE
-from shoal_worker.checkpoint.uploads import Uploads
+from shoal_worker.checkpoint.uploads import Uploads, is_uploaded
 from shoal_worker.checkpoint.writer import (
     DISK_PATIENCE,
     CheckpointWriter,
@@ -177,7 +177,10 @@ class CheckpointSaver:
             None
             if mine
             else _Elsewhere(
-                directory / f"step-{info.step}", copy.completed_by, shared=temporary is not None
+                directory / f"step-{info.step}",
+                copy.completed_by,
+                shared=temporary is not None,
+                uploads=place.url is not None,
             )
         )
         given_up = self._given_up = threading.Event()
@@ -381,23 +384,31 @@ class _Elsewhere:
     """The member that completes the checkpoint."""
     shared: bool
     """True if all ranks are known to see the directory."""
+    uploads: bool = False
+    """True if the checkpoint must also be in an object storage."""
 
     def wait(self, session: Session) -> None:
-        """Waits until the checkpoint exists, or until this rank cannot determine whether it exists.
+        """Waits until the checkpoint exists (and is uploaded), or until this rank cannot determine whether it exists.
         Called on the writer's thread.
 
         Raises:
-            UnavailableError (CHECKPOINT_NOT_WRITTEN): the member has left without completing the
-                checkpoint.
+            UnavailableError: the member has left without completing the checkpoint
+                (CHECKPOINT_NOT_WRITTEN), or without uploading it (CHECKPOINT_NOT_UPLOADED).
             DeadlineError (CHECKPOINT_SLOW): the checkpoint takes too long.
         """
         if not self.shared and latest(self.path.parent, run=session.run) is None:
             return  # the directory may be on the other rank's machine
         give_up_at, ask_at = time.monotonic() + DISK_PATIENCE.total_seconds(), time.monotonic()
-        while not self.path.is_dir():
+        while not self._is_done():
             now = time.monotonic()
             if now >= ask_at:
-                if session.is_gone(self.member) and not self.path.is_dir():
+                if session.is_gone(self.member) and not self._is_done():
+                    if self.path.is_dir():
+                        raise UnavailableError(
+                            f"{self.path} was not uploaded: the worker that uploads was lost, or "
+                            "has failed",
+                            reason="CHECKPOINT_NOT_UPLOADED",
+                        )
                     raise UnavailableError(
                         f"writing {self.path} was abandoned: a worker was lost before it had "
                         "written its part",
@@ -410,6 +421,9 @@ class _Elsewhere:
                     reason="CHECKPOINT_SLOW",
                 )
             time.sleep(_LOOK.total_seconds())
+
+    def _is_done(self) -> bool:
+        return self.path.is_dir() and (not self.uploads or is_uploaded(self.path))
 
 
 @dataclass

@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 PATIENCE: Final = timedelta(minutes=30)
 """Time for which the end of a run waits for uploads."""
 _LOOK: Final = timedelta(seconds=0.5)
+_UPLOADED: Final = ".uploaded"
+"""File with the name of the checkpoint that was uploaded last."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,24 @@ class Backlog:
     def __str__(self) -> str:
         plural = "" if self.checkpoints == 1 else "s"
         return f"{self.checkpoints} checkpoint{plural}, {self.nbytes / 1e6:.1f} MB"
+
+
+def is_uploaded(path: Path) -> bool:
+    """Returns whether a process of this machine has uploaded the checkpoint at `path`."""
+    try:
+        return (path.parent / _UPLOADED).read_text(encoding="utf-8") == path.name
+    except OSError:
+        return False
+
+
+def _note_uploaded(path: Path) -> None:
+    """Tells other ranks of this machine which checkpoint was uploaded last."""
+    note = path.parent / f"{_UPLOADED}.new"
+    try:
+        note.write_text(path.name, encoding="utf-8")
+        note.replace(path.parent / _UPLOADED)
+    except OSError as error:
+        _log.warning("ranks that wait for the upload of %s are not told: %s", path, error)
 
 
 class Uploads:
@@ -239,5 +259,7 @@ class Uploads:
         if outcome != "failed":
             with self._condition:
                 self._sent[path.name] = digest
+        if outcome == "written":
+            _note_uploaded(path)
         self._metrics.upload_ended(outcome, seconds=time.monotonic() - started)
         return failure

@@ -429,8 +429,8 @@ class ShardedModel(nn.Module):
             raise UnavailableError(refused, reason="FILE_NOT_WRITTEN")
 
     def load_model(self, path: str | Path) -> None:
-        """Loads a file or URL written by `save_model`. Every rank must be able to read it. Raises the
-        same errors as `deserialize`."""
+        """Loads a file or URL written by `save_model`. Every rank must be able to read it. Raises
+        the same errors as `deserialize`."""
         self.load_full(self.engine.agreed("load_model", lambda: _loaded(*read_tensors(path))))
 
     def get_model_metadata(self) -> dict[str, Any]:

@@ -388,8 +388,8 @@ class _Elsewhere:
     """True if the checkpoint must also be in an object storage."""
 
     def wait(self, session: Session) -> None:
-        """Waits until the checkpoint exists (and is uploaded), or until this rank cannot determine whether it exists.
-        Called on the writer's thread.
+        """Waits until the checkpoint exists (and is uploaded), or until this rank cannot determine
+        whether it exists. Called on the writer's thread.
 
         Raises:
             UnavailableError: the member has left without completing the checkpoint

@@ -262,7 +262,7 @@ def _member_table(job: Job) -> FittingTable:
                 Column(
                     "to upload",
                     [
-                        f"{member.upload_backlog_bytes / 1e6:,.1f} MB"
+                        f"{member.upload_backlog_bytes / (1 << 20):,.1f} MiB"
                         if member.upload_backlog_bytes
                         else _NOTHING
                         for member in members

@@ -68,7 +68,7 @@ class S3Server:
     def _post(self, what: str, body: bytes) -> bytes:
         url = f"http://127.0.0.1:{self.port}/-/{what}"
         with urllib.request.urlopen(
-            urllib.request.Request(url, data=body, method="POST"), timeout=60
+            urllib.request.Request(url, data=body, method="POST"), timeout=600
         ) as response:
             content: bytes = response.read()
             return content
@@ -201,7 +201,7 @@ def main() -> None:
         method="PUT",
         headers={"Authorization": f"AWS4-HMAC-SHA256 Credential={KEY}/20260101/us-east-1/s3/x"},
     )
-    urllib.request.urlopen(made, timeout=60).close()
+    urllib.request.urlopen(made, timeout=600).close()  # moto loads its models first
     print(server.server_port, flush=True)
     sys.stdin.read()  # until the parent process ends
 

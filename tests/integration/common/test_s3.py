@@ -45,10 +45,14 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3S
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SHOAL_STAGING_DIR", str(tmp_path / "staging"))
-    # the defaults are 5 s and 15 s
-    timeouts = {"config_kwargs": {"connect_timeout": 5, "read_timeout": 2}}
-    monkeypatch.setitem(fsspec.config.conf, "s3", timeouts)
+    set_timeout(monkeypatch, 120)
     return server
+
+
+def set_timeout(monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
+    """Sets the time after which a client repeats a request; 15 s by default."""
+    timeouts = {"connect_timeout": seconds, "read_timeout": seconds}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": timeouts})
 
 
 def url(tmp_path: Path) -> str:
@@ -56,7 +60,7 @@ def url(tmp_path: Path) -> str:
     return f"s3://{BUCKET}/{tmp_path.name}"
 
 
-def remote(tmp_path: Path, patience: timedelta = timedelta(seconds=120)) -> RemoteCheckpoints:
+def remote(tmp_path: Path, patience: timedelta = timedelta(minutes=5)) -> RemoteCheckpoints:
     return RemoteCheckpoints(ObjectFolder(url(tmp_path), patience))
 
 
@@ -102,8 +106,10 @@ def test_keep_removes_older_checkpoints(s3: S3Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize("action", ["refuse", "hang", "cut"])
 @pytest.mark.parametrize("text", ["model.safetensors", NAME])
 def test_a_fault_of_a_moment_fails_nothing(
-    s3: S3Server, tmp_path: Path, action: str, text: str
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, text: str
 ) -> None:
+    if action == "hang":
+        set_timeout(monkeypatch, 2)
     s3.set_faults({"action": action, "method": "PUT", "text": text})
     path = upload(tmp_path, 1)
     check_newest(tmp_path, 1, path)

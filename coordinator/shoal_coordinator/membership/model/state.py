@@ -159,7 +159,7 @@ class Machine:
     condition: MachineCondition
     """Never HEALTHY."""
     reason: str
-    """Reason of the condition, for people."""
+    """Human-readable reason for the condition."""
     since_unix_ms: int
 
     @property
@@ -527,7 +527,8 @@ class JobState:
 
     @property
     def waits_for(self) -> str:
-        """Description for people of what training waits for and why; empty if no wait is known."""
+        """Human-readable description of what training waits for and why; empty if no wait is
+        known."""
         if self.stall is not None:
             return self.stall.text
         if (

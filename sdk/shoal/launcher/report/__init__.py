@@ -1,1 +1,1 @@
-"""Account of a launcher's run: progress, faults with their pauses, and final figures."""
+"""What a launcher reports about its run: progress, faults with their pauses, and final figures."""

@@ -40,7 +40,7 @@ class CoordinatorSettings(ServiceSettings):
     system's. Members use their own `tls_ca`."""
 
     redis_patience: Duration = timedelta(seconds=30)
-    """How long to wait for Redis to respond when the coordinator starts."""
+    """Maximum time to wait for Redis to respond when the coordinator starts."""
 
     listen: AddressField = Address("127.0.0.1", 0)
     """Address (host:port) of the gRPC service."""
@@ -56,25 +56,25 @@ class CoordinatorSettings(ServiceSettings):
     """True if members receive the coordinator's own Redis URL with its credentials."""
 
     reconnect_grace: Duration = timedelta(0)
-    """How long a member whose stream broke may take to reconnect before it counts as dead. 0: it
+    """Maximum time for a member whose stream broke to reconnect before it counts as dead. 0: it
     counts as dead at once, so that a killed process is detected within milliseconds. Raise this
     value if the network drops connections more often than processes die."""
 
     request_timeout: Duration = timedelta(seconds=5)
-    """How long a call waits for Redis before it fails with UNAVAILABLE. Also how long a new session
-    may take to send its first message."""
+    """Maximum time for which a call waits for Redis before it fails with UNAVAILABLE. Also the
+    maximum time for a new session to send its first message."""
 
     job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
-    """How long a job without members is remembered after its last change, whether it has finished
-    or was abandoned; at least 1s."""
+    """Time for which a job without members is remembered after its last change, whether it has
+    finished or was abandoned; at least 1s."""
 
     port_file: Path | None = None
     """File to which the bound addresses are written, as JSON, when the coordinator begins to serve
     requests."""
 
     drain_timeout: Duration = timedelta(seconds=5)
-    """How long calls in progress may continue after SIGTERM. Sessions end at once, and their
-    members reconnect."""
+    """Maximum time for which calls in progress may continue after SIGTERM. Sessions end at once,
+    and their members reconnect."""
 
     log_level: str = "INFO"
     """Lowest level of messages to log: DEBUG, INFO, WARNING, ERROR or CRITICAL."""

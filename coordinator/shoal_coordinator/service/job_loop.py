@@ -70,7 +70,7 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""How long, in seconds, the loop gathers members that arrive in a rush: ten times the time that
+"""Time in seconds for which the loop gathers members that arrive in a rush: ten times the time that
 this process needs for a commit. In a throng, four times as long."""
 _RUSH = 3
 """Number of arrivals in one commit that count as a rush."""

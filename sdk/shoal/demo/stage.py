@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What was observed during one run."""
+    """Observations of one run."""
 
     plan: Plan
     directory: Path

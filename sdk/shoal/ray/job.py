@@ -37,9 +37,9 @@ class Patience:
     """Maximum waiting times of a run."""
 
     placement: timedelta
-    """How long Ray may take to place launchers."""
+    """Maximum time for Ray to place launchers."""
     shutdown: timedelta
-    """How long workers may take to leave after they were asked to."""
+    """Maximum time for workers to leave after they were asked to."""
 
 
 def carry_out(plan: Plan, *, coordinator: str | None, patience: Patience) -> Outcome:

@@ -39,7 +39,7 @@ _FAILURE_GRACE_S: Final = 90.0
 """Maximum wait in seconds for the other launchers after the job has failed. They give their workers
 30 s to leave."""
 _LEAVE_S: Final = 5.0
-"""How long in seconds an actor may take to confirm that it has forwarded SIGTERM."""
+"""Maximum time in seconds for an actor to confirm that it has forwarded SIGTERM."""
 _MOST_RERUNS: Final = 10
 
 
@@ -75,7 +75,7 @@ class Seat:
 
 @dataclass
 class Outcome:
-    """How the launchers of a run ended."""
+    """Results of the launchers of a run."""
 
     finished: list[Ended] = field(default_factory=list)
     """Results of launchers that exited with status 0, which means that the job is finished."""

@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_MM: Final = 35
 _PR_SET_MM_MAP: Final = 14
 _HANDED_OVER_S: Final = 30.0
-"""How long in seconds the intermediate process may take to end."""
+"""Maximum time in seconds for the intermediate process to end."""
 
 
 class Program:

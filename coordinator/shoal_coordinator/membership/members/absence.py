@@ -21,7 +21,7 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, Member, Me
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What the members of the newest generation with recent heartbeats report, taken together."""
+    """Summary of what the members of the newest generation with recent heartbeats report."""
 
     count: int
     waited_ms: int

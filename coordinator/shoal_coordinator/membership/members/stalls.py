@@ -45,7 +45,7 @@ class Place:
     pulse: Pulse
     silent_ms: int
     waited_ms: int
-    """How long, in milliseconds, the rank had been waiting for its peers of this generation."""
+    """Time in milliseconds for which the rank had been waiting for its peers of this generation."""
 
     @property
     def name(self) -> str:

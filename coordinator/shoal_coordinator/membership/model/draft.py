@@ -56,8 +56,8 @@ _NOT_WRITTEN = IN_MEMORY | {"population"}
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What must be written: the keys of changed mappings, and flags for the other parts of the
-    state."""
+    """Parts of the state that must be written: the keys of changed mappings, and flags for the
+    rest."""
 
     header: bool
     """True if any of the small fields has changed, such as the phase, the number or the

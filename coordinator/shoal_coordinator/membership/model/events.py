@@ -25,7 +25,7 @@ class LeaveReason(enum.StrEnum):
 
 
 class Ending(enum.StrEnum):
-    """How the coordinator learned that a process is gone."""
+    """Evidence from which the coordinator learned that a process is gone."""
 
     STREAM_BROKEN = "stream_broken"
     LEASE_EXPIRED = "lease_expired"

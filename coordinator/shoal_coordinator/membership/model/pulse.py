@@ -78,8 +78,8 @@ class Pulse:
 
     @property
     def waited_ms(self) -> int:
-        """How long, in milliseconds, the member had been waiting for its peers at its last
-        heartbeat; 0 if it was not waiting."""
+        """Milliseconds for which the member had been waiting for its peers at its last heartbeat; 0
+        if it was not waiting."""
         return int(1000 * self.progress.waiting_s)
 
     def silent_ms(self, now_ms: int) -> int:

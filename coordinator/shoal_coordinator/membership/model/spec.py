@@ -34,7 +34,7 @@ class JobSpec:
     parameter_server_backups: int = 0
     """Number of backups per server; 0 or 1."""
     join_grace_ms: int = 0
-    """How long the first member that is ready waits for others, in milliseconds; 0 to 600000."""
+    """Milliseconds for which the first member that is ready waits for others; 0 to 600000."""
     lease_ms: int = DEFAULT_LEASE_MS
     """Milliseconds, from 500 to 600000. A member that sends no heartbeat for longer is evicted if
     its peers wait for it (absence.py); a server is evicted in any case."""
@@ -73,9 +73,9 @@ class Policy:
     """Constants on which the core's decisions depend, the same for all jobs."""
 
     settle_ms: int = 75
-    """How long a failed collective waits for news of a death that explains it. A broken stream or a
-    launcher's report identifies the dead process within a few milliseconds; without a death, all
-    live members form a new generation."""
+    """Milliseconds for which a failed collective waits for news of a death that explains it. A
+    broken stream or a launcher's report identifies the dead process within a few milliseconds;
+    without a death, all live members form a new generation."""
     timeout_settle_ms: int = 1_000
     """After the first report that a collective timed out, how long other waiting members may take
     to report it too. The first report ends its member's group, which the others notice within a
@@ -85,7 +85,7 @@ class Policy:
     """After a stream has broken, how long other streams may take to break because of the same
     network failure."""
     reconnect_ms: int = 5_000
-    """How long a member without a stream may take to reconnect if its peers cannot continue without
+    """Maximum time for a member without a stream to reconnect if its peers cannot continue without
     it: a little over twice the longest backoff of a member's connection. In other cases the member
     has its full lease."""
     absence_ms: int = 300_000
@@ -95,17 +95,17 @@ class Policy:
     """Maximum silence of a member that reports no progress, such as a launcher. For such a member
     it is never known whether others wait for it."""
     closed_within_ms: int = 8_000
-    """If a stream ends less than this time after the member's last heartbeat, the member itself
-    closed it. After a network failure, TCP and gRPC give up only after 10 s."""
+    """Maximum time between a member's last heartbeat and the end of its stream if the member itself
+    closed the stream. After a network failure, TCP and gRPC give up only after 10 s."""
     explain_after_ms: int = 10_000
-    """How long a step must be stalled before the reason is sent to all members."""
+    """Time for which a step must be stalled before the reason is sent to all members."""
     explain_again_ms: int = 10_000
     """Interval between repetitions of the explanation during a stall."""
     look_ms: int = 1_000
     """Interval at which the core looks for stalled steps."""
     most_lost_generations: int = 1_000_000
-    """If a member reports a generation at most this far above the newest one, Redis has lost
-    generations. If it reports a higher one, the member is wrong."""
+    """Maximum distance above the newest generation at which a generation reported by a member means
+    that Redis has lost generations. If a member reports a higher one, the member is wrong."""
     longest_settle_ms: int = 5_000
     """Maximum settle time. The settle time doubles whenever a fresh generation fails, so that a
     broken network does not cause an endless series of generations."""
@@ -116,8 +116,8 @@ class Policy:
     before a generation for joins and drains (BORDER) is formed. It must not replace a generation
     that members are still adopting."""
     quarantine_after: int = 2
-    """If two members have accused each other of being unreachable this often, the one with the
-    higher rank is quarantined."""
+    """Number of times that two members must accuse each other of being unreachable before the one
+    with the higher rank is quarantined."""
     kept_out_ms: int = 30_000
     """Minimum duration of the first quarantine; each further accusation doubles it, up to
     longest_kept_out_ms."""
@@ -133,9 +133,9 @@ class Policy:
     """Every death on a typical other machine (the median) raises machine_deaths by this number,
     since deaths everywhere suggest that the script or the cluster is the cause."""
     straggler_after_ms: int = 5_000
-    """How long a member must slow the others down before it is named as a straggler."""
+    """Time for which a member must slow the others down before it is named as a straggler."""
     straggler_until_ms: int = 30_000
-    """How long a straggler must keep up before it is no longer named."""
+    """Time for which a straggler must keep up before it is no longer named."""
     most_members: int = 2 * LARGEST_WORLD
     """Maximum number of processes in a job, including those that wait for a rank."""
     most_machines: int = LARGEST_WORLD

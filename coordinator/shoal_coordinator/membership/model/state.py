@@ -105,7 +105,7 @@ class PastRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a process reports about itself when it joins."""
+    """Facts that a process reports about itself when it joins."""
 
     member_id: str
     host: str
@@ -463,7 +463,8 @@ class JobState:
     last_order: int = 0
     """Highest Member.ready_order assigned so far."""
     accusations: Mapping[Pair, int] = field(default_factory=dict)
-    """How often each pair of live members has accused each other of being unreachable."""
+    """Number of times that two live members have accused each other of being unreachable, per
+    pair."""
     machines: Mapping[str, Machine] = field(default_factory=dict)
     """Machines that are not healthy, by host name (Identity.host)."""
     ending: JobEnding = JobEnding.NONE

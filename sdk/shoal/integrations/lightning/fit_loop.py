@@ -42,7 +42,7 @@ from shoal.integrations.lightning.results import Held, Missing, Results, check_a
 
 
 class Trains(Protocol):
-    """What the fit loop needs from the strategy."""
+    """Interface of the strategy for the fit loop."""
 
     seed: int
     options: Mapping[str, Any]

@@ -69,7 +69,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class Missing:
-    """What is known about a step in which a worker died before its logged values were gathered."""
+    """Facts known about a step in which a worker died before its logged values were gathered."""
 
     mean_loss: float | None
     """Mean loss over all ranks' samples; None if it was not reported."""

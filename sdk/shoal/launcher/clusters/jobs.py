@@ -34,13 +34,14 @@ class JobSettings:
     """Maximum number of servers; 0: `parameter_servers`. If it is above 0 while `parameter_servers`
     is 0, one server is started when a script needs it."""
     join_grace: timedelta = timedelta(seconds=30)
-    """How long the first worker that is ready waits for others while there are fewer than the
+    """Time for which the first worker that is ready waits for others while there are fewer than the
     maximum."""
     lease: timedelta | None = None
-    """How long a member may be silent before it is evicted; None: the coordinator's default."""
+    """Maximum time for which a member may be silent before it is evicted; None: the coordinator's
+    default."""
     stall_timeout: timedelta | None = None
-    """How long a member that its peers are waiting for may make no progress; None: the
-    coordinator's default."""
+    """Maximum time for which a member that its peers are waiting for may make no progress; None:
+    the coordinator's default."""
 
     def message(self) -> JobSpec:
         from shoal_protos.v1.coordinator_pb2 import JobSpec

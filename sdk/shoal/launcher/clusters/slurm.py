@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from shoal_common.errors import ConfigurationError
 
 _JOIN_GRACE_S = 30
-"""How long the first machine waits for others, in seconds. The launchers of an allocation start at
-the same time, so it is worth waiting for the last one."""
+"""Time in seconds for which the first machine waits for others. The launchers of an allocation
+start at the same time, so it is worth waiting for the last one."""
 
 
 def allocated(environment: Mapping[str, str]) -> bool:

@@ -30,7 +30,7 @@ _KILL_DEADLINE: Final = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended."""
+    """Exit status of a process that has ended."""
 
     code: int
     """Exit status as in a shell: the exit code, or 128 + the number of the signal."""

@@ -1,1 +1,1 @@
-"""What a launcher reports about its run: progress, faults with their pauses, and final figures."""
+"""Reports of a launcher about its run: progress, faults with their pauses, and final figures."""

@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnd:
-    """How one worker process of this launcher ended."""
+    """Record of the end of one worker process of this launcher."""
 
     rank: int
     host: str
@@ -97,8 +97,8 @@ class WorkerEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How a run ended, and its final counts, which are those of `RunFigures`. Unknown numbers are
-    None."""
+    """Record of the end of a run, with its final counts, which are those of `RunFigures`. Unknown
+    numbers are None."""
 
     ended_unix_s: float
     exit_status: int
@@ -146,7 +146,8 @@ class RecordedRun:
     pid_start_ticks: int
     started_unix_s: float
     end: RunEnd | None
-    """How the run ended. None while the run is in progress, or if its launcher was killed."""
+    """Record of the end of the run. None while the run is in progress, or if its launcher was
+    killed."""
     directory: Path
 
     @property

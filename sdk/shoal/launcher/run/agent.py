@@ -62,7 +62,7 @@ _LOOK_S: Final = 5.0
 _QUIET: Final = timedelta(seconds=10)
 """A worker that has committed a step within this time is certainly not hung and is not checked."""
 _PUT_OUT_GRACE: Final = timedelta(seconds=20)
-"""How long an evicted worker may take to exit by itself. It learns of its eviction within a second
+"""Maximum time for an evicted worker to exit by itself. It learns of its eviction within a second
 or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
 """Delay between the death of a worker and the start of its replacement in a fresh interpreter, if

@@ -42,7 +42,7 @@ its data."""
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a launcher knows about its place among the launchers of its job."""
+    """A launcher's knowledge of its place among the launchers of its job."""
 
     generation: int
     """Newest generation in which the launcher had a place; 0 if it never had one."""

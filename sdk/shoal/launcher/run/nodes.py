@@ -55,7 +55,7 @@ _REMINDER_S: Final = 10.0
 _EXPLAIN_AFTER_S: Final = 2.0
 """Time in seconds after which the reason is determined why a coordinator does not respond."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
-"""How long workers of a plain script continue while their launcher has no place among the
+"""Time for which workers of a plain script continue while their launcher has no place among the
 launchers. After a network failure, all launchers may get their places back."""
 _DEFAULT_MASTER_PORT: Final = 29500
 _RUN_ENDING: Final = "RUN_ENDING"

@@ -1,5 +1,5 @@
-"""What a run's agent knows about its surroundings: either the run's own cluster (`standalone`), or
-a coordinator shared with other launchers (`nodes`)."""
+"""Surroundings of a run, as seen by its agent: either the run's own cluster (`standalone`), or a
+coordinator shared with other launchers (`nodes`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunCompletedError(PreconditionError):
 
 
 class Ending(Enum):
-    """How a run ended for this launcher, as told to the other launchers."""
+    """Outcome of a run at this launcher, as told to the other launchers."""
 
     FINISHED = auto()
     """The script finished."""

@@ -30,7 +30,7 @@ _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGKILL)
 
 
 class Action(Enum):
-    """What the launcher does after a worker has exited."""
+    """Reaction of the launcher to the exit of a worker."""
 
     NONE = auto()
     """Do nothing: the other workers continue, or there are none."""
@@ -43,7 +43,7 @@ class Action(Enum):
 
 
 class JobEnd(Enum):
-    """Whether and how a job has ended, as far as its launcher knows."""
+    """State of a job with respect to its end, as far as its launcher knows."""
 
     UNKNOWN = auto()
     """The coordinator could not be asked, or does not know the job. Nothing follows for running

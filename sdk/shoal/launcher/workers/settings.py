@@ -133,7 +133,7 @@ def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Where the workers' output goes in addition to, or instead of, the console."""
+    """Destinations of the workers' output in addition to, or instead of, the console."""
 
     directory: Path | None = None
     """Base directory of the log files, in which each run has a subdirectory; None: no files."""
@@ -215,8 +215,8 @@ class RunSettings:
     """True if workers may start at step 0 although all processes with the training state have died
     and no checkpoint was loaded."""
     join_grace: timedelta | None = None
-    """How long a generation waits for more workers than the minimum; None: 30 s if the number of
-    nodes is fixed, otherwise 5 s."""
+    """Time for which a generation waits for more workers than the minimum; None: 30 s if the number
+    of nodes is fixed, otherwise 5 s."""
     join_timeout: timedelta = timedelta(minutes=10)
     """Maximum time for which the launchers wait for each other."""
     shutdown_timeout: timedelta | None = None

@@ -47,7 +47,7 @@ _READ_BY_IMPORTS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether workers of a command are forked from a warm process."""
+    """Decision whether workers of a command are forked from a warm process."""
 
     warm: bool
     reason: str = ""

@@ -33,7 +33,7 @@ class Obstacle:
     """Reason why a server cannot be reached."""
 
     cause: str
-    """Description for people, with the remedy if there is one."""
+    """Human-readable description, with the remedy if there is one."""
     permanent: bool
     """True if retrying is useless until somebody changes a setting or a certificate."""
 

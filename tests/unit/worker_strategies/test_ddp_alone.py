@@ -536,4 +536,4 @@ def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_w
             for parameter in net.parameters():
                 parameter.grad = None
     assert outcomes == [True, True, False, True, True]
-    assert ("gradients accumulated in earlier steps" in caplog.text) is warned
+    assert ("gradients that earlier steps had accumulated" in caplog.text) is warned

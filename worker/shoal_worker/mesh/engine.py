@@ -96,7 +96,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             plan.sharding.blocks(self._template.module)
         self.layouts = Layouts(plan, self._template)
         self._knows_others = False
-        """True if there are several models and `layouts` already has the constraints of the
+        """True if there are several models and `layouts` already includes the constraints of the
         others."""
         self._mesh: RankMesh | None = None
         """This rank's mesh. None before the first step, on a spare, and after a failed attempt to
@@ -120,7 +120,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         super().attach(optimizer)
         session = self._session
         if self._setup.several and not self._knows_others:
-            return  # all models are checked with the last one
+            return  # all models are checked together with the last one
         if session.begins and not session.is_joining:
             # ranks that remain after a death wait for a replacement
             self.layouts.check_start(session.world_size, ranks_may_come=session.ranks_may_come)
@@ -129,7 +129,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         refuse_loading(self.module)
         self._writes: list[WrittenParameters] = []
         self._piece_writes = WrittenParameters((), self.strategy)
-        """Writes to the pieces for the mesh in `_writes_of`."""
+        """Records writes to the pieces in the division of the mesh `_writes_of`."""
         self._writes_of: RankMesh | None = None
         self._attributes = ModuleAttributes(self.module, numbers=False)
         self._looked = False
@@ -181,8 +181,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def _laid_out(self) -> RankMesh:
         if self._mesh is None:
             raise PreconditionError(
-                "the model is not yet laid out over the ranks; that happens when the first step "
-                "begins"
+                "the model has not been divided over the ranks yet; that happens when the first "
+                "step begins"
             )
         return self._mesh
 
@@ -280,7 +280,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         """Prepares the passes of training. Returns True if the passes are part of a step."""
         step = self._session.lifecycle.ensure_step()
         if step is not self._session.step:
-            return False  # a joiner's pass before its loop
+            return False  # a pass of a joiner before its loop
         self._refuse_reduced(step)
         self._prepare_pass(step)
         return True
@@ -303,7 +303,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self, inputs: Any, targets: Any, loss_fn: Loss | None
     ) -> torch.Tensor | None:
         if not self._begin_pass() or self._mesh is None:
-            # before the loop, or the step was lost before the model was split
+            # before the loop, or if the step was lost before the model was split
             loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
             loss.backward()
             return loss
@@ -400,9 +400,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def _ahead(self) -> bool:
-        """True if no peer would answer, or the model is on no rank. In the first case this
-        process's script is at another point than the scripts of its peers. In the second case a
-        failure has interrupted the division of the ranks, and the step is lost."""
+        """True if this rank cannot run a pass with its peers. Either this process's script is at
+        another position than theirs, or a failure has interrupted the division of the ranks, so
+        that the model is on no rank and the step is lost."""
         return self.is_sharded and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
@@ -423,9 +423,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         )
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        """Runs inputs through the pipeline. A failure within a step marks the step lost: no error
-        is raised into the user's loop, and the outputs are meaningless. A failure in an operation
-        between steps is raised, and the operation is repeated."""
+        """Runs inputs through the pipeline. A failure within a step marks the step as lost; no
+        error is raised into the user's loop, and the outputs are meaningless. A failure in an
+        operation between steps is raised, and the operation is repeated."""
         with LosingStep(self._session, raises_outside=True):
             return self._laid_out.predict(inputs)
         return call_module(self._stand_in(), inputs)
@@ -451,8 +451,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """Captures the state for `TrainingEngine`: the whole state before the first step, and
-        afterwards the part that every rank has."""
+        """Implements `TrainingEngine.capture`: returns the whole state before the first step, and
+        afterwards only the part that every rank has."""
         if not self.is_sharded:
             own = {
                 "model": ModuleState(self.module).captured(),
@@ -480,8 +480,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             held.check(state)
             if self.is_sharded and (self._mesh is None or self._mesh.group.broken is not None):
                 self._mesh = None
-                # parts of the state are lost, and this replaces them: it is split again when the
-                # next step begins
+                # Parts of the state are lost, and this state replaces them. It is split again when
+                # the next step begins.
                 held.make_whole()
             held.load_values(state["model"])
             if state["optimizer"] is not None:
@@ -491,7 +491,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         else:
             if self._mesh is None or state["applied"] != self._applied:
                 self._release()
-                # nothing, or too old: the peers' state arrives when the ranks are divided
+                # no state, or one that is too old: the peers' state arrives when the ranks are
+                # divided
                 held.drop()
                 self._commit_payload = None
             held.settings = state["settings"]
@@ -624,10 +625,11 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         assert step is not None
         self._came = False
         if self._applied == self._begun or step.in_micro_batches or self._plan.pipelined:
-            # gradients of a lost step are invalid; micro-batches and pipelines leave none to add to
+            # Gradients of a lost step are invalid. After micro-batches and pipelines there are none
+            # to add to.
             self._held.hidden.drop_gradients()
         self._begun = self._applied
-        self._held.data_axis.fetch()  # left by an update that was undone
+        self._held.data_axis.fetch()  # gradients left by an update that was undone
         mesh.begin_step(self._applied + 1)
         if step.source is None:
             mesh.seed_step()

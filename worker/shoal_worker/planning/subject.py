@@ -24,12 +24,13 @@ from shoal_worker.state.fits import WHOLE_TENSORS
 
 @dataclass(frozen=True, kw_only=True)
 class StateSize:
-    """Size of the optimizer's state of one parameter."""
+    """Size of the state that the optimizer keeps for one parameter."""
 
     per_element: float
-    """Bytes per element, for state that has the parameter's shape or grows with the parameter."""
+    """Bytes per element of the parameter, for state that has the parameter's shape or grows with
+    the parameter."""
     fixed: int
-    """Bytes of all other state, such as a step count."""
+    """Bytes of all other state of the parameter, such as a step count."""
 
     def of(self, elements: int) -> float:
         """Returns the bytes of state for a parameter of `elements` elements."""
@@ -41,7 +42,7 @@ NO_STATE = StateSize(per_element=0.0, fixed=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model without values, and its known properties."""
+    """A model without values, with the sizes and properties that a plan needs."""
 
     module: nn.Module
     """The model, on the meta device."""

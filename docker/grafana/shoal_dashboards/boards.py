@@ -14,8 +14,8 @@ BOARDS: Sequence[Board] = (OVERVIEW, COORDINATOR, WORKERS, SERVERS)
 
 WITHOUT_PANEL: dict[str, str] = {
     "grpc_client_started": "the metrics of the servers cover the same calls",
-    "grpc_client_handled": "the metrics of the servers cover the same calls; a call that reaches no "
-    "server is an error in the caller's log",
+    "grpc_client_handled": "the metrics of the servers cover the same calls; a call without a "
+    "reachable server is an error in the caller's log",
     "grpc_client_handling_seconds": "the metrics of the servers cover all but the network between",
 }
 """Reason why no panel shows a metric, by metric."""

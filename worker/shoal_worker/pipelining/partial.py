@@ -525,7 +525,8 @@ class _LayeredPart(PartialModel):
         return run
 
     def _record(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Records the structure of the layers' outputs."""
+        """Records in what structure (a tensor, or a tuple of which length) the layers return their
+        output."""
         border = _output_border(output)
         self._state.wrapped, self._state.given = border.wrapped, border.given
 

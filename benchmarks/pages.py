@@ -29,12 +29,13 @@ _INSERTED: Final = re.compile(
 _HEADER: Final = """\
 # All tables
 
-Each table as it was measured: side by side with the peers on one machine. It says on what, by which
-command and how busy the machine was before; tables may be of different days.
-[The figures at a glance](../benchmarks.md) are a page of their own. `make bench` makes all of them
-again (about two and a half hours on two quiet cores, one for T13), and `python -m benchmarks t2`
-one; `python -m benchmarks --docs docs` puts what was measured into this page.
-[Where the time goes](where-the-time-goes.md) has diaries of measurements.
+Each table compares Shoal with other systems, measured on one machine in alternation. It names the
+machine, the command, and the load before the measurement. Tables may have been measured on
+different days. [Figures](../benchmarks.md) shows the most important results. `make bench` measures
+all tables (about two and a half hours on two quiet cores, of which T13 takes one), and
+`python -m benchmarks t2` measures one of them. `python -m benchmarks --docs docs` puts new
+results into this page. [Where the time goes](where-the-time-goes.md) records how Shoal's overhead
+was measured and reduced.
 """
 
 

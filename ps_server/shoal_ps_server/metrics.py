@@ -1,5 +1,5 @@
-"""Metrics of a parameter server, in addition to those of gRPC (shoal_common.telemetry). All are
-updated on the event loop."""
+"""Metrics of a parameter server, except for gRPC's own metrics (shoal_common.telemetry). All are
+set on the event loop."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.pushes = Counter(
             "shoal_ps_pushes",
-            "Partitions received in pushes, by outcome: applied or duplicate.",
+            "Pushed partitions, by outcome: applied or duplicate.",
             ("outcome",),
             registry=registry,
         )
         self.initialized = Counter(
             "shoal_ps_initializations",
-            "Partitions received in Initialize streams, by outcome: applied or duplicate.",
+            "Partitions in Initialize streams, by outcome: applied or duplicate.",
             ("outcome",),
             registry=registry,
         )
         self.pulls = Counter(
             "shoal_ps_pulls",
-            "Partitions requested in pulls, by outcome: sent, or unchanged and therefore not sent.",
+            "Partitions in responses to pulls, by outcome: sent, or unchanged and therefore not "
+            "sent.",
             ("outcome",),
             registry=registry,
         )
         self.received_bytes = Counter(
             "shoal_ps_received_bytes",
-            "Payload bytes of completely received partitions, as sent (compressed if the "
-            "sender compressed them).",
+            "Payload bytes of completely received partitions, as sent (possibly compressed).",
             registry=registry,
         )
         self.sent_bytes = Counter(
@@ -51,7 +51,7 @@ class Metrics:
         )
         self.streams = Counter(
             "shoal_ps_streams",
-            "Tensor streams that were begun, by RPC and by transport: memory, tcp or grpc.",
+            "Streams of tensors started, by RPC and by transport: memory, tcp or grpc.",
             ("method", "transport"),
             registry=registry,
         )
@@ -63,7 +63,7 @@ class Metrics:
         )
         self.refused = Counter(
             "shoal_ps_refused",
-            "Refused calls, by RPC and reason.",
+            "Calls refused, by RPC and reason.",
             ("method", "reason"),
             registry=registry,
         )
@@ -75,49 +75,49 @@ class Metrics:
         )
         self.staleness = Histogram(
             "shoal_ps_staleness",
-            "Staleness of gradients: number of versions between the values on which a "
-            "gradient was computed and those to which it was applied.",
+            "Number of versions between the values on which a gradient was computed and the "
+            "values to which it was applied.",
             registry=registry,
             buckets=_STALENESS_BUCKETS,
         )
         self.turn_wait_seconds = Histogram(
             "shoal_ps_turn_wait_seconds",
-            "Time in seconds for which pulls (ssp, bsp) waited for slower members, and "
-            "pushes (bsp) for members to read.",
+            "Time that pulls under ssp and bsp waited for slower members, and that pushes under "
+            "bsp waited for readers, in seconds.",
             ("method",),
             registry=registry,
             buckets=_WAIT_BUCKETS_S,
         )
         self.stored_bytes = Gauge(
             "shoal_ps_stored_bytes",
-            "Bytes of stored values and optimizer state.",
+            "Bytes of values and optimizer state in memory.",
             registry=registry,
         )
         self.table_rows = Gauge(
-            "shoal_ps_table_rows", "Number of stored rows of sparse tables.", registry=registry
+            "shoal_ps_table_rows", "Rows of sparse tables that are stored.", registry=registry
         )
         self.partitions = Gauge(
             "shoal_ps_partitions",
-            "Number of partitions of this server, with or without values.",
+            "Number of partitions that this server owns, with or without values.",
             registry=registry,
         )
         self.lowest_version = Gauge(
             "shoal_ps_lowest_version",
-            "Lowest version among this server's partitions.",
+            "Lowest version of this server's partitions.",
             registry=registry,
         )
         self.highest_version = Gauge(
             "shoal_ps_highest_version",
-            "Highest version among this server's partitions.",
+            "Highest version of this server's partitions.",
             registry=registry,
         )
         self.generation = Gauge(
             "shoal_ps_generation",
-            "Newest generation that the coordinator has announced.",
+            "Newest generation announced by the coordinator.",
             registry=registry,
         )
         self.members = Gauge(
-            "shoal_ps_members", "Number of members of that generation.", registry=registry
+            "shoal_ps_members", "Number of members of the newest generation.", registry=registry
         )
         self.slowest_clock = Gauge(
             "shoal_ps_slowest_clock", "Clock of the slowest member.", registry=registry
@@ -127,8 +127,8 @@ class Metrics:
         )
         self.clock_bound = Gauge(
             "shoal_ps_clock_bound",
-            "Number of clocks by which a member may be ahead of the slowest one when it "
-            "begins an iteration: the bound under ssp, 0 under bsp, +Inf under asp.",
+            "How many clocks a member may be ahead of the slowest when it begins an iteration: "
+            "the bound of ssp, 0 under bsp, +Inf under asp.",
             registry=registry,
         )
         self.clock_bound.set(math.inf)
@@ -143,7 +143,7 @@ class Metrics:
             registry=registry,
         )
         self.snapshot_bytes = Gauge(
-            "shoal_ps_snapshot_bytes", "Size of the last snapshot in bytes.", registry=registry
+            "shoal_ps_snapshot_bytes", "Size of the last snapshot.", registry=registry
         )
         self.snapshot_timestamp = Gauge(
             "shoal_ps_snapshot_timestamp_seconds",
@@ -151,22 +151,18 @@ class Metrics:
             registry=registry,
         )
         self.snapshot_failures = Counter(
-            "shoal_ps_snapshot_failures",
-            "Number of snapshots that could not be written.",
-            registry=registry,
+            "shoal_ps_snapshot_failures", "Snapshots that could not be written.", registry=registry
         )
 
         self.journal_records = Counter(
-            "shoal_ps_journal_records",
-            "Number of changes written to the journal.",
-            registry=registry,
+            "shoal_ps_journal_records", "Changes written to the journal.", registry=registry
         )
         self.journal_bytes = Counter(
             "shoal_ps_journal_bytes", "Bytes written to the journal.", registry=registry
         )
         self.journal_seconds = Histogram(
             "shoal_ps_journal_seconds",
-            "Time in seconds to write and sync one batch of changes.",
+            "Time to write and sync a batch of journal records, in seconds.",
             registry=registry,
             buckets=_APPLY_BUCKETS_S,
         )
@@ -178,26 +174,28 @@ class Metrics:
 
         self.moved_partitions = Counter(
             "shoal_ps_moved_partitions",
-            "Partitions moved between servers during training, by direction: given to "
-            "another server, or taken from one.",
+            "Partitions that moved during training, by direction: given to another server, or "
+            "taken from one.",
             ("direction",),
             registry=registry,
         )
         self.frozen_seconds = Histogram(
             "shoal_ps_frozen_seconds",
-            "Time in seconds for which partitions that were being moved could be neither "
-            "pushed nor pulled at the server that gave them away.",
+            "Time during which partitions of a move could be neither pushed nor pulled, measured "
+            "on the server that gave them away, in seconds.",
             registry=registry,
             buckets=_FROZEN_BUCKETS_S,
         )
 
         self.disk_bytes = Gauge(
             "shoal_ps_disk_bytes",
-            "Size of the disk with the data directory in bytes; 0 without a data directory.",
+            "Size of the disk with the data directory; 0: there is none.",
             registry=registry,
         )
         self.disk_free_bytes = Gauge(
-            "shoal_ps_disk_free_bytes", "Free space on that disk in bytes.", registry=registry
+            "shoal_ps_disk_free_bytes",
+            "Free space on the disk with the data directory.",
+            registry=registry,
         )
 
         self.backup_in_sync = Gauge(

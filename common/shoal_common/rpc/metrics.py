@@ -57,7 +57,7 @@ class ServerMetrics:
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(f"grpc_server_{name}", text, (*_CALL_LABELS, *more), registry=registry)
 
-        self._started = counter("started", "RPCs begun on the server.")
+        self._started = counter("started", "RPCs started on the server.")
         self._handled = counter(
             "handled", "RPCs completed on the server, by status code.", "grpc_code"
         )
@@ -65,7 +65,7 @@ class ServerMetrics:
         self._sent = counter("msg_sent", "Messages sent by the server.")
         self._seconds = Histogram(
             "grpc_server_handling_seconds",
-            "Time from an RPC's start to its end on the server, in seconds.",
+            "Duration of RPCs on the server, in seconds.",
             _CALL_LABELS,
             registry=registry,
             buckets=_BUCKETS_S,
@@ -112,7 +112,7 @@ class ClientMetricsInterceptor(
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._started = Counter(
-            "grpc_client_started", "RPCs begun by the client.", _CALL_LABELS, registry=registry
+            "grpc_client_started", "RPCs started by the client.", _CALL_LABELS, registry=registry
         )
         self._handled = Counter(
             "grpc_client_handled",
@@ -122,7 +122,7 @@ class ClientMetricsInterceptor(
         )
         self._seconds = Histogram(
             "grpc_client_handling_seconds",
-            "Time from an RPC's start to its end as the client sees it, in seconds.",
+            "Duration of RPCs as measured by the client, in seconds.",
             _CALL_LABELS,
             registry=registry,
             buckets=_BUCKETS_S,

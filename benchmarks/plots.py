@@ -81,7 +81,7 @@ def curves(
 def progress(path: Path, panels: Mapping[str, Sequence[Row]]) -> None:
     """A panel for each title: a line per system through its steps (`progress_step`) over time
     (`progress_s`), with a cross where a worker was killed (`killed_s`) and a triangle where its
-    place was there again (`returned_s`). Lines across the panel mark the kills that all met."""
+    place was there again (`returned_s`). Dotted lines mark the kills of the row that met most."""
     pyplot = _pyplot()
     figure, all_axes = pyplot.subplots(
         1, len(panels), figsize=(14, 6), layout="constrained", squeeze=False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -21,10 +21,14 @@ RANKS: Final = 3
 OF_ALLOWED: Final = 1.05
 _BATCH: Final = 8
 _MICRO_BATCH: Final = 4
-_STEPS: Final = {"gpt": 1000, "cnn": 1500}
-_QUICK_STEPS: Final = {"gpt": 150, "cnn": 200}
-SCHEDULE: Final = Schedule(mean_gap_s=6, shortest_gap_s=3, longest_absence_s=2)
-QUICK_SCHEDULE: Final = Schedule(mean_gap_s=2, shortest_gap_s=1.5, longest_absence_s=1)
+_MODELS: Final = ("gpt", "cnn")
+_PROBE_STEPS: Final = 60
+_FEWEST_STEPS: Final = 100
+SCHEDULE: Final = Schedule(mean_gap_s=8, shortest_gap_s=5, longest_absence_s=3)
+QUICK_SCHEDULE: Final = Schedule(mean_gap_s=4, shortest_gap_s=3, longest_absence_s=2)
+NO_FAULTS_S: Final = 20.0
+"""About how long torch DDP takes without faults, by which the number of steps is chosen."""
+QUICK_NO_FAULTS_S: Final = 5.0
 _POINTS: Final = 400
 """Most points of a row's progress in the report."""
 
@@ -55,7 +59,7 @@ class Measured:
     """The run without faults."""
     faulty: Run | None = None
     failure: str = ""
-    of_ddp: float | None = field(default=None)
+    of_ddp: float | None = None
     """Time over that of torch DDP without faults."""
 
     @property
@@ -126,18 +130,15 @@ def interval(*, saving_s: float, step_s: float, mean_gap_s: float) -> int:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 12 minutes; quick: about 5."""
+    """Runs the benchmark described in the module. About 15 minutes; quick: about 7."""
     schedule = QUICK_SCHEDULE if options.quick else SCHEDULE
-    measured = [
-        each
-        for model, steps in (_QUICK_STEPS if options.quick else _STEPS).items()
-        for each in _of_model(Extent(model=model, ranks=RANKS, batch=_BATCH, steps=steps), schedule)
-    ]
+    lasting_s = QUICK_NO_FAULTS_S if options.quick else NO_FAULTS_S
+    measured = [each for model in _MODELS for each in _of_model(model, schedule, seconds=lasting_s)]
     plots.progress(
         options.output / "t17.png",
         {
             model: [_curve(each) for each in measured if each.name.startswith(f"{model}: ")]
-            for model in _STEPS
+            for model in _MODELS
         },
     )
     return Table(
@@ -147,7 +148,7 @@ def measure(options: Options) -> Table:
             f"Shoal <= {OF_ALLOWED} x the time without faults + the capacity that was missing; no "
             "sample lost or trained twice; the same bits in deterministic mode"
         ),
-        method=_method(options, schedule),
+        method=_method(schedule, seconds=lasting_s),
         columns=_COLUMNS,
         rows=tuple(row(each) for each in measured),
         verdict=verdict(measured),
@@ -170,12 +171,15 @@ _COLUMNS: Final = (
 )
 
 
-def _of_model(extent: Extent, schedule: Schedule) -> list[Measured]:
+def _of_model(model: str, schedule: Schedule, *, seconds: float) -> list[Measured]:
     plain = Candidate(
         name="torch DDP, no faults",
         command=" ".join(("torchrun", *systems.torchrun_words(RANKS, 0))),
         start=partial(systems.start_torchrun, checkpoint_every=0),
     )
+    extent = Extent(model=model, ranks=RANKS, batch=_BATCH, steps=_PROBE_STEPS)
+    probe = run(plain.name, plain.start, extent, None)
+    extent = replace(extent, steps=max(_FEWEST_STEPS, round(seconds / probe.step_s)))
     baseline = _measured(plain, extent, schedule=None, without=None)
     ddp = baseline.without
     every = (
@@ -312,13 +316,13 @@ def _judged(measured: Measured) -> str:
     )
 
 
-def _method(options: Options, schedule: Schedule) -> str:
-    steps = _QUICK_STEPS if options.quick else _STEPS
+def _method(schedule: Schedule, *, seconds: float) -> str:
     return (
-        f"{RANKS} workers train a decoder ({steps['gpt']} steps) and a convolutional network "
-        f"({steps['cnn']} steps) with AdamW, {_BATCH} samples per rank and step, for one epoch of "
-        "a dataset with exactly as many samples. Faults come from one seeded schedule, the same "
-        "for every system: kills (SIGKILL of one worker) with exponential gaps, "
+        f"{RANKS} workers train a decoder (gpt) and a convolutional network (cnn) with AdamW, "
+        f"{_BATCH} samples per rank and step, for as many steps as torch DDP takes in about "
+        f"{seconds:g} s, which is one epoch of a dataset with exactly as many samples. Faults "
+        "come from one seeded schedule, the same for every system: kills (SIGKILL of one worker) "
+        "with exponential gaps, "
         f"{schedule.mean_gap_s:g} s on average and {schedule.shortest_gap_s:g} s at least, after "
         "each of which the place is absent for up to "
         f"{schedule.longest_absence_s:g} s. A replacement is started at once, and waits with its "

@@ -68,15 +68,15 @@ def main() -> None:
     dataset, loss_fn = models.dataset(task), models.loss_of(task)
     share = models.order(task).view(task.steps, task.ranks, task.batch)[:, options.replica]
     while manager.current_step() < task.steps:
-        before = manager.current_step()
-        indices, inputs, targets = dataset[share[before]]
+        indices, inputs, targets = dataset[share[manager.current_step()]]
         optimizer.zero_grad()  # asks for a quorum
         loss = loss_fn(model(inputs), targets)
         manager.wait_quorum()  # the first bucket's all-reduce would
+        before = manager.current_step()  # that of the others, after a start
         ledger.tried(
             group=manager._quorum_id,  # the only place where it is said
             world_size=manager.num_participants(),
-            step=manager.current_step() + 1,
+            step=before + 1,
             # a replica that takes over the others' state contributes zeros
             samples=indices.tolist() if manager.is_participating() else [],
         )

@@ -34,7 +34,9 @@ def _torch() -> str:
     return f"torch {metadata.version('torch')}"
 
 
-def _torch_that_reconfigures() -> str:
+def torch_that_reconfigures() -> str:
+    """Version of this interpreter's torch. Raises MeasurementError where it cannot reconfigure
+    groups."""
     if tuple(map(int, metadata.version("torch").split(".")[:2])) < _RECONFIGURES_FROM:
         raise MeasurementError(f"{_torch()} has no _reconfigure, which came with 2.14")
     return _torch()
@@ -58,7 +60,7 @@ CANDIDATES: Final = (
     Candidate(
         scheme="reconfigure",
         name="torch's Gloo, `_reconfigure`",
-        version=_torch_that_reconfigures,
+        version=torch_that_reconfigures,
     ),
     Candidate(
         scheme="torchft",
@@ -70,7 +72,7 @@ CANDIDATES: Final = (
     Candidate(
         scheme="shoal-reconfigure",
         name="`shoal_gloo`, `_reconfigure`",
-        version=_torch_that_reconfigures,
+        version=torch_that_reconfigures,
         ours=True,
     ),
 )

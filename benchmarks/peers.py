@@ -41,14 +41,19 @@ def _version(module: str, distribution: str) -> str:
         "torch', m.version('torch'))"
     )
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    answer = subprocess.run(
-        [PYTHON, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=_IMPORT_TIMEOUT_S,
-        check=False,
-        env=environment,
-    )
+    try:
+        answer = subprocess.run(
+            [PYTHON, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_S,
+            check=False,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise MeasurementError(
+            f"{distribution} was not imported within {_IMPORT_TIMEOUT_S} s: the machine is busy"
+        ) from None
     if answer.returncode:
         raise MeasurementError(
             f"{distribution} cannot be imported: {answer.stderr.strip().splitlines()[-1]}"

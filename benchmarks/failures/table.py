@@ -1,0 +1,339 @@
+"""T17: the time to the same number of steps under one schedule of faults, by each system."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from benchmarks import plots
+from benchmarks.errors import MeasurementError
+from benchmarks.failures import systems
+from benchmarks.failures.runs import Extent, Run, run
+from benchmarks.failures.schedule import Schedule
+from benchmarks.kill_recovery import torchft_command
+from benchmarks.registry import Options
+from benchmarks.report import Row, Table
+
+RANKS: Final = 3
+OF_ALLOWED: Final = 1.05
+_BATCH: Final = 8
+_MICRO_BATCH: Final = 4
+_MODELS: Final = ("gpt", "cnn")
+_PROBE_STEPS: Final = 60
+_FEWEST_STEPS: Final = 100
+SCHEDULE: Final = Schedule(mean_gap_s=8, shortest_gap_s=5, longest_absence_s=3)
+QUICK_SCHEDULE: Final = Schedule(mean_gap_s=4, shortest_gap_s=3, longest_absence_s=2)
+NO_FAULTS_S: Final = 20.0
+"""About how long torch DDP takes without faults, by which the number of steps is chosen."""
+QUICK_NO_FAULTS_S: Final = 5.0
+_POINTS: Final = 400
+"""Most points of a row's progress in the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One system under its best settings."""
+
+    name: str
+    command: str
+    start: systems.Start
+    own_baseline: bool = True
+    """It is compared with itself without faults; False: with torch DDP."""
+    target: bool = False
+    """It is to reach the target."""
+    deterministic: bool = False
+    """Its final parameters are to be those of the run without faults."""
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """One system on one model."""
+
+    name: str
+    command: str
+    candidate: Candidate
+    without: Run | None = None
+    """The run without faults."""
+    faulty: Run | None = None
+    failure: str = ""
+    of_ddp: float | None = None
+    """Time over that of torch DDP without faults."""
+
+    @property
+    def of_allowed(self) -> float | None:
+        """Time over what the target allows: 1.05 times the time without faults, and the capacity
+        that was missing; None: not measured."""
+        if self.without is None or self.faulty is None:
+            return None
+        allowed_s = OF_ALLOWED * self.without.time_s + self.faulty.missing_s
+        return self.faulty.time_s / allowed_s
+
+    @property
+    def same_bits(self) -> bool:
+        """Returns whether the final parameters are those of the run without faults."""
+        return bool(
+            self.without is not None
+            and self.faulty is not None
+            and self.faulty.digest
+            and self.faulty.digest == self.without.digest
+        )
+
+
+def _shoal(strategy: str, *, deterministic: bool) -> Candidate:
+    more = (
+        f"--strategy={strategy}",
+        *((f"--micro-batch={_MICRO_BATCH}",) if deterministic else ()),
+    )
+    return Candidate(
+        name=f"shoal, {strategy}{', deterministic' if deterministic else ''}",
+        command=" ".join(("shoal", *systems.shoal_words(RANKS, more))),
+        start=partial(systems.start_shoal, more=more),
+        target=True,
+        deterministic=deterministic,
+    )
+
+
+def candidates(checkpoint_every: int) -> list[Candidate]:
+    """All systems; torchrun saves every so many steps."""
+    return [
+        Candidate(
+            name="torchrun, checkpoints",
+            command=" ".join(("torchrun", *systems.torchrun_words(RANKS, checkpoint_every))),
+            start=partial(systems.start_torchrun, checkpoint_every=checkpoint_every),
+            own_baseline=False,
+        ),
+        Candidate(
+            name="torchft, tuned",
+            command=torchft_command(systems.TUNED).replace(
+                "benchmarks.workers.train_torchft", "benchmarks.workers.failures.train_torchft"
+            ),
+            start=systems.start_torchft,
+        ),
+        Candidate(
+            name="torch, reconfigured groups",
+            command="per rank python -m benchmarks.workers.failures.train_reconfigure",
+            start=systems.start_reconfigure,
+        ),
+        _shoal("ddp", deterministic=False),
+        *(_shoal(strategy, deterministic=True) for strategy in ("ddp", "zero2", "fsdp")),
+    ]
+
+
+def interval(*, saving_s: float, step_s: float, mean_gap_s: float) -> int:
+    """Returns the steps between checkpoints that lose least time: the square root of twice the cost
+    of a checkpoint times the mean time between failures (Young, CACM 17(9), 1974; Daly, FGCS 22,
+    2006)."""
+    return max(1, round(math.sqrt(2 * saving_s * mean_gap_s) / step_s))
+
+
+def measure(options: Options) -> Table:
+    """Runs the benchmark described in the module. About 15 minutes; quick: about 7."""
+    schedule = QUICK_SCHEDULE if options.quick else SCHEDULE
+    lasting_s = QUICK_NO_FAULTS_S if options.quick else NO_FAULTS_S
+    measured = [each for model in _MODELS for each in _of_model(model, schedule, seconds=lasting_s)]
+    plots.progress(
+        options.output / "t17.png",
+        {
+            model: [_curve(each) for each in measured if each.name.startswith(f"{model}: ")]
+            for model in _MODELS
+        },
+    )
+    return Table(
+        key="t17",
+        title="Time to the same steps while workers are killed and return",
+        target=(
+            f"Shoal <= {OF_ALLOWED} x the time without faults + the capacity that was missing; no "
+            "sample lost or trained twice; the same bits in deterministic mode"
+        ),
+        method=_method(schedule, seconds=lasting_s),
+        columns=_COLUMNS,
+        rows=tuple(row(each) for each in measured),
+        verdict=verdict(measured),
+    )
+
+
+_COLUMNS: Final = (
+    "kills",
+    "time s",
+    "no faults s",
+    "ratio",
+    "missing s",
+    "of allowed",
+    "of DDP without faults",
+    "never trained",
+    "trained twice",
+    "steps redone",
+    "same bits",
+    "reduced s",
+)
+
+
+def _of_model(model: str, schedule: Schedule, *, seconds: float) -> list[Measured]:
+    plain = Candidate(
+        name="torch DDP, no faults",
+        command=" ".join(("torchrun", *systems.torchrun_words(RANKS, 0))),
+        start=partial(systems.start_torchrun, checkpoint_every=0),
+    )
+    extent = Extent(model=model, ranks=RANKS, batch=_BATCH, steps=_PROBE_STEPS)
+    probe = run(plain.name, plain.start, extent, None)
+    extent = replace(extent, steps=max(_FEWEST_STEPS, round(seconds / probe.step_s)))
+    baseline = _measured(plain, extent, schedule=None, without=None)
+    ddp = baseline.without
+    every = (
+        interval(saving_s=max(ddp.saved_s), step_s=ddp.step_s, mean_gap_s=schedule.mean_gap_s)
+        if ddp is not None
+        else 100
+    )
+    rest = [
+        _measured(
+            candidate,
+            extent,
+            schedule=schedule,
+            without=None if candidate.own_baseline else ddp,
+        )
+        for candidate in candidates(every)
+    ]
+    for each in rest:
+        if each.faulty is not None and ddp is not None:
+            each.of_ddp = each.faulty.time_s / ddp.time_s
+    return [baseline, *rest]
+
+
+def _measured(
+    candidate: Candidate, extent: Extent, *, schedule: Schedule | None, without: Run | None
+) -> Measured:
+    measured = Measured(
+        name=f"{extent.model}: {candidate.name}",
+        command=f"{candidate.command} --model={extent.model} --ranks={extent.ranks} "
+        f"--batch={extent.batch} --steps={extent.steps}",
+        candidate=candidate,
+        without=without,
+    )
+    try:
+        if without is None:
+            measured.without = run(measured.name, candidate.start, extent, None)
+        if schedule is not None:
+            measured.faulty = run(measured.name, candidate.start, extent, schedule)
+    except MeasurementError as error:
+        measured.failure = str(error)
+    return measured
+
+
+# ---------------------------------------------------------------------------------------- the table
+
+
+def row(measured: Measured) -> Row:
+    """A row of the table."""
+    cells: dict[str, str] = {}
+    samples: dict[str, Sequence[float]] = {}
+    without, faulty = measured.without, measured.faulty
+    shown = faulty or without
+    if without is not None:
+        cells["no faults s"] = f"{without.time_s:.1f}"
+        samples["no_faults_s"] = [without.time_s]
+    if faulty is not None:
+        cells |= {
+            "kills": str(len(faulty.absences)),
+            "time s": f"{faulty.time_s:.1f}",
+            "missing s": f"{faulty.missing_s:.1f}",
+            "never trained": str(faulty.account.never),
+            "trained twice": str(faulty.account.twice),
+            "steps redone": str(faulty.account.redone),
+            "same bits": "yes" if measured.same_bits else "no",
+            "reduced s": f"{faulty.reduced_s:.1f}",
+        }
+        samples |= {
+            "time_s": [faulty.time_s],
+            "killed_s": [kill for kill, _ in faulty.absences],
+            "returned_s": [back for _, back in faulty.absences],
+        }
+        if without is not None:
+            cells["ratio"] = f"{faulty.time_s / without.time_s:.2f}"
+    if (share := measured.of_allowed) is not None:
+        cells["of allowed"] = f"{share:.2f}"
+    if measured.of_ddp is not None:
+        cells["of DDP without faults"] = f"{measured.of_ddp:.2f}"
+    if shown is not None:
+        points = _thinned(shown.progress)
+        samples |= {
+            "progress_s": [time_s for time_s, _ in points],
+            "progress_step": [step for _, step in points],
+        }
+    return Row(
+        name=measured.name,
+        command=measured.command,
+        cells=cells,
+        samples=samples,
+        failure=measured.failure,
+    )
+
+
+def _thinned(progress: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """At most about so many points, those among them where steps go backwards."""
+    stride = max(1, len(progress) // _POINTS)
+    return [
+        point
+        for number, point in enumerate(progress)
+        if number % stride == 0
+        or number == len(progress) - 1
+        or point[1] <= progress[number - 1][1]
+        or progress[number + 1][1] <= point[1]
+    ]
+
+
+def _curve(measured: Measured) -> Row:
+    shown = row(measured)
+    return Row(name=shown.name.partition(": ")[2], command="", cells={}, samples=shown.samples)
+
+
+def verdict(all_of_them: Sequence[Measured]) -> str:
+    """Says for each system with a target what it reached."""
+    judged = [
+        f"{each.name.replace(': shoal', ':', 1).replace(':,', ':')} {_judged(each)}"
+        for each in all_of_them
+        if each.candidate.target
+    ]
+    return f"Measured, Shoal's time over what is allowed: {'; '.join(judged)}."
+
+
+def _judged(measured: Measured) -> str:
+    share, faulty = measured.of_allowed, measured.faulty
+    if share is None or faulty is None:
+        return "not measured"
+    account = faulty.account
+    wrong = [
+        *([f"{account.never} samples lost"] if account.never else []),
+        *([f"{account.twice} trained twice"] if account.twice else []),
+        *(["other bits"] if measured.candidate.deterministic and not measured.same_bits else []),
+    ]
+    reached = share <= 1 and not wrong
+    return (
+        f"{share:.2f} x{''.join(f', {each}' for each in wrong)} "
+        f"({'reached' if reached else 'not reached'})"
+    )
+
+
+def _method(schedule: Schedule, *, seconds: float) -> str:
+    return (
+        f"{RANKS} workers train a decoder (gpt) and a convolutional network (cnn) with AdamW, "
+        f"{_BATCH} samples per rank and step, for as many steps as torch DDP takes in about "
+        f"{seconds:g} s, which is one epoch of a dataset with exactly as many samples. Faults "
+        "come from one seeded schedule, the same for every system: kills (SIGKILL of one worker) "
+        "with exponential gaps, "
+        f"{schedule.mean_gap_s:g} s on average and {schedule.shortest_gap_s:g} s at least, after "
+        "each of which the place is absent for up to "
+        f"{schedule.longest_absence_s:g} s. A replacement is started at once, and waits with its "
+        "imports done until the absence ends. Times run from the first step of all workers until "
+        "the last step is committed; a system that needs longer meets more faults. *No faults*: "
+        "the same system without faults, for torchrun torch DDP without checkpoints. *Missing*: "
+        "the absences, as a share of the workers. *Of allowed*: the time over "
+        f"{OF_ALLOWED} x that without faults plus what is missing. *Never trained*, *trained "
+        "twice*: samples, by what entered the final parameters. *Steps redone*: begun, and aborted "
+        "or undone. *Same bits*: of the final parameters as without faults. *Reduced*: from each "
+        "kill until all workers have taken a step together again. torchrun saves at the interval "
+        "that Young's formula gives for the measured cost of a checkpoint; torchft has the "
+        "settings that are best in T1. docs/benchmarks/failures.md has the details."
+    )

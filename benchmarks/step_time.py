@@ -104,7 +104,7 @@ def measure(options: Options) -> Table:
             "on the machine affect it least. Systems that wait for their turn continue their "
             "background work (heartbeats). "
             f"{devices.describe('Three ranks share two cores.', ON_DEVICES)} Checking: the ranks "
-            "compare their replicated values, by default after every 100 steps "
+            "compare their replicated values every 100 steps by default "
             "(consistency_check_every; 0 turns this off)."
         ),
         columns=turns.COLUMNS,

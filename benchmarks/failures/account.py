@@ -1,4 +1,4 @@
-"""What counts in the final parameters of a run, by the ledgers of its workers.
+"""Account of what entered the final parameters of a run, from the ledgers of its workers.
 
 A step counts as the newest membership committed it: if workers went back to a checkpoint and took
 it again, the earlier one has left no trace in the parameters. If one process committed a step in
@@ -21,11 +21,11 @@ class Account:
     never: int
     """Samples that no step which counts has trained."""
     twice: int
-    """How often samples were trained beyond the first time."""
+    """Number of times that samples were trained again after the first time."""
     redone: int
     """Steps that were begun and did not count, because they were aborted or undone."""
     digests: frozenset[str]
-    """Of the final parameters; more than one: the workers' parameters differ."""
+    """Digests of the final parameters. More than one: the workers' parameters differ."""
 
 
 def account(entries: Iterable[Entries], *, steps: int, samples: int) -> Account:

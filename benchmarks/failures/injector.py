@@ -45,7 +45,7 @@ class Injector:
         self._steps = steps
         self._returns_ns = 0
         self.begun_ns = 0
-        """When all workers had committed a step of all; 0: not yet."""
+        """Time at which all workers had committed a step together; 0 before that."""
         self.kills_ns: list[int] = []
         self.returns_ns: list[int] = []
         """Ends of the absences; one fewer than kills while a place is absent."""

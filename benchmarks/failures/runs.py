@@ -46,7 +46,7 @@ class Run:
     """Time in which not all workers took steps together."""
     account: Account
     saved_s: Sequence[float]
-    """How long each checkpoint took."""
+    """Seconds that each checkpoint took."""
 
     @property
     def step_s(self) -> float:

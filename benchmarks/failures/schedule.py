@@ -27,7 +27,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What faults there are on average, and their seed."""
+    """Average frequency and duration of the faults, and the seed that draws them."""
 
     mean_gap_s: float
     """Mean time between two kills, or before the first."""

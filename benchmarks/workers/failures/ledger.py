@@ -80,7 +80,7 @@ class Entries:
     attempts: list[Attempt] = field(default_factory=list)
     saved_s: list[float] = field(default_factory=list)
     digest: str = ""
-    """Of the final parameters; empty until the process has finished."""
+    """Digest of the final parameters; empty until the process has finished."""
 
     def add(self, entry: dict[str, Any]) -> None:
         """Takes in one line."""

@@ -28,7 +28,7 @@ from benchmarks.workers.failures.task import Task, parser, task_of
 
 _DIST: Final[Any] = dist
 _TIMEOUT: Final = timedelta(seconds=2)
-"""Of collectives: a survivor that waits for another survivor, which has given up, waits so long."""
+"""Timeout of collectives. A survivor waits this long for another one that has given up."""
 _PATIENCE_S: Final = 60
 _POLL_S: Final = 0.002
 

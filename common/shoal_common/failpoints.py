@@ -41,6 +41,9 @@ Workers:
     session.at_border           the members have met at a step boundary at which joiners wait
     checkpoint.shard_written    this rank's shard of a checkpoint is on disk, and nobody was
                                 notified
+    checkpoint.upload_file      a file of a checkpoint is about to be uploaded to an object storage
+    checkpoint.upload_manifest  all files of a checkpoint are in the object storage, and the
+                                manifest is not
     rows.written                a bucket of a sparse table is on disk, in an incomplete checkpoint
     rows.put                    a server has replaced a bucket with the one from a checkpoint;
                                 other buckets may still be unchanged

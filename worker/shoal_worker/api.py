@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shoal_worker.checkpoint.files import read_model
+from shoal_worker.checkpoint.place import Place, downloaded
 from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer, take_apart
 from shoal_worker.config import ShardingConfiguration
@@ -34,6 +35,7 @@ from shoal_worker.engine.state.parameters import check_memory, check_shaped
 from shoal_worker.features import whole_batch as whole_batches
 from shoal_worker.features.model_session import ModelSession
 from shoal_worker.features.several_models import SeveralEngines
+from shoal_worker.object_storage import is_url
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.strategies import registry
 from shoal_worker.strategies.model import ShardedModel
@@ -494,7 +496,9 @@ def save_checkpoint(
     do so before this returns.
 
     Args:
-        directory: shared by all ranks, or local to the first rank's machine.
+        directory: shared by all ranks, or local to the first rank's machine. Or a URL of an object
+            storage, such as "s3://bucket/run": the checkpoint is written to a local directory
+            (SHOAL_STAGING_DIR) and uploaded in the background.
         keep: number of the newest checkpoints to keep; >= 1.
         best: metric of the state, the same on every rank, such as the accuracy from
             `shoal.evaluate`. The run's checkpoint with the best metric is kept in addition to the
@@ -520,6 +524,10 @@ def save_checkpoint(
             or differs between ranks; or a directory that cannot be written, or is not shared.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed, or under ddp this save
             of the rows of sparse tables.
+        PermissionDeniedError (STORAGE_REFUSED): the object storage refuses the credentials, now or
+            at an earlier upload.
+        UnavailableError (STORAGE_UNAVAILABLE): the object storage has failed for too long, at the
+            first save to this URL.
         DeadlineError (SERVER_AWAY): a server with rows of sparse tables was unreachable for too
             long.
     """
@@ -537,7 +545,7 @@ def save_checkpoint(
         return
     CheckpointSaver.of(session).save(
         session,
-        Path(directory),
+        Place.of(directory, session.settings),
         keep=keep,
         sharded=sharded,
         frozen=frozen,
@@ -574,13 +582,19 @@ def resume(directory: str | Path) -> bool:
     state is newer. The parameter servers receive the rows of sparse tables: always under ddp; under
     async_sgd only rows that are still untrained there.
 
+    Args:
+        directory: the directory or URL passed to `save_checkpoint`.
+
     Raises:
+        PermissionDeniedError (STORAGE_REFUSED): the object storage refuses the credentials.
+        UnavailableError (STORAGE_UNAVAILABLE): the object storage has failed for too long.
         CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release;
             or it was saved with `frozen="reference"`, and the model's frozen parameters have other
             values (BASE_MODEL_DIFFERS). Nothing is changed.
         ConfigurationError: `directory` is itself one checkpoint, or a file.
     """
-    return load_newest(current_session(), Path(directory))
+    session = current_session()
+    return load_newest(session, Place.of(directory, session.settings))
 
 
 def load_full_state(
@@ -595,8 +609,8 @@ def load_full_state(
     module's names, for `module.load_state_dict`. Needs no session and no ranks.
 
     Args:
-        path: a directory passed to `save_checkpoint`, of which the newest checkpoint is read, or
-            one `step-<n>` in it.
+        path: a directory or URL passed to `save_checkpoint`, of which the newest checkpoint is
+            read, or one `step-<n>` in it.
         model: index of the model in a run that trained several, in the order of `as_distributed`.
         best: read the checkpoint with the best metric of the newest run in the directory, instead
             of the newest: see `best` of `save_checkpoint`.
@@ -613,7 +627,9 @@ def load_full_state(
             values of frozen parameters that `base` lacks (BASE_MODEL_DIFFERS).
     """
     values = base.state_dict() if isinstance(base, nn.Module) else base
-    return read_model(Path(path), model, of_best=best, average=average, base=values or {})
+    with downloaded(path, WorkerSettings(), best=best) as found:
+        of_best = best and not is_url(path)  # otherwise the best one was downloaded
+        return read_model(found, model, of_best=of_best, average=average, base=values or {})
 
 
 def report(**numbers: float | torch.Tensor) -> None:

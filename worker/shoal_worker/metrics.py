@@ -144,6 +144,37 @@ class WorkerMetrics:
             "Time at which this worker last wrote a checkpoint or its part of one; 0: never.",
             registry=self.registry,
         )
+        self.uploads = Counter(
+            "shoal_worker_uploads",
+            "Checkpoints that this worker uploaded to an object storage, by what became of them: "
+            "written, failed, or given_up (a later save removed it first, or this worker was "
+            "evicted).",
+            ("outcome",),
+            registry=self.registry,
+        )
+        for outcome in ("written", "failed", "given_up"):
+            self.uploads.labels(outcome)
+        self.upload_seconds = Histogram(
+            "shoal_worker_upload_seconds",
+            "Time to upload a checkpoint to an object storage, beside the training.",
+            buckets=_DISKS,
+            registry=self.registry,
+        )
+        self.uploaded_bytes = Counter(
+            "shoal_worker_uploaded_bytes",
+            "Bytes of checkpoints' files uploaded to an object storage.",
+            registry=self.registry,
+        )
+        self.upload_backlog_checkpoints = Gauge(
+            "shoal_worker_upload_backlog_checkpoints",
+            "Checkpoints on this worker's disk that are not yet in the object storage.",
+            registry=self.registry,
+        )
+        self.upload_backlog_bytes = Gauge(
+            "shoal_worker_upload_backlog_bytes",
+            "Size of the checkpoints on this worker's disk that are not yet in the object storage.",
+            registry=self.registry,
+        )
         self.transports_lost = Counter(
             "shoal_worker_transports_lost",
             "Number of times that a transport to a parameter server (memory or tcp) was not "
@@ -195,6 +226,18 @@ class WorkerMetrics:
             self.checkpoint_seconds.observe(seconds)
             self.checkpoint_timestamp.set_to_current_time()
         self._period("checkpoint", seconds, {"outcome": outcome})
+
+    def upload_ended(self, outcome: str, *, seconds: float) -> None:
+        """Records that a checkpoint was uploaded, or that an attempt ended without that."""
+        self.uploads.labels(outcome).inc()
+        if outcome == "written":
+            self.upload_seconds.observe(seconds)
+        self._period("upload", seconds, {"outcome": outcome})
+
+    def upload_backlog(self, checkpoints: int, nbytes: int) -> None:
+        """Records what is on this worker's disk and not yet in the object storage."""
+        self.upload_backlog_checkpoints.set(checkpoints)
+        self.upload_backlog_bytes.set(nbytes)
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
         """Records state received from peers."""

@@ -86,6 +86,11 @@ class WorkerSettings(CallerSettings):
     record_dir: Path | None = None
     """Directory in which every sample index that is handed out and every commit are recorded as
     JSON lines; None: not recorded."""
+    staging_dir: Path | None = None
+    """Local directory for checkpoints on their way to an object storage, and from there; None:
+    `shoal` in XDG_CACHE_HOME, which is ~/.cache by default."""
+    upload_timeout_s: float = Field(default=300.0, gt=0)
+    """Time for which each call to an object storage is repeated while the storage fails."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
     """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
     speed: float | None = Field(default=None, gt=0)
@@ -133,6 +138,17 @@ class WorkerSettings(CallerSettings):
             else read_secret(self.store_url_file, "SHOAL_STORE_URL_FILE")
         )
         return with_authority(own or given, self.redis_ca)
+
+    @property
+    def staging(self) -> Path:
+        """Value of `staging_dir`, or its default."""
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return (self.staging_dir or Path(cache).expanduser() / "shoal").absolute()
+
+    @property
+    def upload_timeout(self) -> timedelta:
+        """`upload_timeout_s` as a duration."""
+        return timedelta(seconds=self.upload_timeout_s)
 
     @property
     def rendezvous_timeout(self) -> timedelta:

@@ -154,6 +154,7 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "step_time_s": progress.step_time_s,
         "staleness": progress.staleness,
         "share": progress.share or None,
+        "upload_backlog_bytes": progress.upload_backlog_bytes,
         "busy_time_s": progress.busy_time_s,
         "waiting_s": progress.waiting_s,
         "waiting_in": progress.waiting_in,

@@ -212,6 +212,7 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         awaited_server=received.awaited_server[:_LONGEST_NAME] or "a parameter server",
         script_line=received.script_line[:_LONGEST_SCRIPT_LINE],
         share=_seconds(received.share),
+        upload_backlog_bytes=max(0, received.upload_backlog_bytes),
         last_wait=received.last_wait[:_LONGEST_NAME],
         stacks=received.stacks[:_LONGEST_STACKS],
         busy_link=(received.busy_link.rank, received.busy_link.bytes_per_s)

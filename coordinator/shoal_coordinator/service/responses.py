@@ -459,6 +459,7 @@ def _progress_message(progress: Progress, *, stacks: str) -> pb.Progress:
         awaited_server=progress.awaited_server,
         script_line=progress.script_line,
         share=progress.share,
+        upload_backlog_bytes=progress.upload_backlog_bytes,
         last_wait=progress.last_wait,
         stacks=stacks,
         metrics=progress.metrics,

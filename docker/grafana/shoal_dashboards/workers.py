@@ -130,6 +130,50 @@ CHECKPOINTS = (
         unit="s",
         queries=quantiles("shoal_worker_checkpoint_seconds", "job_id"),
     ),
+    Graph(
+        title="Checkpoints a worker uploaded",
+        text="Checkpoints that reached the object storage, and attempts that failed or were given "
+        "up. Each failure is in that worker's log.",
+        unit="none",
+        queries=[
+            (
+                "sum by (outcome) (increase(shoal_worker_uploads_total{job}[$__rate_interval]))",
+                "{{outcome}}",
+            ),
+        ],
+    ),
+    Graph(
+        title="Time to upload a checkpoint",
+        text="Beside the training, which goes on. Longer than the time between two saves: "
+        "checkpoints that nobody would keep are not uploaded.",
+        unit="s",
+        queries=quantiles("shoal_worker_upload_seconds", "job_id"),
+    ),
+    Graph(
+        title="Upload to the object storage",
+        text="Bytes per second of checkpoints' files, by the worker that uploads them.",
+        unit="Bps",
+        queries=[
+            (
+                "sum by (instance) (rate(shoal_worker_uploaded_bytes_total{job}[$__rate_interval]))",
+                "{{instance}}",
+            ),
+        ],
+    ),
+    Graph(
+        title="Upload backlog",
+        text="Size of the checkpoints on a worker's disk that are not yet in the object storage.",
+        unit="bytes",
+        queries=[("sum by (instance) (shoal_worker_upload_backlog_bytes{job})", "{{instance}}")],
+    ),
+    Graph(
+        title="Checkpoints to upload",
+        text="Checkpoints on a worker's disk that are not yet in the object storage.",
+        unit="none",
+        queries=[
+            ("sum by (instance) (shoal_worker_upload_backlog_checkpoints{job})", "{{instance}}")
+        ],
+    ),
 )
 
 ASYNCHRONOUS = (

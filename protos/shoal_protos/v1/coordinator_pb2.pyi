@@ -329,7 +329,7 @@ class Welcome(_message.Message):
     def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., heartbeat_interval_ms: _Optional[int] = ..., joining: _Optional[bool] = ..., store_url: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "epoch", "sequence", "samples_per_s", "loss", "step_time_s", "samples", "staleness", "waiting_s", "waiting_in", "busy_time_s", "cpu_s", "busy_link", "server_wait_s", "awaited_server", "metrics", "steps_in_all", "script_line", "share", "last_wait", "stacks")
+    __slots__ = ("step", "epoch", "sequence", "samples_per_s", "loss", "step_time_s", "samples", "staleness", "waiting_s", "waiting_in", "busy_time_s", "cpu_s", "busy_link", "server_wait_s", "awaited_server", "metrics", "steps_in_all", "script_line", "share", "upload_backlog_bytes", "last_wait", "stacks")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +356,7 @@ class Progress(_message.Message):
     STEPS_IN_ALL_FIELD_NUMBER: _ClassVar[int]
     SCRIPT_LINE_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_BACKLOG_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_WAIT_FIELD_NUMBER: _ClassVar[int]
     STACKS_FIELD_NUMBER: _ClassVar[int]
     step: int
@@ -377,9 +378,10 @@ class Progress(_message.Message):
     steps_in_all: int
     script_line: str
     share: float
+    upload_backlog_bytes: int
     last_wait: str
     stacks: str
-    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., samples: _Optional[int] = ..., staleness: _Optional[float] = ..., waiting_s: _Optional[float] = ..., waiting_in: _Optional[str] = ..., busy_time_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., busy_link: _Optional[_Union[BusyLink, _Mapping]] = ..., server_wait_s: _Optional[float] = ..., awaited_server: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_in_all: _Optional[int] = ..., script_line: _Optional[str] = ..., share: _Optional[float] = ..., last_wait: _Optional[str] = ..., stacks: _Optional[str] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., samples: _Optional[int] = ..., staleness: _Optional[float] = ..., waiting_s: _Optional[float] = ..., waiting_in: _Optional[str] = ..., busy_time_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., busy_link: _Optional[_Union[BusyLink, _Mapping]] = ..., server_wait_s: _Optional[float] = ..., awaited_server: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_in_all: _Optional[int] = ..., script_line: _Optional[str] = ..., share: _Optional[float] = ..., upload_backlog_bytes: _Optional[int] = ..., last_wait: _Optional[str] = ..., stacks: _Optional[str] = ...) -> None: ...
 
 class BusyLink(_message.Message):
     __slots__ = ("rank", "bytes_per_s")

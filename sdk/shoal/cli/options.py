@@ -108,8 +108,8 @@ Plot = Annotated[
     typer.Option(
         metavar="FILE.png|FILE.svg",
         help="At the end, plot the loss, other reported numbers and the throughput over time to "
-        "this file, with faults, joins and leaves marked. Requires matplotlib (the extra "
-        "[plot]).",
+        "this file, with faults, joins and leaves marked. May be a URL (s3://bucket/run.svg). "
+        "Requires matplotlib (the extra [plot]).",
         show_default=False,
     ),
 ]

@@ -118,6 +118,8 @@ class Member:
     share: float | None = None
     """Number of micro-batches that the member gets in each step, divided by an equal share. None
     unless micro-batches are distributed by speed."""
+    upload_backlog_bytes: int = 0
+    """Bytes of checkpoints on the member's disk that are not yet in the object storage."""
     script_line: str | None = None
     """Line of the script that the member is executing, and what the line waits for. None unless the
     member has made no progress for a while."""

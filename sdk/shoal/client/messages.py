@@ -98,6 +98,7 @@ def member_of(message: pb.MemberStatus) -> Member:
         waiting_in=progress.waiting_in or None,
         staleness=progress.staleness,
         share=progress.share or None,
+        upload_backlog_bytes=progress.upload_backlog_bytes,
         note=message.note or None,
         script_line=progress.script_line or None,
         last_wait=progress.last_wait or None,

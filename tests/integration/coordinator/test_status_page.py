@@ -71,6 +71,7 @@ def test_a_job_is_told_with_its_ranks_and_how_far_each_is(
         step_time_s=0.1,
         busy_time_s=0.05,
         metrics={"accuracy": 0.75, "lr": math.nan},
+        upload_backlog_bytes=5_000_000,
     )
     b.beat(1, sequence=1, step=7, loss=math.nan, samples_per_s=50)
     seen = eventually(
@@ -102,6 +103,7 @@ def test_a_job_is_told_with_its_ranks_and_how_far_each_is(
         "ranked",
     )
     assert (first["loss"], first["steps_behind"], first["samples_per_s"]) == (0.5, 0, 100)
+    assert [each["upload_backlog_bytes"] for each in (first, second)] == [5_000_000, 0]
     assert (second["loss"], second["steps_behind"]) == (None, 2)
     assert (first["metrics"], second["metrics"]) == ({"accuracy": 0.75, "lr": None}, {})
     listed = {each["job_id"]: each for each in told(shared_coordinator, "/api/jobs")["jobs"]}[

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import random
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import fsspec
 import pytest
-from shoal.cli.terminal.plot import draw, rates
+from shoal.cli.terminal.plot import check_plot, draw, rates
 from shoal.launcher.report.account import RunFigures
 from shoal.launcher.report.course import Point
 from shoal.ticks import is_wide, plain
+from shoal_common.errors import ConfigurationError
 
 from benchmarks import plots
 from benchmarks.report import Row
@@ -136,3 +139,22 @@ def test_few_decades_need_no_logarithm() -> None:
     assert not is_wide([0.1, 1.0])
     assert not is_wide([0.0, 100.0])
     assert is_wide([0.1, 2.0])
+
+
+def test_a_plot_goes_to_a_url_that_the_command_line_made_a_path(tmp_path: Path) -> None:
+    place = Path("memory://bucket/run.svg")
+    check_plot(place)
+    draw(figures([1.0] * 10), place, title="run")
+    draw(figures([1.0] * 10), tmp_path / "run.svg", title="run")
+    stored = fsspec.filesystem("memory").cat_file("bucket/run.svg")
+    assert re.sub(rb"<dc:date>.*?</dc:date>", b"", stored) == re.sub(
+        rb"<dc:date>.*?</dc:date>", b"", (tmp_path / "run.svg").read_bytes()
+    )
+
+
+def test_a_plot_at_a_url_without_its_package_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigurationError, match=r"gcsfs; install it with pip install 'shoal"):
+        check_plot(Path("gs://bucket/run.svg"))

@@ -77,6 +77,20 @@ def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
     assert [m["note"] for m in document["members"]] == [None, "no heartbeat for 13 s"]
 
 
+def test_the_upload_backlog_is_shown_if_there_is_one() -> None:
+    def job(nbytes: int) -> pb.GetJobResponse:
+        members = [member(0, step=7, upload_backlog_bytes=nbytes), member(1, step=7)]
+        return pb.GetJobResponse(
+            spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members
+        )
+
+    assert "to upload" in shown(job(3 << 19))
+    assert "1.5 MiB" in shown(job(3 << 19))
+    assert "to upload" not in shown(job(0))
+    document = job_json(job_of(job(3 << 19)))
+    assert [m["upload_backlog_bytes"] for m in document["members"]] == [3 << 19, 0]
+
+
 def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
     servers = [
         pb.ServerStatus(

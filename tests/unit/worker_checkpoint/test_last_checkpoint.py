@@ -24,9 +24,9 @@ class Session:
         return member_id in self._gone
 
 
-def awaited(path: Path, *, shared: bool, gone: bool) -> None:
+def awaited(path: Path, *, shared: bool, gone: bool, uploads: bool = False) -> None:
     session: Any = Session("first") if gone else Session()
-    _Elsewhere(path, "first", shared=shared).wait(session)
+    _Elsewhere(path, "first", shared=shared, uploads=uploads).wait(session)
 
 
 def test_a_checkpoint_that_is_there_is_not_missed_whoever_has_gone(tmp_path: Path) -> None:
@@ -61,3 +61,14 @@ def test_in_a_possibly_foreign_directory_nothing_is_missed_unless_an_older_one_o
     (older / manifest.NAME).write_text("{}")
     with pytest.raises(UnavailableError, match="step-7"):
         awaited(tmp_path / "step-7", shared=False, gone=True)
+
+
+def test_one_that_is_not_uploaded_is_missed_when_who_uploads_it_has_gone(tmp_path: Path) -> None:
+    path = tmp_path / "step-7"
+    path.mkdir()
+    (tmp_path / ".uploaded").write_text("step-6")
+    with pytest.raises(UnavailableError, match="step-7 was not uploaded") as raised:
+        awaited(path, shared=True, gone=True, uploads=True)
+    assert raised.value.reason == "CHECKPOINT_NOT_UPLOADED"
+    (tmp_path / ".uploaded").write_text("step-7")
+    awaited(path, shared=True, gone=True, uploads=True)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
@@ -51,7 +51,10 @@ from shoal_worker.checkpoint.shards import Shards, read_shards, write_pieces
 from shoal_worker.state.serial import STORED_DTYPES
 from shoal_worker.state.tree import Snapshot, join_path, unflatten
 
-_STEP = re.compile(r"step-([0-9]+)")
+Place = TypeVar("Place")
+"""A checkpoint's path, or its name in an object storage."""
+
+STEP = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _AVERAGED = "module."
 """Prefix of the names in the state of an `AveragedModel`, besides `_COUNT`."""
@@ -227,11 +230,16 @@ def latest(directory: Path, *, run: str | None = None) -> Path | None:
     )
 
 
+def complete_in(directory: Path) -> list[Path]:
+    """Returns the checkpoints in `directory`, oldest first."""
+    return [path for _, path in sorted(_checkpoints(directory))]
+
+
 def best(directory: Path) -> Path | None:
     """Returns the checkpoint with the best metric among the checkpoints of the newest run. Returns
     None if no checkpoint has a metric."""
     newest = latest(directory)
-    return None if newest is None else _best_of(_own(directory, _run_of(newest)))
+    return None if newest is None else best_of(_own(directory, _run_of(newest)))
 
 
 def check_place(directory: Path, step: int, run: str) -> None:
@@ -445,11 +453,18 @@ def _fill(
 def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
     """Removes checkpoints of a run that need not be kept. A failure here does not affect the
     checkpoint that was written."""
-    newest_first = _own(directory, run)
-    spared = written, _best_of(newest_first)
-    for path, _ in newest_first[keep:]:
-        if path not in spared and (path / manifest.NAME).is_file():
+    for path in superseded(_own(directory, run), written, keep):
+        if (path / manifest.NAME).is_file():
             remove(path)
+
+
+def superseded(
+    newest_first: Sequence[tuple[Place, CheckpointInfo | None]], written: Place, keep: int
+) -> list[Place]:
+    """Returns the checkpoints of a run that need not be kept: all except for the newest `keep`, the
+    best one and `written`."""
+    spared = written, best_of(newest_first)
+    return [place for place, _ in newest_first[keep:] if place not in spared]
 
 
 def _own(directory: Path, run: str) -> list[tuple[Path, CheckpointInfo | None]]:
@@ -459,9 +474,9 @@ def _own(directory: Path, run: str) -> list[tuple[Path, CheckpointInfo | None]]:
     return [(path, info) for path, info in found if info is None or info.run in (run, "")]
 
 
-def _best_of(
-    newest_first: Sequence[tuple[Path, CheckpointInfo | None]],
-) -> Path | None:
+def best_of(
+    newest_first: Sequence[tuple[Place, CheckpointInfo | None]],
+) -> Place | None:
     """Returns the checkpoint with the best metric (the earliest if several are equal), or None if
     no checkpoint has a metric. Considers only checkpoints with the same mode as the newest one that
     has a metric."""
@@ -504,7 +519,7 @@ def _info_of(checkpoint: Path) -> CheckpointInfo | None:
 def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
     if not directory.is_dir():
         return []
-    found = ((_STEP.fullmatch(path.name), path) for path in directory.iterdir())
+    found = ((STEP.fullmatch(path.name), path) for path in directory.iterdir())
     return [(int(match[1]), path) for match, path in found if match is not None and path.is_dir()]
 
 

@@ -90,7 +90,7 @@ class Frozen:
         if self.source is not None:
             files = read_manifest(self.source)[KEY]["files"]
             for name, about in files.items():
-                _link(file_of(self.source, name, about), temporary / f"{name}{SUFFIX}")
+                link(file_of(self.source, name, about), temporary / f"{name}{SUFFIX}")
         return {KEY: {"mode": self.mode, "tensors": dict(self.tensors), "files": dict(files)}}
 
 
@@ -191,7 +191,11 @@ def _has(checkpoint: Path | None, tensors: Mapping[str, Described]) -> bool:
     return True
 
 
-def _link(source: Path, target: Path) -> None:
+def link(source: Path, target: Path) -> None:
+    """Makes `target` a hard link to the file `source`, or a copy if the file system has no links.
+    Raises OSError."""
+    if not source.exists():
+        raise FileNotFoundError(f"{source} does not exist")
     try:
         target.hardlink_to(source)
     except OSError:  # not supported, or too many links

@@ -332,10 +332,7 @@ def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content
 def read_info(path: Path) -> CheckpointInfo:
     """Reads the description of the checkpoint in `path`. Raises the same errors as
     `read_manifest`."""
-    try:
-        return CheckpointInfo(**read_manifest(path)["info"])
-    except (KeyError, TypeError) as error:
-        raise damaged(path, f"its {NAME} is incomplete or invalid: {error!r}") from error
+    return info_in(read_manifest(path), path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -346,12 +343,22 @@ def read_manifest(path: Path) -> dict[str, Any]:
             from a newer release (FILE_NEWER).
     """
     try:
-        document = json.loads((path / NAME).read_bytes())
+        content = (path / NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptDataError(
             f"{path} is not a Shoal checkpoint: it has no {NAME}", reason="FILE_FOREIGN"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise damaged(path, f"its {NAME} cannot be read: {error}") from error
+    return parse_manifest(content, path)
+
+
+def parse_manifest(manifest: bytes, path: Path | str) -> dict[str, Any]:
+    """Returns the content of an undamaged manifest, given its bytes. `path`: the checkpoint, for
+    errors. Raises the same errors as `read_manifest`."""
+    try:
+        document = json.loads(manifest)
+    except (ValueError, RecursionError) as error:
         raise damaged(path, f"its {NAME} cannot be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise CorruptDataError(
@@ -376,6 +383,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return content
 
 
+def info_in(content: Mapping[str, Any], path: Path | str) -> CheckpointInfo:
+    """Returns the description in the content of a manifest. Raises CorruptDataError."""
+    try:
+        return CheckpointInfo(**content["info"])
+    except (KeyError, TypeError) as error:
+        raise damaged(path, f"its {NAME} is incomplete or invalid: {error!r}") from error
+
+
 def digest_of(path: Path) -> str:
     """Returns a digest that distinguishes the checkpoint in `path` from all others, since its
     manifest contains the digests of all files. Returns an empty string if the manifest cannot be
@@ -386,7 +401,7 @@ def digest_of(path: Path) -> str:
         return ""
 
 
-def damaged(path: Path, what: str) -> CorruptDataError:
+def damaged(path: Path | str, what: str) -> CorruptDataError:
     """Returns the error for a checkpoint that has changed since it was written."""
     return CorruptDataError(
         f"checkpoint {path} is damaged: {what}; use an older checkpoint, or a copy of this one",

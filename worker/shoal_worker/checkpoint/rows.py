@@ -138,6 +138,14 @@ class SavedRows:
                 file_of(path, *saved._file(table, number))
         return saved
 
+    def files(self) -> dict[str, Mapping[str, Any]]:
+        """Returns the entries of all files, by their names without suffix."""
+        return dict(
+            self._file(table, number)
+            for table in self.tables
+            for number in range(self._buckets(table))
+        )
+
     @property
     def nbytes(self) -> int:
         """Total size of all files."""

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from shoal_common.errors import (
     ConfigurationError,
     CorruptDataError,
     DeadlineError,
+    PermissionDeniedError,
     ShoalError,
     UnavailableError,
 )
@@ -45,8 +47,11 @@ from shoal_worker.checkpoint.files import (
 )
 from shoal_worker.checkpoint.frozen import NOTHING, Frozen, FrozenMode, FrozenValues, describe_all
 from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
+from shoal_worker.checkpoint.place import Place
 from shoal_worker.checkpoint.rows import Files, SavedRows, described, write_rows
 from shoal_worker.checkpoint.shards import Shards, describe_sums, own_sums
+from shoal_worker.checkpoint.uploads import PATIENCE as UPLOAD_PATIENCE
+from shoal_worker.checkpoint.uploads import Uploads, is_uploaded
 from shoal_worker.checkpoint.writer import (
     DISK_PATIENCE,
     CheckpointWriter,
@@ -90,6 +95,11 @@ class CheckpointSaver:
         self._completed: tuple[Path, int] | None = None
         """Path and step of the newest save, if this rank completes it."""
         self.frozen_values = FrozenValues()
+        self._uploads: Uploads | None = None
+        """Uploads to the URL of the newest save, if this process has completed one there."""
+        self._checked: tuple[str, str] | None = None
+        """URL and run of the newest save of which the object storage was checked. The same on all
+        ranks that have taken part in it."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
@@ -103,7 +113,7 @@ class CheckpointSaver:
     def save(
         self,
         session: Session,
-        directory: Path,
+        place: Place,
         *,
         keep: int,
         sharded: bool | None,
@@ -114,8 +124,7 @@ class CheckpointSaver:
         """Performs one rank's part of a save. Returns when the state is copied. Raises the error of
         an earlier save on this rank. `best`, `mode`: the checkpoint's `CheckpointInfo.metric` and
         `mode`."""
-        # the script may change its directory while the writer works
-        named, directory = str(directory), directory.absolute()
+        directory = place.local(session.run)
         if _holds_nothing_new(session):
             return
         if session.has_left:
@@ -124,12 +133,13 @@ class CheckpointSaver:
             )
             return
         session.warn_of_given_up()
-        session.go_back_by(lambda: _go_back(session, directory))
+        session.go_back_by(lambda: _go_back(session, place))
         copy = _Copy(session, directory, sharded, frozen, self.frozen_values)
 
         def take(channel: Channel) -> None:
             copy.drop()
-            _check_alike(channel, "save_checkpoint", named, f"best={best!r}, mode={mode!r}")
+            _check_alike(channel, "save_checkpoint", place.named, f"best={best!r}, mode={mode!r}")
+            self._check_storage(session, place, channel)
             self.settle_together(channel)  # so that there is never more than one copy
             copy.take(channel)
 
@@ -141,6 +151,8 @@ class CheckpointSaver:
             failed = self._settle(timedelta(0))
             if failed is not None:
                 raise failed  # not before: the other ranks are in the operation
+            if self._uploads is not None:
+                self._uploads.check()
         except BaseException:
             copy.drop()
             raise
@@ -156,6 +168,7 @@ class CheckpointSaver:
         )
         what = f"writing step-{info.step} to {directory}"
         fence, shards, temporary = session.fence(), copy.shards, copy.temporary
+        upload = self._upload_of(session, place, directory, keep=keep, fence=fence)
         completes = copy.first or (copy.whole is not None and session.is_first)
         self._completed = (directory / f"step-{info.step}", info.step) if completes else None
         self._collects, self._given_up_last = copy.first and shards is not None, None
@@ -164,7 +177,10 @@ class CheckpointSaver:
             None
             if mine
             else _Elsewhere(
-                directory / f"step-{info.step}", copy.completed_by, shared=temporary is not None
+                directory / f"step-{info.step}",
+                copy.completed_by,
+                shared=temporary is not None,
+                uploads=place.url is not None,
             )
         )
         given_up = self._given_up = threading.Event()
@@ -180,6 +196,8 @@ class CheckpointSaver:
                 )
                 if not written:
                     self._given_up_last = what
+                else:
+                    upload()
                 return written
 
             def write_aside() -> bool:
@@ -203,15 +221,56 @@ class CheckpointSaver:
                     rows=rows,
                     frozen=once,
                 )
+                upload()
                 return True
 
             self._submit(session, write, what=what)
 
-    def is_written(self, session: Session, path: Path) -> bool:
-        """Waits until no rank is saving, and returns whether the first rank sees the checkpoint at
-        `path`. Returns True where nothing is saved, as on a joiner. Called by every rank, after
-        `save`."""
-        path = path.absolute()
+    def _check_storage(self, session: Session, place: Place, channel: Channel) -> None:
+        """Checks once per URL and run, before the first save, that the first rank can use the
+        object storage and may save there. Called by all ranks within an operation.
+
+        Raises:
+            ShoalError: it may not, or the storage fails; on all ranks.
+        """
+        if place.url is None:
+            return
+        wanted = place.url, session.run
+        asked = channel.exchange(b"" if self._checked == wanted else b"check")
+        if any(asked):
+            _ask_first(channel, lambda: place.check(session.steps, session.run))
+        self._checked = wanted
+
+    def _upload_of(
+        self,
+        session: Session,
+        place: Place,
+        directory: Path,
+        *,
+        keep: int,
+        fence: Callable[[], None],
+    ) -> Callable[[], None]:
+        """Returns a function that begins to upload what this process has completed in `directory`.
+        Called on the training thread; the function, on the writer's."""
+        if place.url is None:
+            self._uploads = None
+            return lambda: None
+        uploads = self._uploads
+        if uploads is None or (uploads.url, uploads.directory) != (place.url, directory):
+            uploads = self._uploads = Uploads(
+                place.url,
+                directory,
+                metrics=session.metrics,
+                patience=place.patience,
+                report=partial(setattr, session.progress, "upload_backlog_bytes"),
+            )
+        return partial(uploads.changed, keep=keep, fence=fence)
+
+    def is_written(self, session: Session, place: Place, name: str) -> bool:
+        """Waits until no rank is saving, and returns whether the first rank sees checkpoint `name`
+        on its disk. Returns True where nothing is saved, as on a joiner. Called by every rank,
+        after `save`."""
+        path = place.local(session.run) / name
 
         def body(channel: Channel) -> bool:
             self.settle_together(channel)
@@ -268,6 +327,8 @@ class CheckpointSaver:
             failed = self._settle(DISK_PATIENCE)
         if failed is None:
             self._mark_early_stop(session)
+            failed = self._uploaded()
+        if failed is None:
             return
         _log.error("the last checkpoint was not saved: %s", failed)
         if not session.has_left:  # otherwise the remaining ranks save again
@@ -285,6 +346,8 @@ class CheckpointSaver:
         try:
             session.fence()()
             mark_stopped_early(path, loader)
+            if self._uploads is not None:
+                self._uploads.changed_again()
         except ShoalError as error:
             _log.warning(
                 "%s does not record that training has stopped early, so a run that resumes from "
@@ -292,6 +355,16 @@ class CheckpointSaver:
                 path,
                 error,
             )
+
+    def _uploaded(self) -> Exception | None:
+        """Waits for the uploads of this process, and returns their error."""
+        if self._uploads is None:
+            return None
+        try:
+            self._uploads.wait(UPLOAD_PATIENCE)
+        except ShoalError as error:
+            return error
+        return None
 
     def _settle(self, timeout: timedelta) -> Exception | None:
         """Waits for this rank's current save, if any, and returns its error."""
@@ -311,23 +384,31 @@ class _Elsewhere:
     """The member that completes the checkpoint."""
     shared: bool
     """True if all ranks are known to see the directory."""
+    uploads: bool = False
+    """True if the checkpoint must also be in an object storage."""
 
     def wait(self, session: Session) -> None:
-        """Waits until the checkpoint exists, or until this rank cannot determine whether it exists.
-        Called on the writer's thread.
+        """Waits until the checkpoint exists (and is uploaded), or until this rank cannot determine
+        whether it exists. Called on the writer's thread.
 
         Raises:
-            UnavailableError (CHECKPOINT_NOT_WRITTEN): the member has left without completing the
-                checkpoint.
+            UnavailableError: the member has left without completing the checkpoint
+                (CHECKPOINT_NOT_WRITTEN), or without uploading it (CHECKPOINT_NOT_UPLOADED).
             DeadlineError (CHECKPOINT_SLOW): the checkpoint takes too long.
         """
         if not self.shared and latest(self.path.parent, run=session.run) is None:
             return  # the directory may be on the other rank's machine
         give_up_at, ask_at = time.monotonic() + DISK_PATIENCE.total_seconds(), time.monotonic()
-        while not self.path.is_dir():
+        while not self._is_done():
             now = time.monotonic()
             if now >= ask_at:
-                if session.is_gone(self.member) and not self.path.is_dir():
+                if session.is_gone(self.member) and not self._is_done():
+                    if self.path.is_dir():
+                        raise UnavailableError(
+                            f"{self.path} was not uploaded: the worker that uploads was lost, or "
+                            "has failed",
+                            reason="CHECKPOINT_NOT_UPLOADED",
+                        )
                     raise UnavailableError(
                         f"writing {self.path} was abandoned: a worker was lost before it had "
                         "written its part",
@@ -340,6 +421,9 @@ class _Elsewhere:
                     reason="CHECKPOINT_SLOW",
                 )
             time.sleep(_LOOK.total_seconds())
+
+    def _is_done(self) -> bool:
+        return self.path.is_dir() and (not self.uploads or is_uploaded(self.path))
 
 
 @dataclass
@@ -542,40 +626,39 @@ def _holds_nothing_new(session: Session) -> bool:
 _savers: weakref.WeakKeyDictionary[Session, CheckpointSaver] = weakref.WeakKeyDictionary()
 
 
-def load_newest(session: Session, directory: Path) -> bool:
+def load_newest(session: Session, place: Place) -> bool:
     """Performs one rank's part of `shoal.resume`."""
     saver = CheckpointSaver.of(session)
-    named, directory = str(directory), directory.absolute()
     if session.is_joining:
-        session.on_state_lost(lambda: _load_alone(session, directory))
-        session.go_back_by(lambda: _go_back(session, directory))
+        session.on_state_lost(lambda: _load_alone(session, place))
+        session.go_back_by(lambda: _go_back(session, place))
         return False
-    session.go_back_by(lambda: _go_back(session, directory))
+    session.go_back_by(lambda: _go_back(session, place))
 
     def body(channel: Channel) -> bool:
-        _check_alike(channel, "resume", named)
+        _check_alike(channel, "resume", place.named)
         saver.settle_together(channel)  # otherwise the newest may not exist yet
-        captured, found = on_first(channel, lambda: _read(session, directory)) or (None, {})
+        captured, found = on_first(channel, lambda: _read(session, place)) or (None, {})
         found = json.loads(channel.exchange(json.dumps(found).encode())[0])
         if found["error"] is not None:
             raise _refusal(found)
         if found["found"]:
             _take_up(session, channel, captured, Path(found["path"]))
-            _resumed(session, found, named, first=channel.rank == 0)
+            _resumed(session, found, place, first=channel.rank == 0)
             saver.frozen_values.state_replaced()
         return bool(found["found"])
 
     return bool(session.operation("resume", body))
 
 
-def _go_back(session: Session, directory: Path) -> str | None:
+def _go_back(session: Session, place: Place) -> str | None:
     """Implements `Session.go_back_by`."""
     saver = CheckpointSaver.of(session)
 
     def body(channel: Channel) -> str | None:
         saver.give_up_incomplete(channel)
         saver.settle_together(channel)
-        captured, found = on_first(channel, lambda: _read(session, directory, run=session.run)) or (
+        captured, found = on_first(channel, lambda: _read(session, place, run=session.run)) or (
             None,
             {},
         )
@@ -585,7 +668,7 @@ def _go_back(session: Session, directory: Path) -> str | None:
         if found["error"] is not None:
             return str(found["error"])
         if not found["found"]:
-            return f"{directory} has no checkpoint of this run"
+            return f"{place.named} has no checkpoint of this run"
         _take_up(session, channel, captured, Path(found["path"]))
         return None
 
@@ -593,26 +676,25 @@ def _go_back(session: Session, directory: Path) -> str | None:
     return None if answer is None else str(answer)
 
 
-def _load_alone(session: Session, directory: Path) -> bool:
+def _load_alone(session: Session, place: Place) -> bool:
     """Loads the newest checkpoint in a world of one and returns whether there was a checkpoint."""
-    captured, found = _read(session, directory)
+    captured, found = _read(session, place)
     if found["error"] is not None:
         raise _refusal(found)
     if captured is not None:
         _take_up(session, LocalChannel(), captured, Path(found["path"]))
-        _resumed(session, found, str(directory), first=True)
+        _resumed(session, found, place, first=True)
         CheckpointSaver.of(session).frozen_values.state_replaced()
     return captured is not None
 
 
-def _resumed(session: Session, found: Mapping[str, Any], directory: str, *, first: bool) -> None:
+def _resumed(session: Session, found: Mapping[str, Any], place: Place, *, first: bool) -> None:
     """Records where early stopping ended the resumed run, if it did. On the first rank, prints the
-    name of the checkpoint. `directory`: as the script named it."""
+    name of the checkpoint."""
     session.early_stop.resumed(found["stopped_early"])
     if not first:
         return
-    path = Path(directory) / Path(found["path"]).name
-    line = f"shoal: resumed from {path}"
+    line = f"shoal: resumed from {place.text(Path(found['path']).name)}"
     if found["stopped_early"]:
         line += (
             ", after which should_early_stop had ended training, so no epoch is left; to train on, "
@@ -677,10 +759,14 @@ def _take_up(
 
 
 def _read(
-    session: Session, directory: Path, *, run: str | None = None
+    session: Session, place: Place, *, run: str | None = None
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Returns the state of the newest checkpoint and a report for the other ranks. `run`: run to
     which the checkpoint must belong; None: any run."""
+    try:
+        directory = place.readable(run)
+    except ShoalError as error:
+        return None, {"found": True, **_reported(error)}
     found = latest(directory, run=run)
     if found is None and (directory.is_file() or (directory / manifest.NAME).is_file()):
         what = (
@@ -689,8 +775,7 @@ def _read(
         )
         return None, {
             "found": False,
-            "error": f"{what}; found a single checkpoint, or a file",
-            "reason": ConfigurationError.default_reason,
+            **_reported(ConfigurationError(f"{what}; found a single checkpoint, or a file")),
         }
     if found is None:
         return None, {"found": False, "error": None}
@@ -699,7 +784,7 @@ def _read(
         store, state = session.row_store, checkpoint.state
         checkpoint.rows.check(store.declared() if store is not None else {})
     except CorruptDataError as error:
-        return None, {"found": True, "error": str(error), "reason": error.reason}
+        return None, {"found": True, **_reported(error)}
     captured = {name: state.pop(name) for name in list(state) if name in _FILES}
     report = {
         "found": True,
@@ -710,12 +795,32 @@ def _read(
     return {"replica": state, **captured}, report
 
 
+def _reported(error: ShoalError) -> dict[str, str]:
+    """Returns an error of the first rank as a message to the other ranks."""
+    return {"error": str(error), "reason": error.reason, "code": error.code}
+
+
 def _refusal(found: dict[str, Any]) -> ShoalError:
-    """Returns the error that a rank raises when the rank that reads the checkpoint has reported a
-    failure."""
-    kind = (
-        ConfigurationError
-        if found["reason"] == ConfigurationError.default_reason
-        else CorruptDataError
-    )
+    """Returns the error that a rank raises when the first rank has reported one."""
+    kinds = ConfigurationError, CorruptDataError, PermissionDeniedError, DeadlineError
+    kind = next((kind for kind in kinds if kind.code == found["code"]), UnavailableError)
     return kind(found["error"], reason=found["reason"])
+
+
+def _ask_first(channel: Channel, work: Callable[[], None]) -> None:
+    """Runs `work`, which may take long, on the first rank. Called by all ranks within an operation.
+
+    Raises:
+        ShoalError: the error of `work`, on all ranks.
+    """
+
+    def report() -> dict[str, str]:
+        try:
+            work()
+        except ShoalError as error:
+            return _reported(error)
+        return {}
+
+    found = json.loads(channel.exchange(json.dumps(on_first(channel, report)).encode())[0])
+    if found:
+        raise _refusal(found)

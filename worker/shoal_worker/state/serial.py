@@ -15,8 +15,9 @@ import safetensors
 import safetensors.torch
 import torch
 import xxhash
-from shoal_common.errors import ConfigurationError, CorruptDataError
+from shoal_common.errors import ConfigurationError, CorruptDataError, ShoalError
 
+from shoal_worker.object_storage import is_url, local_path, read_object, write_object
 from shoal_worker.state.digest import tensor_digest
 
 _KEY = "shoal"
@@ -101,16 +102,17 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, document
 
 
-def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Reads a file written by `write_file` and returns its tensors and metadata, like
+def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Reads a file or object written by `write_file` and returns its tensors and metadata, like
     `load_tensors`.
 
     Raises:
         ConfigurationError: the file cannot be opened.
+        ShoalError: as in `ObjectFolder`, for a URL.
         CorruptDataError: as `load_tensors`; the message names the file.
     """
     try:
-        data = path.read_bytes()
+        data = read_object(str(path)) if is_url(path) else local_path(path).read_bytes()
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be read: {error}; pass a file written by save_model"
@@ -121,9 +123,15 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise CorruptDataError(f"{path}: {error}", reason=error.reason) from error
 
 
-def write_file(path: Path, data: bytes) -> str | None:
-    """Writes a file atomically. Returns None if it succeeds, otherwise the file system's error as
-    text."""
+def write_file(path: str | Path, data: bytes) -> str | None:
+    """Writes a file, or an object at a URL, atomically. Returns None, or the error of the file
+    system or the object storage as text."""
+    if isinstance(path, str):
+        try:
+            write_object(path, data)
+        except ShoalError as error:
+            return str(error)
+        return None
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(data)

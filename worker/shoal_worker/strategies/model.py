@@ -24,6 +24,7 @@ from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.state.parameter_groups import checkpoint_activations
 from shoal_worker.engine.step.passes import Loss
 from shoal_worker.features.model_session import ModelSession
+from shoal_worker.object_storage import is_url, local_path
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
 from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.declaration import Strategy
@@ -404,14 +405,15 @@ class ShardedModel(nn.Module):
         self.load_full(self.engine.agreed("deserialize", lambda: _loaded(*load_tensors(data))))
 
     def save_model(self, path: str | Path) -> None:
-        """Writes `serialize()` to a file, atomically, on the first rank that has the state. Every
-        rank calls it. On return, the file exists.
+        """Writes `serialize()` to a file or to a URL (`s3://bucket/model.safetensors`), atomically,
+        on the first rank that has the state. Every rank calls it. On return, the file exists.
 
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): the first rank cannot write the file. Raised on all
                 ranks.
         """
-        target, state = Path(path).absolute(), self.full_state_dict()
+        target = str(path) if is_url(path) else local_path(path).absolute()
+        state = self.full_state_dict()
 
         def write() -> str | None:
             return write_file(target, self._dumped(state)) if self._session.is_first else None
@@ -427,9 +429,9 @@ class ShardedModel(nn.Module):
             raise UnavailableError(refused, reason="FILE_NOT_WRITTEN")
 
     def load_model(self, path: str | Path) -> None:
-        """Loads a file written by `save_model`. Every rank must be able to read it. Raises the same
-        errors as `deserialize`."""
-        self.load_full(self.engine.agreed("load_model", lambda: _loaded(*read_tensors(Path(path)))))
+        """Loads a file or URL written by `save_model`. Every rank must be able to read it. Raises
+        the same errors as `deserialize`."""
+        self.load_full(self.engine.agreed("load_model", lambda: _loaded(*read_tensors(path))))
 
     def get_model_metadata(self) -> dict[str, Any]:
         """Returns a description of the model and its layout that can be encoded as JSON."""

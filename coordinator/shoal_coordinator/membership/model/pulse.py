@@ -38,6 +38,7 @@ class Progress:
     awaited_server: str = ""
     script_line: str = ""
     share: float = 0.0
+    upload_backlog_bytes: int = 0
     last_wait: str = ""
     stacks: str = ""
     busy_link: tuple[int, float] | None = None

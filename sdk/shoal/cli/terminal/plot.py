@@ -8,10 +8,12 @@ import math
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import ConfigurationError
+from shoal_worker.object_storage import url_in, write_object
 
 from shoal.ticks import is_wide, logarithmic, plain
 
@@ -32,6 +34,15 @@ def check_plot(file: Path) -> None:
     ConfigurationError if not."""
     if file.suffix.lower() not in _KINDS:
         raise ConfigurationError(f"--plot {file}: expected a file whose name ends in .png or .svg")
+    if url_in(file) is None:
+        _check_directory(file)
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "--plot requires matplotlib; install it with `pip install 'shoal[plot]'`"
+        )
+
+
+def _check_directory(file: Path) -> None:
     if not file.absolute().parent.is_dir():
         raise ConfigurationError(
             f"--plot {file}: the directory {file.absolute().parent} does not exist; create it first"
@@ -40,16 +51,17 @@ def check_plot(file: Path) -> None:
         raise ConfigurationError(
             f"--plot {file} is not writable; use a file in a writable directory"
         )
-    if find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "--plot requires matplotlib; install it with `pip install 'shoal[plot]'`"
-        )
 
 
 def draw(figures: RunFigures, file: Path, *, title: str) -> None:
     """Draws a run to `file`: a panel for the loss, one for each other number that the script
     reports, and one for the throughput. In an SVG, each change has the gid `fault-1`, `join-1`,
-    `leave-1`, ... Raises OSError if the file cannot be written."""
+    `leave-1`, ... `file` may be a URL that the command line made a path (`url_in`).
+
+    Raises:
+        OSError: the file cannot be written.
+        ShoalError: as in `ObjectFolder`, for a URL.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -85,7 +97,11 @@ def draw(figures: RunFigures, file: Path, *, title: str) -> None:
         if named:
             panels[0].legend(handles=named, loc="upper right", fontsize=8)
         figure.align_ylabels(panels)
-        figure.savefig(file, dpi=110)
+        url = url_in(file)
+        target: Path | BytesIO = file if url is None else BytesIO()
+        figure.savefig(target, dpi=110, format=file.suffix[1:].lower())
+        if url is not None and isinstance(target, BytesIO):
+            write_object(url, target.getvalue())
         plt.close(figure)
 
 

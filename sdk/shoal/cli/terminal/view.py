@@ -257,6 +257,22 @@ def _member_table(job: Job) -> FittingTable:
             if any(member.share for member in members)
             else ()
         ),
+        *(
+            (
+                Column(
+                    "to upload",
+                    [
+                        f"{member.upload_backlog_bytes / (1 << 20):,.1f} MiB"
+                        if member.upload_backlog_bytes
+                        else _NOTHING
+                        for member in members
+                    ],
+                    dispensable=4,
+                ),
+            )
+            if any(member.upload_backlog_bytes for member in members)
+            else ()
+        ),
         Column("step time", [_milliseconds(member.step_time) for member in members]),
         Column("waiting", [_waiting(member) for member in members]),
         *(
@@ -422,6 +438,7 @@ def _member_json(member: Member) -> dict[str, Any]:
         "step_time_s": member.step_time.total_seconds(),
         "staleness": member.staleness,
         "share": member.share,
+        "upload_backlog_bytes": member.upload_backlog_bytes,
         "busy_time_s": member.busy_time.total_seconds(),
         "waiting_s": member.waiting.total_seconds(),
         "waiting_in": member.waiting_in,

@@ -23,6 +23,7 @@ import torch
 import transformers
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker import api
+from shoal_worker.checkpoint.place import Place
 from shoal_worker.checkpoint.saving import CheckpointSaver
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.session.worker_process import current_session
@@ -460,6 +461,7 @@ class Trainer(transformers.Trainer):
         if session.is_redoing:
             return
         is_best = state.best_global_step == state.global_step and math.isfinite(state.best_metric)
+        place = Place.of(args.output_dir, session.settings)
         path = Path(args.output_dir) / f"step-{state.global_step}"
         if is_best:
             state.best_model_checkpoint = str(path)
@@ -471,7 +473,9 @@ class Trainer(transformers.Trainer):
                 best=state.best_metric if is_best else None,
                 mode=("max" if args.greater_is_better else "min") if is_best else None,
             )
-            if not (is_best and args.load_best_model_at_end) or saver.is_written(session, path):
+            if not (is_best and args.load_best_model_at_end) or saver.is_written(
+                session, place, path.name
+            ):
                 return
 
     def _load_best_model(self) -> None:

@@ -185,6 +185,7 @@ def progress_message(progress: Progress) -> pb.Progress:
         awaited_server=progress.awaited_server,
         script_line=progress.script_line,
         share=progress.share,
+        upload_backlog_bytes=progress.upload_backlog_bytes,
         last_wait=progress.last_wait,
         stacks=progress.stacks,
         metrics=progress.metrics,

@@ -88,6 +88,8 @@ class Progress:
     share: float = 0.0
     """If micro-batches are dealt by speed: this rank's number of micro-batches, divided by the
     number in an equal distribution. Otherwise 0."""
+    upload_backlog_bytes: int = 0
+    """Bytes of checkpoints on this rank's disk that are not yet in the object storage."""
     script_line: str = ""
     """Line of the script that the training thread executes, if it has made no progress for a while;
     otherwise empty."""
@@ -150,6 +152,8 @@ class ProgressMeter:
         """True if each rank takes steps of its own. Set by the session's owner."""
         self.share = 0.0
         """Value of `Progress.share`. Set by the session's owner."""
+        self.upload_backlog_bytes = 0
+        """Value of `Progress.upload_backlog_bytes`. Set by the thread that uploads."""
         self.tally_writer: TallyWriter | None = None
         """Writer of the file from which the launcher reads this worker's commits; None if the
         launcher requested none. Set by the session's owner."""
@@ -403,6 +407,7 @@ class ProgressMeter:
                 server_wait_s=server_wait_s,
                 awaited_server=awaited_server,
                 share=self.share,
+                upload_backlog_bytes=self.upload_backlog_bytes,
                 script_line=line,
                 last_wait=self.waits.last,
                 metrics={name: reported.value for name, reported in self._reported.items()},

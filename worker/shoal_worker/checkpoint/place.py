@@ -1,0 +1,165 @@
+"""Where a script's checkpoints are: in a directory, or in an object storage with a local directory
+for staging.
+
+Checkpoints for `s3://bucket/run` are written to `<staging>/<digest of the URL>/run-<id>/` first,
+and read from there after a download. The object storage decides which checkpoints exist: a local
+one that is missing there is never read by `resume`.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import xxhash
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.checkpoint.files import STEP, complete_in, latest
+from shoal_worker.checkpoint.manifest import NAME, disk_errors, remove
+from shoal_worker.checkpoint.remote import RemoteCheckpoints, folder_of
+from shoal_worker.object_storage import PATIENCE, ObjectFolder, is_url, local_path
+from shoal_worker.settings import WorkerSettings
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The checkpoints that a script names."""
+
+    named: str
+    """Path or URL, as the script passed it."""
+    directory: Path
+    """The directory; for a URL, the staging directory of all runs."""
+    url: str | None = None
+    patience: timedelta = PATIENCE
+    """Time for which each call to the storage is repeated."""
+
+    @classmethod
+    def of(cls, named: str | Path, settings: WorkerSettings) -> Place:
+        """Returns the place that a script named. Nothing is created.
+
+        Raises:
+            ConfigurationError: an invalid URL, or the package for it is missing.
+        """
+        if not is_url(named):
+            # absolute: the script may change its directory while the writer works
+            return cls(named=str(named), directory=local_path(named).absolute())
+        url = str(named).rstrip("/")
+        ObjectFolder.check(url)
+        return cls(
+            named=url,
+            directory=settings.staging / xxhash.xxh3_64_hexdigest(url.encode()),
+            url=url,
+            patience=settings.upload_timeout,
+        )
+
+    def local(self, run: str) -> Path:
+        """Returns the directory in which the checkpoints of a run are written."""
+        return self.directory if self.url is None else self.directory / folder_of(run)
+
+    def text(self, name: str) -> str:
+        """Returns the name of a checkpoint for people."""
+        return f"{self.named}/{name}" if self.url is not None else str(Path(self.named) / name)
+
+    def remote(self) -> RemoteCheckpoints:
+        """Returns the checkpoints of a place with a URL."""
+        assert self.url is not None, self.named
+        return RemoteCheckpoints(ObjectFolder.at(self.url, self.patience))
+
+    def check(self, step: int, run: str) -> None:
+        """Raises ConfigurationError if the object storage contains a checkpoint of another run with
+        a step after `step`, and the errors of `ObjectFolder`. Does nothing for a directory."""
+        if self.url is not None:
+            self.remote().check_place(step, run)
+
+    def readable(self, run: str | None = None) -> Path:
+        """Returns a directory whose newest checkpoint is the newest one in this place. Downloads
+        that checkpoint if this place has a URL. `run`: run to which the checkpoint must belong;
+        None: any run.
+
+        Raises the errors of `RemoteCheckpoints.fetch`, and ConfigurationError if the URL names a
+        single checkpoint.
+        """
+        if self.url is None:
+            return self.directory
+        remote = self.remote()
+        name = remote.newest(run)
+        own = None if run is None else latest(self.local(run), run=run)
+        if own is not None and (name is None or _step(own.name) > _step(name)):
+            return own.parent  # this run has saved it, and not yet uploaded it
+        if name is None and remote.folder.read(NAME) is not None:
+            raise ConfigurationError(
+                f"resume({self.named!r}): expected the URL passed to save_checkpoint, whose newest "
+                "checkpoint is loaded; found a single checkpoint"
+            )
+        if name is None:
+            return self.directory / "nothing"
+        path = remote.fetch(name, self.directory)
+        _set_aside_after(path)
+        return path.parent
+
+
+@contextmanager
+def downloaded(
+    named: str | Path, settings: WorkerSettings, *, best: bool = False
+) -> Iterator[Path]:
+    """Yields the path of a checkpoint, or of a directory of checkpoints, within which it may be
+    read. For a URL, downloads one checkpoint: the one that the URL names, or else the newest one or
+    the best one.
+
+    Raises:
+        ConfigurationError: there is no such checkpoint.
+        Exception: as in `RemoteCheckpoints.fetch`.
+    """
+    if not is_url(named):
+        yield local_path(named)
+        return
+    url = str(named).rstrip("/")
+    parent, _, last = url.rpartition("/")
+    patience = settings.upload_timeout
+    is_one = STEP.fullmatch(last) is not None and (
+        ObjectFolder.at(url, patience).read(NAME) is not None
+    )
+    remote = RemoteCheckpoints(ObjectFolder.at(parent if is_one else url, patience))
+    if is_one and best:
+        raise ConfigurationError(
+            f"best=True: {url} is a single checkpoint; expected the URL passed to save_checkpoint"
+        )
+    name = last if is_one else remote.best() if best else remote.newest()
+    if name is None:
+        raise ConfigurationError(
+            f"best=True: no checkpoint of the newest run in {url} was saved with "
+            "save_checkpoint(..., best=...)"
+            if best and remote.newest() is not None
+            else f"there is no checkpoint in {url}; expected a URL passed to save_checkpoint, or a "
+            "step-<n> in it"
+        )
+    settings.staging.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="load-", dir=settings.staging) as into:
+        yield remote.fetch(name, Path(into))
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def _set_aside_after(path: Path) -> None:
+    """Renames local checkpoints with later steps, which the object storage lacks, so that nothing
+    reads or uploads them."""
+    for other in complete_in(path.parent):
+        if _step(other.name) > _step(path.name):
+            aside = other.with_name(f"not-uploaded-{other.name}")
+            remove(aside)
+            with disk_errors(aside):
+                other.rename(aside)
+            _log.warning(
+                "%s was never uploaded, or was removed from the object storage; it is kept as %s",
+                other,
+                aside,
+            )

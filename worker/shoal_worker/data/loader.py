@@ -340,8 +340,8 @@ class ElasticDataLoader:
             global_batch_size: number of samples in a step over all ranks; None: the loader's
                 `batch_size`.
             micro_batch_size: argument of `ElasticDataLoader`, like the following ones.
-            seed: seed of the order; None: the initial seed of the DataLoader's `generator`, or 0
-                without a generator.
+            seed: seed of the order; None: the seed of the DataLoader's `generator`, or 0 without a
+                generator or with a sampler that is kept.
             weight_fn: function that returns the weight of a batch.
             name: name that distinguishes several loaders.
             train: False for an evaluation loader.

@@ -81,16 +81,16 @@ def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
             "Shoal deals them to the current ranks; leave the sampler out, and use shuffle=True "
             "for a new order in each epoch"
         )
-    seed = seed_of(loader, sampler)
     if type(sampler) is SequentialSampler:
-        return {**sizes, **seed, "shuffle": False}
+        return {**sizes, **seed_of(loader, sampler), "shuffle": False}
     if (
         _is_one_of(type(sampler), RandomSampler)
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
     ):
-        return {**sizes, **seed, "shuffle": True}
-    return {**sizes, **seed, "sampler": sampler}
+        return {**sizes, **seed_of(loader, sampler), "shuffle": True}
+    # no seed of its generator, which Shoal seeds anew in each epoch
+    return {**sizes, "sampler": sampler}
 
 
 def seed_of(loader: DataLoader[Any], sampler: Any) -> dict[str, int]:

@@ -85,7 +85,18 @@ def examples() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("example", examples())
+QUICK = ("Plain DataLoaders 1", "webdataset 1")
+"""An example by index and one by shards. Each worker of the others imports a large package, or runs
+the same code as a plain DataLoader."""
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(example, marks=() if example in QUICK else pytest.mark.slow)
+        for example in examples()
+    ],
+)
 def test_each_sample_counts_once_per_epoch_through_a_kill_and_a_resume_on_fewer_ranks(
     example: str, zygote: Zygote, tmp_path: Path
 ) -> None:

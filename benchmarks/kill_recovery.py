@@ -27,6 +27,7 @@ from benchmarks.registry import Options
 from benchmarks.report import Row, Table
 from benchmarks.systems import (
     ElasticTorchrun,
+    Reconfiguring,
     Start,
     Torchft,
     TorchftSettings,
@@ -143,6 +144,18 @@ def _torchft_tuned(name: str, *, kills: int, ranks: int = WORKERS) -> Candidate:
     )
 
 
+def _reconfigure(name: str, *, kills: int, ranks: int = WORKERS) -> Candidate:
+    return Candidate(
+        name=name,
+        command="python -m benchmarks.workers.membership; per rank python -m "
+        f"benchmarks.workers.train_reconfigure --timeout-s {TUNED.timeout_s:g}",
+        start=partial(Reconfiguring, timeout_s=TUNED.timeout_s),
+        kills=kills,
+        quick_kills=3,
+        ranks=ranks,
+    )
+
+
 CANDIDATES: Final = (
     _shoal("shoal", kills=30, of_floor=OF_FLOOR),
     _shoal("shoal, zero2", kills=15, more=("--strategy", "zero2")),
@@ -157,6 +170,8 @@ CANDIDATES: Final = (
         kills=3,
         quick_kills=1,
     ),
+    _reconfigure("torch, _reconfigure (Gloo)", kills=12),
+    _reconfigure("torch, _reconfigure (Gloo), 8 ranks", kills=6, ranks=MANY_WORKERS),
     Candidate(
         name="torchrun, restart of all",
         command="torchrun --standalone --nproc-per-node 3 --max-restarts 1000000 -m "

@@ -115,11 +115,11 @@ class Membership:
 class Watcher:
     """Connections of all workers, and the current generation. Used by one thread."""
 
-    def __init__(self, *, port: int, store_port: int, ranks: int) -> None:
-        """`port`: 0 for any. `ranks`: the first generation has so many members."""
+    def __init__(self, listener: socket.socket, *, store_port: int, ranks: int) -> None:
+        """`ranks`: the first generation has so many members."""
         self._store_port = store_port
         self._ranks = ranks
-        self._listener = socket.create_server((_HOST, port))
+        self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._numbers: dict[socket.socket, int] = {}
@@ -128,11 +128,6 @@ class Watcher:
         self._members: dict[int, socket.socket] = {}
         """Workers that are ready."""
         self._generation = 0
-
-    @property
-    def port(self) -> int:
-        """Port of the workers' connections."""
-        return int(self._listener.getsockname()[1])
 
     def turn(self, timeout_s: float | None = None) -> None:
         """Handles what has happened since the last call. Waits for it, at most for `timeout_s`."""
@@ -199,16 +194,22 @@ class Watcher:
         connection.close()
 
 
+def listen(port: int) -> socket.socket:
+    """Returns a socket for the workers' connections. `port`: 0 for any."""
+    return socket.create_server((_HOST, port))
+
+
 def main() -> None:
     """Runs the watcher."""
-    import torch.distributed as dist
-
     flags = argparse.ArgumentParser()
     flags.add_argument("--port", type=int, required=True)
     flags.add_argument("--ranks", type=int, required=True)
     options = flags.parse_args()
+    listener = listen(options.port)
+    import torch.distributed as dist  # workers may connect meanwhile
+
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    watcher = Watcher(port=options.port, store_port=store.port, ranks=options.ranks)
+    watcher = Watcher(listener, store_port=store.port, ranks=options.ranks)
     while True:
         watcher.turn()
 

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.workers.membership import Generation, Membership, Watcher
+from benchmarks.workers.membership import Generation, Membership, Watcher, listen
 
 _WAIT_S = 30.0
 
 
 @pytest.fixture
-def watcher() -> Iterator[Watcher]:
-    """A watcher that waits for three workers, served by a thread."""
-    served = Watcher(port=0, store_port=1234, ranks=3)
+def port() -> Iterator[int]:
+    """Port of a watcher that waits for three workers, served by a thread."""
+    listener = listen(0)
+    served = Watcher(listener, store_port=1234, ranks=3)
     over = threading.Event()
 
     def serve() -> None:
@@ -24,16 +25,16 @@ def watcher() -> Iterator[Watcher]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield served
+    yield int(listener.getsockname()[1])
     over.set()
     thread.join(_WAIT_S)
     served.close()
 
 
 @pytest.fixture
-def three(watcher: Watcher) -> Iterator[list[Membership]]:
+def three(port: int) -> Iterator[list[Membership]]:
     """The members of the first generation."""
-    workers = [Membership(watcher.port, timeout_s=_WAIT_S) for _ in range(3)]
+    workers = [Membership(port, timeout_s=_WAIT_S) for _ in range(3)]
     for worker in workers:
         worker.ready()
     for worker in workers:
@@ -59,8 +60,8 @@ def test_the_end_of_a_connection_makes_a_generation_without_its_worker(
         assert worker.wait_for_newer(1) == Generation(number=2, members=(0, 2))
 
 
-def test_a_worker_joins_once_it_is_ready(watcher: Watcher, three: list[Membership]) -> None:
-    joiner = Membership(watcher.port, timeout_s=_WAIT_S)
+def test_a_worker_joins_once_it_is_ready(port: int, three: list[Membership]) -> None:
+    joiner = Membership(port, timeout_s=_WAIT_S)
     assert [worker.newest() for worker in three] == [Generation(number=1, members=(0, 1, 2))] * 3
     joiner.ready()
     for worker in (*three, joiner):

@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -21,6 +21,7 @@ from benchmarks import plots
 from benchmarks.devices import Devices
 from benchmarks.errors import MeasurementError
 from benchmarks.figures import quantile
+from benchmarks.peers import reconfiguring_python
 from benchmarks.processes import Stage
 from benchmarks.recovery import Recovery
 from benchmarks.registry import Options
@@ -88,6 +89,9 @@ class Candidate:
     """They are other processes than before."""
     of_floor: float | None = None
     """The target: most of the floor's p50."""
+    torch: Callable[[], str] | None = None
+    """Returns the version of torch, for a row that may run on another than the table's. Raises
+    MeasurementError where none fits."""
 
     @property
     def recovered(self) -> int:
@@ -153,6 +157,7 @@ def _reconfigure(name: str, *, kills: int, ranks: int = WORKERS) -> Candidate:
         kills=kills,
         quick_kills=3,
         ranks=ranks,
+        torch=lambda: reconfiguring_python()[1],
     )
 
 
@@ -269,9 +274,12 @@ def measure(options: Options) -> Table:
 
 def _row(candidate: Candidate, options: Options) -> Row:
     pauses: list[float] = []
-    failure = options.devices.lacking(candidate.name, candidate.ranks) or ""
+    name = candidate.name
+    failure = options.devices.lacking(name, candidate.ranks) or ""
     try:
         if not failure:
+            if candidate.torch is not None:
+                name += f", torch {candidate.torch()}"
             _kill_and_time(
                 candidate,
                 candidate.quick_kills if options.quick else candidate.kills,
@@ -280,7 +288,7 @@ def _row(candidate: Candidate, options: Options) -> Row:
             )
     except MeasurementError as error:
         failure = str(error)
-    return _described(candidate.name, candidate.command, pauses, failure)
+    return _described(name, candidate.command, pauses, failure)
 
 
 def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float], devices: Devices) -> None:

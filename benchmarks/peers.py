@@ -1,5 +1,5 @@
-"""The peers' environment: torchft and DeepSpeed have a virtual environment of their own, apart from
-Shoal's requirements."""
+"""The peers' environments: torchft and DeepSpeed have one of their own, apart from Shoal's
+requirements; torch's `_reconfigure` may need one of `make test-torch`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import os
 import subprocess
 import sys
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -37,28 +37,28 @@ def deepspeed_version() -> str:
     return _version("deepspeed", "deepspeed")
 
 
-@functools.cache
 def reconfiguring_python() -> tuple[Path, str]:
     """Returns an interpreter whose torch has `_reconfigure`, and that torch's version: this one, or
     the newest that `make test-torch` has installed. Raises MeasurementError if there is none."""
-    installed = {sys.executable: metadata.version("torch")}
-    for python in REPOSITORY.glob(".venv-torch-*/bin/python"):
-        if (python.parent.parent / "installed").exists():
-            installed[str(python)] = python.parent.parent.name.removeprefix(".venv-torch-")
-    able = {path: version for path, version in installed.items() if _number(version) >= _FROM}
-    if sys.executable in able:
-        return Path(sys.executable), able[sys.executable]
-    if not able:
+    own = version("torch")
+    if _number(own) >= _FROM:
+        return Path(sys.executable), own
+    installed = {
+        folder.name.removeprefix(".venv-torch-"): folder / "bin" / "python"
+        for folder in REPOSITORY.glob(".venv-torch-*")
+        if (folder / "installed").exists()
+    }
+    newest = max(installed, key=_number, default=own)
+    if _number(newest) < _FROM:
         raise MeasurementError(
-            f"torch {installed[sys.executable]} has no _reconfigure, which came with 2.14: run "
+            f"torch {own} has no _reconfigure, which came with 2.14: run "
             "`make .venv-torch-2.15.0/installed`"
         )
-    newest = max(able, key=lambda path: _number(able[path]))
-    return Path(newest), able[newest]
+    return installed[newest], newest
 
 
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.partition("+")[0].split(".")))
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.partition("+")[0].split(".")))
 
 
 @functools.cache

@@ -352,6 +352,39 @@ class Torchft:
         self._replicas[process.pid] = replica
 
 
+class Reconfiguring:
+    """A watcher, and workers whose Gloo group gets its ranks by `_reconfigure`; no launcher,
+    so that a replacement starts when the harness says."""
+
+    def __init__(self, stage: Stage, workload: Workload, *, timeout_s: float) -> None:
+        """`timeout_s`: limit of collectives and of forming a group. Raises MeasurementError if no
+        installed torch has `_reconfigure`."""
+        self._python, _ = peers.reconfiguring_python()
+        self._stage = stage
+        self._port = free_port()
+        self._words = (
+            *workload.arguments(),
+            *("--watcher", str(self._port), "--timeout-s", str(timeout_s)),
+        )
+        self._start("membership", "--port", str(self._port), "--ranks", str(workload.ranks))
+        stage.wait_until("the watcher", lambda: _listens(self._port), timeout_s=30)
+        for _ in range(workload.ranks):
+            self.replace()
+
+    def may_kill(self, pid: int) -> bool:
+        return True
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def replace(self) -> None:
+        self._start("train_reconfigure", *self._words)
+
+    def _start(self, module: str, *words: str) -> None:
+        command = [str(self._python), "-u", "-m", f"benchmarks.workers.{module}", *words]
+        self._stage.start(module, command, expendable=True)
+
+
 def free_port() -> int:
     """A port that nobody listens on at the moment, for servers that cannot say which one they
     got."""

@@ -5,13 +5,12 @@ Each system's settings are the best that were found for this task, and stand in 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from benchmarks import peers
 from benchmarks.kill_recovery import TUNED
-from benchmarks.late_writes import torch_that_reconfigures
+from benchmarks.peers import reconfiguring_python
 from benchmarks.processes import Stage
 from benchmarks.systems import (
     STORE_PER_START,
@@ -86,9 +85,9 @@ def start_torchft(stage: Stage, task: Task) -> System:
 
 def start_reconfigure(stage: Stage, task: Task) -> System:
     """The keeper of the membership, and each rank under a shell's loop that starts it again. Raises
-    MeasurementError where torch cannot reconfigure groups."""
-    torch_that_reconfigures()
-    words = (sys.executable, "-m", f"{_WORKERS}.train_reconfigure", *task.arguments())
+    MeasurementError if no torch with `_reconfigure` is installed."""
+    python, _ = reconfiguring_python()
+    words = (str(python), "-m", f"{_WORKERS}.train_reconfigure", *task.arguments())
     stage.start("keeper", [*words, "--keeper"])
     ranks = [
         WithLauncher(stage, ["bash", "-c", _UNTIL_IT_ENDS_WELL, *words]) for _ in range(task.ranks)

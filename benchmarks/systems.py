@@ -367,7 +367,7 @@ class Reconfiguring:
             *("--watcher", str(self._port), "--timeout-s", str(timeout_s)),
         )
         self._start("membership", "--port", str(self._port), "--ranks", str(workload.ranks))
-        stage.wait_until("the watcher", lambda: _listens(self._port), timeout_s=30)
+        stage.wait_until("the watcher", lambda: listens(self._port), timeout_s=30)
         for _ in range(workload.ranks):
             self.replace()
 

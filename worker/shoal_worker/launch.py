@@ -66,8 +66,8 @@ def launch(
     """
     if backend != "inmemory":
         raise ConfigurationError(
-            f"launch(backend={backend!r}): its ranks are processes; start them with `shoal run`, "
-            "or use 'inmemory'"
+            f"launch(backend={backend!r}): launch runs ranks as threads, but this backend needs "
+            "processes; start them with `shoal run`, or use 'inmemory'"
         )
     if world_size < 1:
         raise ConfigurationError(f"launch(world_size={world_size}): expected at least 1")

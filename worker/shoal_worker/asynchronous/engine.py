@@ -598,7 +598,9 @@ class AsyncEngine(Engine):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        raise InternalError("a step of async_sgd is never prepared, and so not committed")
+        raise InternalError(
+            "a commit all-reduce was requested under async_sgd, whose steps have none"
+        )
 
     @override
     def discard_step(self) -> None:
@@ -682,8 +684,8 @@ class AsyncEngine(Engine):
     def _check_not_started(self, what: str) -> None:
         if self._started:
             raise PreconditionError(
-                f"{what} was called after the first step, but the parameter servers have newer "
-                "values since then; call it before the training loop"
+                f"{what} was called after the first step, when the parameter servers already "
+                "have newer values; call it before the training loop"
             )
 
     def _require_servers(self) -> ParameterServers:

@@ -54,7 +54,10 @@ def check_op(op: Any, dtype: torch.dtype) -> None:
     if name in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"cannot reduce {dtype} with {name}: expected integers or booleans")
     if name in ("MIN", "MAX") and dtype.is_complex:
-        raise ValueError(f"cannot reduce {dtype} with {name}: complex numbers have no order")
+        raise ValueError(
+            f"cannot reduce {dtype} with {name}, because complex numbers have no "
+            "order; use SUM or AVG"
+        )
 
 
 def premultiplier(op: Any) -> float | torch.Tensor:

@@ -266,7 +266,7 @@ class LoaderProgress:
             if state.get(field) != value:
                 raise ConfigurationError(
                     f"loader {loader!r}: the state is {cursor.samples} samples into epoch "
-                    f"{cursor.epoch} of an order with {field}={state.get(field)!r}, but this "
-                    f"loader has {value!r}, so samples would be lost or seen twice. Use the same "
-                    "dataset, seed, shuffle and sampler, or a state saved between epochs"
+                    f"{cursor.epoch}, whose order had {field}={state.get(field)!r}, but this "
+                    f"loader has {field}={value!r}, so samples would be lost or seen twice. Use "
+                    "the same dataset, seed, shuffle and sampler, or a state saved between epochs"
                 )

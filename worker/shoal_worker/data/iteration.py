@@ -175,8 +175,8 @@ class Delivery:
         for block in dealt.blocks:
             if self._supply.current is not dealt:
                 raise PreconditionError(
-                    f"step {dealt.number} of epoch {dealt.epoch} has ended; its batches are no "
-                    "longer available"
+                    f"step {dealt.number} of epoch {dealt.epoch} has ended, so its batches are "
+                    "no longer available; call peek() inside the loop over the step"
                 )
             self._balance.begin(dealt, session)
             request = self._supply.request(dealt, block)

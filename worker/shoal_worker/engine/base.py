@@ -495,8 +495,8 @@ class Engine(TrainingEngine):
                     self._check_can_travel(key, value)
                 except ConfigurationError as error:
                     raise ConfigurationError(
-                        f"{type(self.optimizer).__name__} stores {key!r} for parameter {name!r}: "
-                        f"{error}",
+                        f"{type(self.optimizer).__name__} keeps an unsupported value in its "
+                        f"state, {key!r} of parameter {name!r}: {error}",
                         reason="STATE_UNSUPPORTED",
                     ) from error
 

@@ -53,7 +53,7 @@ class StepGroup(ForwardingGroup):
         exists."""
         group = self._held_group()
         if group is None:
-            raise MembershipChanged("the generation of this process group is over")
+            raise MembershipChanged("this process group belongs to a generation that is over")
         return group
 
     @property

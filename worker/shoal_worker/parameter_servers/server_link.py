@@ -537,7 +537,8 @@ class ServerLink:
         state = self._server.look()
         if moving := [each.partition_id for each in state.partitions if each.moving]:
             raise UnavailableError(
-                f"server {self._server.share.index}: partitions {moving} are still moving",
+                f"partitions {moving} of parameter server {self._server.share.index} are still "
+                "moving to another server",
                 reason=MOVING,
             )
         if not state.HasField("optimizer"):

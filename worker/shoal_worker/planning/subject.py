@@ -144,8 +144,8 @@ def _state_sizes(
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ConfigurationError(
-            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} are not the model's; "
-            "create the optimizer from model.parameters() of the planned model"
+            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} do not belong to "
+            "the model; create the optimizer from model.parameters() of the planned model"
         )
     shapes = dict(module.named_parameters())
     known: dict[tuple[torch.Size, torch.dtype, int], StateSize] = {}

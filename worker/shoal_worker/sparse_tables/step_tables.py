@@ -572,8 +572,8 @@ class ServerStepTables:
             return
         if not self._may_push(step):
             _log.warning(
-                "rows of the last step were not pushed, because it is not known whether all "
-                "ranks committed it"
+                "the rows of the last step were not pushed, because it is not known whether all "
+                "ranks committed that step"
             )
             return
         try:

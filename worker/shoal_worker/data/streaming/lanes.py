@@ -107,7 +107,7 @@ class ShardsRead:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(
-                f"the loader's state of its shards is invalid: {error!r}"
+                f"the positions in shards that the loader's state contains are invalid: {error!r}"
             ) from error
 
 

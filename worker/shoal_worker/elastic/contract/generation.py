@@ -131,16 +131,16 @@ class AskedPeers(Sequence[Peer]):
             table = tuple(follow())
         except CorruptDataError as error:
             _log.warning(
-                "requesting the generation's full rank table, because it could not be derived "
-                "from the previous one: %s",
+                "requesting the full list of the generation's ranks from the coordinator, "
+                "because it could not be derived from the previous generation's: %s",
                 error,
             )
             return None
         if self._is_right(table):
             return table
         _log.warning(
-            "requesting the generation's full rank table, because the derived table has a "
-            "different digest"
+            "requesting the full list of the generation's ranks from the coordinator, because "
+            "the list derived from the previous generation's has a different digest"
         )
         return None
 

@@ -372,7 +372,7 @@ class Membership:
         if all(m.member_id != identity.member_id for m in job.members):
             raise StaleGenerationError(
                 f"this process was evicted from job {identity.job_id!r} after generation "
-                f"{generation}; its state is not published"
+                f"{generation}, so its state is not published as a checkpoint"
             )
 
     def has_left(self, member_id: str) -> bool:

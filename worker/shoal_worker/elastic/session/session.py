@@ -306,7 +306,7 @@ class Session:
         except PreconditionError as refusal:
             if refusal.reason != "RUN_ENDED":
                 raise
-            _log.warning("the run has ended; there is nothing left to join")
+            _log.warning("the run has already ended, so this process cannot join it")
             raise SystemExit(0) from refusal
         except StopTraining as stop:
             _log.info("leaving before the coordinator has answered: %s", stop)

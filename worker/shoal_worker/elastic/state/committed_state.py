@@ -118,7 +118,8 @@ class CommittedState:
         """The engine with model and optimizer. Raises PreconditionError before `as_distributed`."""
         if self.attached is None:
             raise PreconditionError(
-                "call shoal.as_distributed(model, optimizer, ...) before the training loop"
+                "as_distributed has not been called; call shoal.as_distributed(model, optimizer, "
+                "...) before the training loop"
             )
         return self.attached
 
@@ -281,10 +282,10 @@ class CommittedState:
             if source.repeats is not None and source.name not in self._warned:
                 self._warned.add(source.name)
                 _log.warning(
-                    "save_checkpoint within epoch %d of loader %r: under async_sgd a checkpoint "
-                    "does not contain which batches are finished, so a run that resumes from it "
-                    "repeats the epoch from its beginning. To train on each sample once, save "
-                    "after the loop over the batches has ended",
+                    "save_checkpoint was called within epoch %d of loader %r: under async_sgd a "
+                    "checkpoint does not contain which batches are finished, so a run that "
+                    "resumes from it repeats the epoch from its beginning. To train on each "
+                    "sample once, save after the loop over the batches has ended",
                     source.repeats,
                     source.name,
                 )

@@ -375,9 +375,9 @@ class RegisteredState:
                 raise ConfigurationError(
                     f"a second optimizer ({type(optimizer).__name__}) stepped parameters of the "
                     "model passed to as_distributed: its updates are not undone when a step is "
-                    "lost and not sent to joiners, and checkpoints lack its state. Pass "
-                    "as_distributed a single optimizer, with a parameter group for each of the "
-                    "two"
+                    "lost, and its state is neither sent to joiners nor saved in checkpoints. "
+                    "Pass as_distributed a single optimizer, with a parameter group for each of "
+                    "the two"
                 )
 
     def note_trained(self, trained: Sequence[bool]) -> None:

@@ -192,9 +192,10 @@ class _Gradient(torch.Tensor):
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscale(*args)
         raise PreconditionError(
-            f"{_name(func)} of p.grad: with strategy={found.whereabouts.strategy!r}, gradients "
-            "are summed into shards, which the ranks update, instead of being stored in p.grad. "
-            "Use model.clip_grad_norm_(max_norm) to clip by the norm over all ranks, and "
+            f"{_name(func)} cannot be used on p.grad: with "
+            f"strategy={found.whereabouts.strategy!r}, gradients are summed into shards, which "
+            "the ranks update, instead of being stored in p.grad. Use "
+            "model.clip_grad_norm_(max_norm) to clip by the norm over all ranks, and "
             "model.get_gradients() to read this rank's gradients"
         )
 
@@ -246,8 +247,8 @@ class _Part(torch.Tensor):
             return _unscale(*args)
         if func not in _TELLS:
             raise PreconditionError(
-                f"{_name(func)} is not allowed on this gradient: it is only this rank's part of "
-                "the step's gradient, which has already been summed over the ranks. Use "
+                f"{_name(func)} is not allowed on this gradient, because it is only this rank's "
+                "part of the gradient that was summed over the ranks. Use "
                 "model.clip_grad_norm_(max_norm) to clip on all ranks, and model.get_gradients() "
                 "to read this rank's part"
             )
@@ -258,7 +259,7 @@ class _Part(torch.Tensor):
 def _refusal(func: Any, hidden: _Absent) -> PreconditionError:
     place: HiddenParameter = hidden.__dict__[_ATTRIBUTE]
     return PreconditionError(
-        f"{_name(func)} of parameter {place.name!r}: with "
+        f"{_name(func)} cannot be used on parameter {place.name!r}: with "
         f"strategy={place.whereabouts.strategy!r}, this rank has its values only during passes. "
         "Called on every rank, model.full_state_dict() and model.gather_full_parameters() return "
         "copies of them, model.with_parameters(values) sets them, and model.clone() copies the "
@@ -417,9 +418,9 @@ def _registering(
 
 def _no_hooks(name: str, strategy: str) -> ConfigurationError:
     return ConfigurationError(
-        f"a hook on the gradient of parameter {name!r}, by register_hook or "
-        f"register_post_accumulate_grad_hook: with strategy={strategy!r}, other tensors replace "
-        "the parameter whenever the ranks change, and the hook would be lost. Use "
+        f"parameter {name!r} has a hook on its gradient (register_hook or "
+        f"register_post_accumulate_grad_hook), which would be lost: with strategy={strategy!r}, "
+        "other tensors replace the parameter whenever the ranks change. Use "
         "model.clip_grad_norm_(max_norm) or scale the loss to change gradients, and "
         "model.get_gradients() to read this rank's part. ddp, zero1, zero2, zero3, fsdp and hsdp "
         "call such hooks, with the gradient of this rank's samples"

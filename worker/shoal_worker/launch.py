@@ -79,7 +79,7 @@ def launch(
 
 
 class _Ranks:
-    """The threads that run the ranks of one launch."""
+    """Starts the threads that are the ranks of one launch, and waits for them."""
 
     def __init__(self, fn: Callable[[], Any], size: int, timeout: timedelta) -> None:
         self._fn, self._size, self._timeout = fn, size, timeout

@@ -487,7 +487,8 @@ class AsyncEngine(Engine):
         self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
-        """Moves a joiner, once, to the epoch of the other workers."""
+        """Moves a joiner's first loader to the epoch in which the other workers are. Does this only
+        once."""
         if self._job is not None:
             if self._job.entered():
                 self._own.metrics.entered(

@@ -148,7 +148,8 @@ class OuterSteps:
         return True
 
     def close(self) -> None:
-        """Stops pushing. Warns if that discards inner steps."""
+        """Stops pushing, at the end of the run. Warns if inner steps that were not pushed are
+        discarded."""
         if self.steps and not self._round.is_leased:
             _log.warning(
                 "%d inner steps since the last push have not reached the servers; call "

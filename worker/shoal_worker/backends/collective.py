@@ -146,7 +146,7 @@ _LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.RE
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective that one rank issued."""
+    """One rank's call of a collective: its kind, reduction, inputs and outputs."""
 
     kind: Kind
     inputs: Sequence[torch.Tensor] = ()

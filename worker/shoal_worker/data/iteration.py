@@ -115,7 +115,7 @@ _SINGLE_SAMPLE = (
 
 
 class Delivery:
-    """Passes the batches of one loader's steps to the user's loop."""
+    """Hands out the batches of a loader's steps to the user's loop."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ sessions."""
 
 
 class Introduction:
-    """Registers one loader with each session that uses it."""
+    """Registers a loader with the current session, and again when the session changes."""
 
     def __init__(self, name: str) -> None:
         """`name`: name of the loader; empty for a training loader that was not given a name."""

@@ -460,13 +460,13 @@ class Engine(TrainingEngine):
     @property
     @override
     def data_parallel_rank(self) -> int:
-        """Rank of this process, because each rank is a replica."""
+        """Rank of this process: each rank is a replica."""
         return self._session.rank
 
     @property
     @override
     def data_parallel_size(self) -> int:
-        """Number of ranks, because each rank is a replica."""
+        """Number of ranks: each rank is a replica."""
         return self._session.world_size
 
     @property

@@ -90,7 +90,7 @@ class CommitSum:
         self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
 
     def to_send(self) -> torch.Tensor:
-        """Returns the input of the all-reduce, on the CPU."""
+        """Packs the vectors into the input of the all-reduce, on the CPU."""
         return torch.cat([part.cpu() for part in self._parts])
 
     def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -118,7 +118,8 @@ class Gradients(Protocol):
 
 
 class PartitionedEngine(Engine, Generic[State, Closed]):
-    """Engine of a model that no rank needs to hold entirely."""
+    """Engine of a model whose state is divided over ranks, so that no rank needs to hold all of
+    it."""
 
     updates_parts = True
     _payload_type: type[Closed]

@@ -195,7 +195,7 @@ class AsyncOptions:
 
     @property
     def in_step(self) -> bool:
-        """True if all workers compute each iteration together (bsp)."""
+        """True if all workers compute each iteration on the same values (bsp)."""
         return self.consistency == "bsp"
 
     def message(self) -> pb.Consistency:

@@ -60,7 +60,7 @@ class Subject:
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters, each once."""
+        """All parameters of the model; shared ones appear once."""
         return dict(self.module.named_parameters())
 
     @functools.cached_property
@@ -76,7 +76,7 @@ class Subject:
 
     @functools.cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Parameters that have gradients."""
+        """Parameters that are trained."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property

@@ -574,5 +574,5 @@ class ReplicatedEngine(Engine):
     # ---------------------------------------------------------------------------------------- state
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Returns a copy as another `ShardedModel`, which is not trained."""
+        """Returns a copy of the model as another `ShardedModel`, which is not trained."""
         return remake(copy.deepcopy(self.module))

@@ -262,7 +262,7 @@ def check_configuration(config: ShardingConfiguration) -> None:
 
 
 class Round:
-    """State of this rank between two averages."""
+    """State of this rank in a round, the steps between two averages."""
 
     def __init__(self) -> None:
         self.steps = 0

@@ -45,7 +45,7 @@ lr=1e-3)`."""
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """Rows found by a lookup, all read at one moment."""
+    """Rows that a lookup has returned. All were read at the same moment."""
 
     values: Values
     """The rows, of shape `[n, dim]`."""

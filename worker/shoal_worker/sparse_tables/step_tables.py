@@ -99,7 +99,7 @@ class SynchronousJob(Job):
 
 @dataclass(kw_only=True)
 class _Step:
-    """The pushes of one step."""
+    """Pushes of one step to the buckets of all tables."""
 
     key: int
     """Unique key of the step, under which it is pushed."""

@@ -138,7 +138,7 @@ class Reader(abc.ABC):
 
 
 class SourceReader(Reader):
-    """One source, read by this process."""
+    """Implements `Reader` by reading the source in this process."""
 
     def __init__(
         self,

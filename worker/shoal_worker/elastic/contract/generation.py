@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One rank of a generation."""
+    """One rank of a generation, as other members see it."""
 
     rank: int
     member_id: str
@@ -173,7 +173,7 @@ class SomePeers(Sequence[Peer]):
 
     @property
     def joining(self) -> frozenset[int]:
-        """Positions of the ranks that joined without state."""
+        """Positions, in this sequence, of the ranks that joined without state."""
         return frozenset(
             position for position, rank in enumerate(self._ranks) if rank in self._peers.joining
         )

@@ -214,8 +214,7 @@ class Membership:
         """Creates the backend of the next group; set before the first `form`."""
 
     def join(self) -> bool:
-        """Opens the session with the coordinator. Returns and raises like
-        `CoordinatorLink.connect`."""
+        """Connects to the coordinator. Returns and raises the same as `CoordinatorLink.connect`."""
         self._tell_launcher("joined")
         joining = self.link.connect(self._settings.rendezvous_timeout)
         self._watch = StallWatch(self.link, self.waits, lambda: self._group, self._hangs)

@@ -274,7 +274,7 @@ def shut_down(connection: socket.socket) -> None:
 
 
 class _Refused(Exception):
-    """Raised to close a client's connection without an answer."""
+    """Raised when a client's connection is to be closed without an answer."""
 
 
 def _read_request(connection: socket.socket) -> tuple[bytes, int, int]:
@@ -355,7 +355,7 @@ def take_state(
 
 
 class _Part:
-    """One donor's part of a transfer."""
+    """Receives one donor's part of a transferred state."""
 
     def __init__(
         self,

@@ -376,7 +376,7 @@ class Session:
         return self._held.step
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Records which parameters of the model require gradients from now on."""
+        """Records which parameters of the model are trained from now on."""
         self._held.registered.note_trained(trained)
 
     def keep(self, replica: Mapping[str, Any]) -> None:

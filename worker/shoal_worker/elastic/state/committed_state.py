@@ -41,7 +41,7 @@ _MOST_STEPS: Final = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """Copy of the state, for restoring it after aborted steps."""
+    """Copy of the state, to which the process returns if a step is aborted."""
 
     name: StateName | None
     captured: dict[str, Any]
@@ -166,7 +166,7 @@ class CommittedState:
 
     @property
     def sources(self) -> list[StepSource]:
-        """Training loaders that the script still holds."""
+        """Training loaders of the script that still exist."""
         return list(self._sources.values())
 
     def add_source(self, source: StepSource) -> None:

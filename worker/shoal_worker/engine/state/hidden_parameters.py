@@ -48,7 +48,7 @@ def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
 
 
 class Whereabouts:
-    """State shared by all hidden parameters of one model."""
+    """State that all hidden parameters of one model have in common."""
 
     def __init__(self, strategy: str = "") -> None:
         self.strategy = strategy
@@ -482,7 +482,7 @@ def show_gradient(tensor: Any, place: HiddenParameter) -> None:
 
 
 class Leaves:
-    """Parameters that are hidden and shown together."""
+    """Parameters of one unit, which are hidden and shown together."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], places: Sequence[HiddenParameter]) -> None:
         self._leaves = list(zip(leaves, places, strict=True))

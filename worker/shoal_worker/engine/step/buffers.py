@@ -60,7 +60,8 @@ class CommittedBuffers:
     tensors, floating-point buffers come before counters."""
 
     def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
-        """`kinds`: result of `find_extremes` at `as_distributed`."""
+        """`kinds`: the module's buffers with minima and maxima, from `find_extremes` at
+        `as_distributed`."""
         kinds = kinds or {}
         extremes: list[tuple[str, nn.Module, str]] = []
         followed: list[tuple[str, nn.Module, str]] = []
@@ -189,7 +190,7 @@ class CommittedBuffers:
         self.commit()
 
     def replaced(self) -> None:
-        """Commits values that were loaded from another state."""
+        """Makes values that were loaded from another state the committed ones."""
         self._noted, self._between, self.between = [], {}, 0
         self.commit()
 

@@ -152,8 +152,8 @@ class OuterSteps:
         discarded."""
         if self.steps and not self._round.is_leased:
             _log.warning(
-                "%d inner steps since the last push have not reached the servers; call "
-                "optimizer.synchronize_parameters() after a loop of your own",
+                "%d inner steps since the last push have not reached the servers; if the loop "
+                "does not use a Shoal loader, call optimizer.synchronize_parameters() after it",
                 self.steps,
             )
 

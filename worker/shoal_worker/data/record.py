@@ -186,7 +186,7 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
 
 
 class _Lines:
-    """Record lines of one loader, from all members."""
+    """Lines of the records of all members that belong to one loader."""
 
     def __init__(self) -> None:
         # If a step was lost and dealt again within one generation, later lines replace earlier

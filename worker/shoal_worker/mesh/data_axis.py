@@ -121,7 +121,7 @@ class DataAxis(abc.ABC):
 
 
 class Replicated(DataAxis):
-    """Data axis on which each rank stores all values."""
+    """Data axis without sharding: each rank stores all values of its part of the model."""
 
     def gather(self) -> None:
         """Does nothing: the pieces are always unsharded."""

@@ -74,8 +74,8 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def hand_out(self, divisor: float) -> None:
-        """Sets the gradients for the optimizer to the sums divided by `divisor`. A parameter that
-        no replica used gets no gradient."""
+        """Gives the optimizer its gradients: the sums over the replicas, divided by `divisor`. A
+        parameter that no replica used gets no gradient."""
 
     @abc.abstractmethod
     def scale(self, factor: float) -> None:
@@ -383,8 +383,8 @@ _IN_FLIGHT: Final = 2
 
 
 class ScatteredGradients(MeshGradients):
-    """Gradients of the trained units of one rank's part, whose sums are scattered over the
-    replicas."""
+    """Gradients of the trained units in one rank's part of the model. They are reduce-scattered:
+    each replica keeps the sums of its own shards."""
 
     def __init__(
         self,

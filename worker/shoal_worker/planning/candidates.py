@@ -28,7 +28,7 @@ STAGES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A strategy with the division of the ranks along its axes."""
+    """A strategy, together with a division of the ranks along its axes."""
 
     strategy: str
     axes: Axes

@@ -209,8 +209,8 @@ def _run(
 
 
 class _Step(nn.Module):
-    """Both passes as one call. Within the call, including recomputation, the model's parameters are
-    replaced by stand-ins."""
+    """Callable that runs the forward pass, the loss and the backward pass. Within the call,
+    including recomputation, the model's parameters are replaced by stand-ins."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -501,8 +501,8 @@ class Formation:
         self.membership.link.stands_by()
         self._outcomes_due = 0  # the count of outcomes will arrive with the peers' state
         _log.info(
-            "there are too few ranks for another replica that includes this rank; it is a spare "
-            "until the membership changes"
+            "there are too few ranks for another replica that includes this rank; this rank is a "
+            "spare until the membership changes"
         )
         self._await_more(Drained)
 

@@ -403,8 +403,9 @@ def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) 
 def _registering(
     parameter: torch.Tensor, method: str, refusal: ConfigurationError
 ) -> Callable[..., Any]:
-    """Returns the replacement of a parameter's method that registers hooks. Keeps only a weak
-    reference to the parameter, because the parameter references the replacement."""
+    """Returns a function that replaces a parameter's method for registering hooks, such as
+    `register_hook`. It has only a weak reference to the parameter, because the parameter refers to
+    the function."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:

@@ -404,8 +404,8 @@ def _registering(
     parameter: torch.Tensor, method: str, refusal: ConfigurationError
 ) -> Callable[..., Any]:
     """Returns a function that replaces a parameter's method for registering hooks, such as
-    `register_hook`. It has only a weak reference to the parameter, because the parameter refers to
-    the function."""
+    `register_hook`. It raises `refusal` for hooks other than Shoal's own. It has only a weak
+    reference to the parameter, because the parameter refers to the function."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:

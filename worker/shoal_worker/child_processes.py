@@ -82,9 +82,9 @@ def check_not_imported_again() -> None:
         raise ConfigurationError(
             f"process {process.name} is started with method "
             f"{multiprocessing.get_start_method()!r} (Python's default from 3.14 on is "
-            "'forkserver'), which imports the script again, but the script calls Shoal at its "
-            "top level. Move those calls below `if __name__ == '__main__':`, or call "
-            "multiprocessing.set_start_method('fork') first"
+            "'forkserver'), with which each data worker imports the script, but the script calls "
+            "Shoal at its top level. Move those calls below `if __name__ == '__main__':`, or "
+            "call multiprocessing.set_start_method('fork') first"
         )
 
 

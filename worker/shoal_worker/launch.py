@@ -66,8 +66,8 @@ def launch(
     """
     if backend != "inmemory":
         raise ConfigurationError(
-            f"launch(backend={backend!r}): its ranks are processes; start them with `shoal run`, "
-            "or use 'inmemory'"
+            f"launch(backend={backend!r}): launch runs ranks as threads, but this backend needs "
+            "processes; start them with `shoal run`, or use 'inmemory'"
         )
     if world_size < 1:
         raise ConfigurationError(f"launch(world_size={world_size}): expected at least 1")
@@ -79,7 +79,7 @@ def launch(
 
 
 class _Ranks:
-    """The threads that run the ranks of one launch."""
+    """Starts the threads that are the ranks of one launch, and waits for them."""
 
     def __init__(self, fn: Callable[[], Any], size: int, timeout: timedelta) -> None:
         self._fn, self._size, self._timeout = fn, size, timeout

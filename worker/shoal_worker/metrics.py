@@ -215,7 +215,7 @@ class WorkerMetrics:
         self.world_size.set(world_size)
 
     def placed(self, *, member_id: str, rank: int) -> None:
-        """Records this worker's current identity."""
+        """Exports this worker's member id and rank, which may have changed."""
         self.info.clear()
         self.info.labels(member_id, str(rank)).set(1)
 

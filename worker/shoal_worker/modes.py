@@ -14,7 +14,7 @@ Modes = Sequence[tuple[nn.Module, bool]]
 
 
 def modes_of(model: nn.Module) -> Modes:
-    """Returns the modes of `model` and of all its submodules."""
+    """Returns `model` and all its submodules, each with True if it is in training mode."""
     return [(module, module.training) for module in model.modules()]
 
 

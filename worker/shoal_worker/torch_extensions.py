@@ -56,8 +56,8 @@ def _tell_init_methods(module: ModuleType) -> None:
             module.register_rendezvous_handler(scheme, _Deferred(home))
         elif known != _Deferred(home):
             _log.warning(
-                "another package has already registered the init method %s://, so Shoal's is not "
-                "available",
+                "another package has already registered the init method %s://, so Shoal's own is "
+                "not available",
                 scheme,
             )
 

@@ -495,7 +495,7 @@ def test_gradients_are_not_reduced_inside_the_inner_loop(call: Callable[[Any], A
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
             with pytest.raises(
-                shoal.PreconditionError, match="gradients are reduced after the inner loop"
+                shoal.PreconditionError, match="only after the loop over the step's micro-batches"
             ):
                 call(model)
         call(model)

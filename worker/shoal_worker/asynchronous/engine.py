@@ -487,7 +487,8 @@ class AsyncEngine(Engine):
         self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
-        """Moves a joiner, once, to the epoch of the other workers."""
+        """Moves a joiner's first loader to the epoch in which the other workers are. Does this only
+        once."""
         if self._job is not None:
             if self._job.entered():
                 self._own.metrics.entered(
@@ -598,7 +599,9 @@ class AsyncEngine(Engine):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        raise InternalError("a step of async_sgd is never prepared, and so not committed")
+        raise InternalError(
+            "a commit all-reduce was requested under async_sgd, whose steps have none"
+        )
 
     @override
     def discard_step(self) -> None:
@@ -682,8 +685,8 @@ class AsyncEngine(Engine):
     def _check_not_started(self, what: str) -> None:
         if self._started:
             raise PreconditionError(
-                f"{what} was called after the first step, but the parameter servers have newer "
-                "values since then; call it before the training loop"
+                f"{what} was called after the first step, when the parameter servers already "
+                "have newer values; call it before the training loop"
             )
 
     def _require_servers(self) -> ParameterServers:

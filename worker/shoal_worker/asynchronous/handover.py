@@ -150,11 +150,12 @@ class Handover:
             return None
 
     def _ask(self, peer: Peer) -> Any:
-        """Returns a peer's offer. Raises the same errors as `take_state`."""
+        """Requests a peer's offer of its state and returns it. Raises the same errors as
+        `take_state`."""
         keys = [peer.donor_key] if self._donor.is_secure else []
         state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE, keys=keys)
         return state
 
     def close(self) -> None:
-        """Withdraws the offer. Idempotent."""
+        """Stops offering this worker's state to joiners. Idempotent."""
         self._offer.close()

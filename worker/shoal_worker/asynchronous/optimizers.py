@@ -129,5 +129,5 @@ def check_same_parameters(
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise ConfigurationError(
             f"outer_optimizer={type(outer).__name__} and the optimizer must have the same "
-            f"parameters, but one of them lacks {', '.join(differing[:5])}{more}"
+            f"parameters, but these are in only one of the two: {', '.join(differing[:5])}{more}"
         )

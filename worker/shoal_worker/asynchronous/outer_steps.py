@@ -88,9 +88,9 @@ class OuterSteps:
         """
         if self._round.is_leased:
             raise PreconditionError(
-                f"synchronize_parameters was called {self.steps} inner steps after the last push, "
-                "but the batches of a round count together, with its last step; call it where "
-                "model.steps_in_round is 0"
+                f"synchronize_parameters was called {self.steps} inner steps after the last "
+                "push, but all batches of a round must be committed together, by its last step; "
+                "call it when model.steps_in_round is 0"
             )
         if not self._round.is_over:
             self._round.end()
@@ -122,8 +122,9 @@ class OuterSteps:
             return
         if not step.left:
             raise PreconditionError(
-                "the batches of this round of inner steps were returned to the coordinator when "
-                "their loop was left; leave the loop again, and continue with the next epoch"
+                "this round of inner steps cannot be finished, because its batches were given "
+                "back to the coordinator when their loop was left; leave this loop, and continue "
+                "with the next epoch"
             )
         self._session.lifecycle.abort_step(
             "its loop was left within a round of inner steps, whose batches are dealt again"
@@ -137,8 +138,8 @@ class OuterSteps:
             return False
         if not self._round.is_over:
             _log.warning(
-                "the loop over loader %r was left %d inner steps after the last push; these steps "
-                "are undone, and their batches are dealt again. Leave a loop where "
+                "the loop over loader %r was left %d inner steps after the last push; these "
+                "steps are undone, and their batches are dealt again. Leave a loop only when "
                 "model.steps_in_round is 0",
                 loader,
                 self.steps,
@@ -147,11 +148,12 @@ class OuterSteps:
         return True
 
     def close(self) -> None:
-        """Stops pushing. Warns if that discards inner steps."""
+        """Stops pushing, at the end of the run. Warns if inner steps that were not pushed are
+        discarded."""
         if self.steps and not self._round.is_leased:
             _log.warning(
-                "%d inner steps since the last push have not reached the servers; call "
-                "optimizer.synchronize_parameters() after a loop of your own",
+                "%d inner steps since the last push have not reached the servers; if the loop "
+                "does not use a Shoal loader, call optimizer.synchronize_parameters() after it",
                 self.steps,
             )
 
@@ -205,10 +207,10 @@ class Round:
         """
         if self.steps and source is not self._source:
             raise PreconditionError(
-                f"this step uses loader {source.name if source else ''!r}, but its round of inner "
-                f"steps began with loader {self._source.name if self._source else ''!r}, and the "
-                "batches of a round count together: use one loader, or switch loaders where "
-                "model.steps_in_round is 0"
+                f"this step uses loader {source.name if source else ''!r}, but its round of "
+                f"inner steps began with loader {self._source.name if self._source else ''!r}, "
+                "and all batches of a round must be committed together; use one loader, or "
+                "switch loaders when model.steps_in_round is 0"
             )
 
     def take(

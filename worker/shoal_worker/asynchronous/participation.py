@@ -15,7 +15,7 @@ class Participation:
     """Tracks whether this worker participates. At first it rests."""
 
     def __init__(self, servers: ParameterServers, *, waited_for: bool) -> None:
-        """`waited_for`: whether other workers wait for this one (ssp and bsp)."""
+        """`waited_for`: True if other workers wait for this one (ssp and bsp)."""
         self._servers = servers
         self._waited_for = waited_for
         self._rests = True

@@ -128,7 +128,7 @@ class Handle:
         """Blocks until the result has arrived. May be called again. Raises MembershipChanged if the
         group has failed."""
         if self._failure is not None:
-            raise PreconditionError(f"this collective has already failed: {self._failure}")
+            raise PreconditionError(f"this collective failed at an earlier wait: {self._failure}")
         # Drops the work in any case, because it would keep the sockets of its group open.
         work, self._work = self._work, None
         if work is not None:

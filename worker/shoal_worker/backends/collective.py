@@ -54,7 +54,10 @@ def check_op(op: Any, dtype: torch.dtype) -> None:
     if name in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"cannot reduce {dtype} with {name}: expected integers or booleans")
     if name in ("MIN", "MAX") and dtype.is_complex:
-        raise ValueError(f"cannot reduce {dtype} with {name}: complex numbers have no order")
+        raise ValueError(
+            f"cannot reduce {dtype} with {name}, because complex numbers have no "
+            "order; use SUM or AVG"
+        )
 
 
 def premultiplier(op: Any) -> float | torch.Tensor:
@@ -143,7 +146,7 @@ _LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.RE
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective that one rank issued."""
+    """One rank's call of a collective: its kind, reduction, inputs and outputs."""
 
     kind: Kind
     inputs: Sequence[torch.Tensor] = ()

@@ -72,7 +72,8 @@ def _collective(name: str) -> Any:
 
 
 class ForwardingGroup(NamedGroup):
-    """Issues collectives on a native group under their native names."""
+    """Process group that passes each collective to a native process group, by the name that the
+    installed torch uses for it."""
 
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
         """Starts the native group's collective called `name`."""

@@ -101,8 +101,8 @@ def own_world() -> World | None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Context in which threads can be ranks: torch's global world forwards to the world of the
-    calling thread."""
+    """Context in which threads can be ranks: torch's global record of process groups forwards to a
+    separate record for each such thread."""
     global _users
     with _lock:
         _users += 1

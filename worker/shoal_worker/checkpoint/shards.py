@@ -68,7 +68,7 @@ Pieces = Mapping[str, tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """Copy of one rank's part of a state, in host memory."""
+    """Copy of the part of a state that one rank writes, in host memory."""
 
     structure: Json
     outline: Mapping[str, torch.Tensor]

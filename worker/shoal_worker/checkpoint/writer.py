@@ -81,7 +81,7 @@ class CheckpointWriter:
             assert self._thread is not None
             raise DeadlineError(
                 f"{self._thread.name} did not finish within {time.monotonic() - self._begun:.0f} "
-                "s; is the disk too slow?",
+                "s; check whether the disk is too slow",
                 reason="CHECKPOINT_SLOW",
             )
         self._thread = None

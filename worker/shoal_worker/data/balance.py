@@ -197,7 +197,7 @@ class Balance:
         )
 
     def _adopt(self, costs: tuple[float, ...], step: DealtToRank, loader: str) -> None:
-        """Uses the agreed costs if they improve a step noticeably."""
+        """Adopts the agreed costs if dealing by them would make a step noticeably shorter."""
         assert self._micro_batch_size is not None
         items = -(-len(step.positions) // self._micro_batch_size)
         now = divided(items, self._costs or (1.0,) * len(costs))

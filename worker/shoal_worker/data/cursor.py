@@ -94,7 +94,7 @@ class Orders(Protocol):
 
     @property
     def identity(self) -> str:
-        """Identity of the ordered dataset."""
+        """Digest that identifies the dataset to which the order belongs."""
         ...
 
     @property
@@ -109,7 +109,7 @@ class Orders(Protocol):
 
 
 class LoaderProgress:
-    """A training loader's cursor and count of epochs."""
+    """A training loader's position in its run: its cursor, and the epoch of its next iteration."""
 
     def __init__(self, orders: Orders) -> None:
         self.cursor = Cursor()
@@ -207,7 +207,7 @@ class LoaderProgress:
         self._leased_in = self.cursor.epoch
 
     def end_epoch(self) -> None:
-        """Records that the cursor's epoch has no further step."""
+        """Records that the cursor's epoch has no further step, so that the next epoch follows."""
         self.cursor = self.cursor.at_epoch(self.cursor.epoch + 1)
 
     # ---------------------------------------------------------------------------------------- state
@@ -252,7 +252,7 @@ class LoaderProgress:
         return cursor, next_epoch
 
     def take(self, checked: tuple[Cursor, int]) -> None:
-        """Loads the result of `checked`."""
+        """Loads a position that `checked` has read from a captured state."""
         self.cursor, self._loaded_next_epoch = checked
 
     def _check_order(self, cursor: Cursor, state: Mapping[str, Any], loader: str) -> None:
@@ -266,7 +266,7 @@ class LoaderProgress:
             if state.get(field) != value:
                 raise ConfigurationError(
                     f"loader {loader!r}: the state is {cursor.samples} samples into epoch "
-                    f"{cursor.epoch} of an order with {field}={state.get(field)!r}, but this "
-                    f"loader has {value!r}, so samples would be lost or seen twice. Use the same "
-                    "dataset, seed, shuffle and sampler, or a state saved between epochs"
+                    f"{cursor.epoch}, whose order had {field}={state.get(field)!r}, but this "
+                    f"loader has {field}={value!r}, so samples would be lost or seen twice. Use "
+                    "the same dataset, seed, shuffle and sampler, or a state saved between epochs"
                 )

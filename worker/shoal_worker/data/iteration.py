@@ -115,7 +115,7 @@ _SINGLE_SAMPLE = (
 
 
 class Delivery:
-    """Passes the batches of one loader's steps to the user's loop."""
+    """Hands out the batches of a loader's steps to the user's loop."""
 
     def __init__(
         self,
@@ -175,8 +175,8 @@ class Delivery:
         for block in dealt.blocks:
             if self._supply.current is not dealt:
                 raise PreconditionError(
-                    f"step {dealt.number} of epoch {dealt.epoch} has ended; its batches are no "
-                    "longer available"
+                    f"step {dealt.number} of epoch {dealt.epoch} has ended, so its batches are "
+                    "no longer available; call peek() inside the loop over the step"
                 )
             self._balance.begin(dealt, session)
             request = self._supply.request(dealt, block)
@@ -273,7 +273,7 @@ sessions."""
 
 
 class Introduction:
-    """Registers one loader with each session that uses it."""
+    """Registers a loader with the current session, and again when the session changes."""
 
     def __init__(self, name: str) -> None:
         """`name`: name of the loader; empty for a training loader that was not given a name."""

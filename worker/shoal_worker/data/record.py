@@ -51,7 +51,9 @@ class SampleRecord:
         """Appends one line to the file."""
         line = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
         if os.write(self._file, line) != len(line):
-            raise OSError("the sample record's disk is full: a line was written only partly")
+            raise OSError(
+                "a line of the sample record was written only in part, because the disk is full"
+            )
 
     def close(self) -> None:
         """Closes the file."""
@@ -177,13 +179,14 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
             ) from error
         if missing:
             raise CorruptDataError(
-                f"{file}:{number} is a {line['kind']!r} line without {', '.join(sorted(missing))}"
+                f"{file}:{number} is a {line['kind']!r} line of a sample record, but lacks "
+                f"{', '.join(sorted(missing))}"
             )
         yield line
 
 
 class _Lines:
-    """Record lines of one loader, from all members."""
+    """Lines of the records of all members that belong to one loader."""
 
     def __init__(self) -> None:
         # If a step was lost and dealt again within one generation, later lines replace earlier

@@ -95,8 +95,8 @@ class Step:
         because samples would count twice."""
         if self._batches is None:
             raise PreconditionError(
-                f"step {self.number} of epoch {self.epoch} was already iterated; a step yields "
-                "its batches only once, so that no sample counts twice"
+                f"step {self.number} of epoch {self.epoch} was already iterated. Iterate over a "
+                "step only once, because its samples would count twice otherwise"
             )
         batches, self._batches = self._batches, None
         return batches

@@ -460,13 +460,13 @@ class Engine(TrainingEngine):
     @property
     @override
     def data_parallel_rank(self) -> int:
-        """Rank of this process, because each rank is a replica."""
+        """Rank of this process: each rank is a replica."""
         return self._session.rank
 
     @property
     @override
     def data_parallel_size(self) -> int:
-        """Number of ranks, because each rank is a replica."""
+        """Number of ranks: each rank is a replica."""
         return self._session.world_size
 
     @property
@@ -495,8 +495,8 @@ class Engine(TrainingEngine):
                     self._check_can_travel(key, value)
                 except ConfigurationError as error:
                     raise ConfigurationError(
-                        f"{type(self.optimizer).__name__} stores {key!r} for parameter {name!r}: "
-                        f"{error}",
+                        f"{type(self.optimizer).__name__} keeps an unsupported value in its "
+                        f"state, {key!r} of parameter {name!r}: {error}",
                         reason="STATE_UNSUPPORTED",
                     ) from error
 

@@ -90,7 +90,7 @@ class CommitSum:
         self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
 
     def to_send(self) -> torch.Tensor:
-        """Returns the input of the all-reduce, on the CPU."""
+        """Packs the vectors into the input of the all-reduce, on the CPU."""
         return torch.cat([part.cpu() for part in self._parts])
 
     def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -118,7 +118,8 @@ class Gradients(Protocol):
 
 
 class PartitionedEngine(Engine, Generic[State, Closed]):
-    """Engine of a model that no rank needs to hold entirely."""
+    """Engine of a model whose state is divided over ranks, so that no rank needs to hold all of
+    it."""
 
     updates_parts = True
     _payload_type: type[Closed]
@@ -469,8 +470,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             name, trained = changed
             raise ConfigurationError(
                 f"parameter {name!r} has requires_grad={not trained}, but had {trained} at "
-                f"as_distributed: with strategy {self.strategy!r}, the set of trained parameters "
-                "is fixed from then on; start the next phase in a new run, from a checkpoint"
+                f"as_distributed: with strategy {self.strategy!r}, parameters cannot be frozen "
+                "or unfrozen after that; start the next phase in a new run, from a checkpoint"
             )
 
     # ---------------------------------------------------------------------------- torch's own calls
@@ -493,8 +494,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def check_values_here(self, call: str, instead: str) -> None:
         if any(is_hidden(p) for p in self.module.parameters()):
             raise PreconditionError(
-                f"model.{call} with strategy={self.strategy!r}: each rank holds only parts of the "
-                f"parameters between passes. Called on every rank, {instead}"
+                f"model.{call} cannot be used with strategy={self.strategy!r}, because each rank "
+                "holds only parts of the parameters between passes. Called on every rank, "
+                f"{instead}"
             )
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -510,9 +512,10 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             became = fn(torch.empty(0, dtype=kind[0], device=kind[1]))
             if (became.dtype, became.device) != kind:
                 raise PreconditionError(
-                    f"model.to({became.dtype}, {became.device}) of a model in {kind[0]} on "
-                    f"{kind[1]}: with strategy={self.strategy!r}, the layout over the ranks is "
-                    "fixed; convert the module before as_distributed, or pass param_dtype="
+                    f"model.to({became.dtype}, {became.device}) cannot convert a model in "
+                    f"{kind[0]} on {kind[1]}, because with strategy={self.strategy!r} it is "
+                    "already divided over the ranks; convert the module before as_distributed, "
+                    "or pass param_dtype="
                 )
         return False
 
@@ -588,8 +591,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            f"set_gradients: with strategy {self.strategy!r}, each rank holds only parts of the "
-            "gradients, and mirrors of others; scale the loss, or use ddp"
+            f"set_gradients cannot be used with strategy {self.strategy!r}, because each rank "
+            "has only parts of the gradients; scale the loss, or use ddp"
         )
 
     @override

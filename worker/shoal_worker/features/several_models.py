@@ -374,7 +374,7 @@ class SeveralEngines(TrainingEngine):
 
 
 def _settings_of(engine: Engine) -> list[dict[str, Any]]:
-    """Returns the parameter groups of an engine's optimizer without the parameters."""
+    """Returns the settings of the parameter groups of an engine's optimizer."""
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return [
         {

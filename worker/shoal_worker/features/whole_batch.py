@@ -90,8 +90,9 @@ class WholeBatch:
         counts = headers[:, 0].tolist()
         if headers[:, 1].unique().numel() > 1:
             raise PreconditionError(
-                "whole_batch: the ranks passed tensors of different numbers, dtypes, or shapes "
-                "beyond the first dimension; this rank passed "
+                "whole_batch: the ranks passed different tensors; their number, their dtypes, "
+                "and their shapes without the first dimension must be the same on all ranks. "
+                "This rank passed "
                 f"{', '.join(f'{each.dtype} {tuple(each.shape)}' for each in tensors)}",
                 reason="RANKS_DIVERGED",
             )

@@ -66,12 +66,12 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Detaches the pieces from the module."""
+        """Detaches the pieces from the module, which will get other parameters."""
 
     @property
     @abc.abstractmethod
     def own(self) -> Mapping[str, torch.Tensor]:
-        """Tensors that this rank updates as their owner."""
+        """Tensors for whose values this rank is responsible: its pieces, or its shards of them."""
 
     @abc.abstractmethod
     def use(
@@ -82,7 +82,7 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Loads values of all pieces."""
+        """Copies the given values into the pieces."""
 
     @abc.abstractmethod
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
@@ -121,7 +121,7 @@ class DataAxis(abc.ABC):
 
 
 class Replicated(DataAxis):
-    """Data axis on which each rank stores all values."""
+    """Data axis without sharding: each rank stores all values of its part of the model."""
 
     def gather(self) -> None:
         """Does nothing: the pieces are always unsharded."""

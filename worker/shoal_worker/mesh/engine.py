@@ -73,9 +73,10 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         refuse_hooks(self.module.named_parameters(), self.strategy)
         if self.config.deterministic:
             raise ConfigurationError(
-                f"deterministic=True with strategy={self.strategy!r}: splitting the model changes "
-                "the order of sums, so results cannot be bitwise equal for other numbers of "
-                "ranks; leave deterministic out, or use ddp, zero1, zero2, zero3 or fsdp"
+                f"deterministic=True cannot be used with strategy={self.strategy!r}: splitting "
+                "the model changes the order of sums, so results cannot be bitwise equal for "
+                "other numbers of ranks; leave deterministic out, or use ddp, zero1, zero2, "
+                "zero3 or fsdp"
             )
         own = self._options
         dropout = own.get("dropout", DropoutRandomness.PER_SHARD)
@@ -208,9 +209,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         training = self._trains
         if training and self.module.training and self._plan.pipelined:
             raise ConfigurationError(
-                f"model(x) with strategy={self.strategy!r}: in training, a pipeline runs both "
-                "passes of a batch together; call loss = model.train_step(x, y, loss_fn) instead "
-                "of the forward pass, the loss and backward()"
+                f"model(x) cannot be called in training with strategy={self.strategy!r}: a "
+                "pipeline runs both passes of a batch together; call loss = model.train_step(x, "
+                "y, loss_fn) instead of the forward pass, the loss and backward()"
             )
         # In a loop without a Shoal loader a spare waits here for the start of its next step.
         begun = training and self.idle and self._session.step is None and self._begin_pass()
@@ -228,9 +229,10 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     @override
     def check_forward_method(self, name: str) -> None:
         raise ConfigurationError(
-            f"register_forward_method({name!r}) with strategy={self.strategy!r}: layers and "
-            "stages are split along the module's forward pass, so no other method can run "
-            "through them. Let an argument make forward() call the method, or use zero3 or fsdp"
+            f"register_forward_method({name!r}) cannot be used with strategy={self.strategy!r}: "
+            "layers and stages are split along the module's forward pass, so no other method can "
+            "run through them. Let forward() call the method, selected by an argument, or use "
+            "zero3 or fsdp"
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,9 +265,10 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         step = self._session.step
         if torch.is_grad_enabled() and self._held.hidden.are_split:
             raise PreconditionError(
-                f"a backward pass with create_graph=True and strategy={self.strategy!r}: "
-                "gradients of gradients are wrong through layers that are split over ranks; use "
-                "zero2 or fsdp, or leave out gradient penalties"
+                "a backward pass with create_graph=True cannot be used with "
+                f"strategy={self.strategy!r}, because gradients of gradients would be wrong "
+                "through layers that are split over ranks; use zero2 or fsdp, or leave out "
+                "gradient penalties"
             )
         if step is not None and not self._came:
             self._carried = self._held.hidden.carries and not step.in_micro_batches
@@ -365,8 +368,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return super().generate(*args, **kwargs)
         if self._options.get("loss_parallel"):
             raise ConfigurationError(
-                "generate() of a model with loss_parallel=True: its logits are split over the "
-                "vocabulary, but choosing tokens needs whole logits; call "
+                "generate() cannot be used with loss_parallel=True, because the logits are split "
+                "over the vocabulary, and choosing tokens needs all of them; call "
                 "model.clone().generate(...) on every rank, or leave loss_parallel out"
             )
         if self._ahead:

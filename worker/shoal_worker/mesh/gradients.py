@@ -74,8 +74,8 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def hand_out(self, divisor: float) -> None:
-        """Sets the gradients for the optimizer to the sums divided by `divisor`. A parameter that
-        no replica used gets no gradient."""
+        """Gives the optimizer its gradients: the sums over the replicas, divided by `divisor`. A
+        parameter that no replica used gets no gradient."""
 
     @abc.abstractmethod
     def scale(self, factor: float) -> None:
@@ -87,7 +87,7 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Discards the optimizer's gradients."""
+        """Discards the gradients that were set for the optimizer."""
 
     def begin(self) -> None:
         """Resets the gradients and the changes of buffers for a new step."""
@@ -168,7 +168,7 @@ class MeshGradients(abc.ABC):
 
     @property
     def present(self) -> Mapping[str, bool]:
-        """Maps each parameter's name to True if the parameter was used."""
+        """Name of each parameter -> True if a rank has used it in this step."""
         return {
             name: count > 0
             for name, count in zip(self._pieces, self._presence.tolist(), strict=True)
@@ -183,12 +183,12 @@ class MeshGradients(abc.ABC):
 
     @property
     def divisor(self) -> float:
-        """Divisor of the summed gradients."""
+        """Number by which the summed gradients are divided."""
         return self.total_weight if self._averages else 1.0
 
     @property
     def total_weight(self) -> float:
-        """Weight of the whole batch."""
+        """Total weight of the samples in the step, over all replicas."""
         return float(self._weight) or 1.0
 
     @property
@@ -383,8 +383,8 @@ _IN_FLIGHT: Final = 2
 
 
 class ScatteredGradients(MeshGradients):
-    """Gradients of the trained units of one rank's part, whose sums are scattered over the
-    replicas."""
+    """Gradients of the trained units in one rank's part of the model. They are reduce-scattered:
+    each replica keeps the sums of its own shards."""
 
     def __init__(
         self,

@@ -239,7 +239,8 @@ def template_of(
 
 
 class Blueprint:
-    """One division of a model's state over the ranks."""
+    """Plan of one division of a model's state over the ranks: which rank has which part of each
+    tensor."""
 
     def __init__(self, template: Template, axes: Axes) -> None:
         """Plans the division. Raises ConfigurationError if the model cannot be split in this
@@ -312,7 +313,7 @@ class Blueprint:
         return whole.clone() if layout is None else cut(whole, layout, self.axes.tensor, part)
 
     def shape(self, name: str, part: int) -> torch.Size:
-        """Returns the shape of the result of `cut`."""
+        """Returns the shape of the part that `cut` returns."""
         layout, whole = self._layouts.get(name), self.template.tensors()[name]
         return whole.shape if layout is None else cut_shape(layout, self.axes.tensor, part)
 

@@ -153,7 +153,7 @@ class HiddenParameters:
             drop_gradient(parameter, place)
 
     def release(self) -> None:
-        """Restores the parameters, before another object hides them."""
+        """Makes the parameters ordinary ones again, before another object hides them."""
         for parameter, place in self._all:
             show(parameter, place)
 
@@ -235,7 +235,7 @@ class ModelParts(PartitionedState):
         return self.cut is None and not self.pieces and not self._before
 
     def is_trained(self, name: str) -> bool:
-        """Returns whether a parameter of the whole model is trained."""
+        """Returns whether a parameter is trained. `name`: its name in the whole model."""
         return self.template.tensors()[name].requires_grad
 
     # -------------------------------------------------------------------------------------- cutting

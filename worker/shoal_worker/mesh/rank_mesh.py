@@ -317,7 +317,7 @@ class RankMesh:
             self.execution.drop_gradients()
 
     def _collected(self) -> Mapping[str, torch.Tensor | None]:
-        """Removes this rank's gradients from the module and returns them."""
+        """Removes the gradients from the module's parameters and returns them."""
         return {
             name: taken_gradient(parameter) for name, parameter in self._parts.parameters.items()
         }

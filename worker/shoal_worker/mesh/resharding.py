@@ -281,7 +281,7 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class _Senders:
-    """Chooses the ranks that send the parts of each tensor."""
+    """Chooses for each part of a tensor the rank that sends it."""
 
     blueprint: Blueprint
     ranks: Mapping[MeshPlace, Sequence[int]]

@@ -53,7 +53,7 @@ class StepGroup(ForwardingGroup):
         exists."""
         group = self._held_group()
         if group is None:
-            raise MembershipChanged("the generation of this process group is over")
+            raise MembershipChanged("this process group belongs to a generation that is over")
         return group
 
     @property
@@ -86,7 +86,7 @@ class StepGroup(ForwardingGroup):
 
 
 class StepWork(Work):
-    """A collective that reports its failure to the current step."""
+    """Work of a collective whose failure is reported to the current step."""
 
     def __init__(self, work: Work | None, group: StepGroup, outputs: Any) -> None:
         """Wraps `work`, which is None if the collective has already failed."""

@@ -171,7 +171,7 @@ class Pulls:
     def _receive(
         self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta
     ) -> list[pb.PullHeader]:
-        """Pulls into the flat tensors in `memory`, by name."""
+        """Pulls values into flat tensors. `memory`: name -> tensor."""
         compressed: dict[int, torch.Tensor] = {}
 
         def room(header: pb.PullHeader) -> memoryview:

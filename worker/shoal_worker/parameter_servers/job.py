@@ -43,7 +43,8 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Job:
-    """A member's view of its job."""
+    """Access of an asynchronous worker to its job: membership, leases, and the addresses of the
+    parameter servers."""
 
     def __init__(
         self,

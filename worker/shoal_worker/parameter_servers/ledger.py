@@ -20,7 +20,7 @@ from shoal_worker.parameter_servers.tensors import Iteration, Payload
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """The outcome of a push."""
+    """Outcome of a push, combined over all partitions."""
 
     staleness: int
     """Staleness: number of versions that were applied between the pull with whose values the
@@ -52,14 +52,14 @@ class Delivery:
     may have advanced since."""
 
     def outcome(self) -> Pushed:
-        """Returns the combined outcome of all partitions."""
+        """Combines the outcomes on all partitions into one."""
         results = self.acknowledged.values()
         known = bool(results) and all(each.known_batch for each in results)
         return Pushed(staleness=max((each.staleness for each in results), default=0), known=known)
 
 
 class ShardMapChanged(Exception):
-    """Partitions have moved. The error contains the new shard map."""
+    """Raised when partitions have moved between servers. Contains the new shard map."""
 
     def __init__(self, shard_map: coordinator_pb.ShardMap) -> None:
         super().__init__(f"partitions have moved; the shard map is at epoch {shard_map.epoch}")

@@ -133,7 +133,9 @@ class AsyncOptions:
                     "gradient was computed from the values they sent last"
                 )
             )
-            raise ConfigurationError(f"prefetch=True with {other}; leave prefetch out")
+            raise ConfigurationError(
+                f"prefetch=True cannot be used with {other}; leave prefetch out"
+            )
         if not isinstance(self.server_timeout, timedelta) or self.server_timeout <= timedelta(0):
             raise ConfigurationError(
                 f"server_timeout={self.server_timeout!r}: expected a positive timedelta"
@@ -193,7 +195,7 @@ class AsyncOptions:
 
     @property
     def in_step(self) -> bool:
-        """True if all workers compute each iteration together (bsp)."""
+        """True if all workers compute each iteration on the same values (bsp)."""
         return self.consistency == "bsp"
 
     def message(self) -> pb.Consistency:
@@ -384,8 +386,8 @@ class ServerOptimizer:
             cut := sorted({tensor.name for tensor, piece in pieces if piece.offset})
         ):
             _log.warning(
-                "%s treats each piece of up to 8 MiB of a larger tensor as a separate tensor "
-                "with its own trust ratio: %s%s",
+                "tensors larger than 8 MiB are divided into pieces on the parameter servers, and "
+                "%s computes a separate trust ratio for each piece: %s%s",
                 type(self._optimizer).__name__,
                 ", ".join(cut[:5]),
                 f" and {len(cut) - 5} more" if len(cut) > 5 else "",
@@ -445,5 +447,6 @@ class ServerOptimizer:
                     changed = bool(value) if name in self._declared.switches else value
                     raise ConfigurationError(
                         f"{name} was changed to {changed} while the optimizer is running, but it "
-                        "determines the state that the servers keep; set it before as_distributed"
+                        "determines which state the servers keep, so it cannot change; set it "
+                        "before as_distributed"
                     )

@@ -26,7 +26,7 @@ Pulled = Sequence[tuple[Partition, pb.PullHeader]]
 
 
 class Source(Protocol):
-    """A parameter server from which values can be prefetched."""
+    """Interface of a parameter server from which values can be prefetched."""
 
     def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
         """Pulls newer values into flat host tensors (name -> tensor). Called from any thread, one

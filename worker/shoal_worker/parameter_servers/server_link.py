@@ -124,7 +124,7 @@ class ServerLink:
 
     @property
     def index(self) -> int:
-        """The server's server_index."""
+        """Index of the server (server_index)."""
         return self._server.share.index
 
     @property
@@ -367,7 +367,7 @@ class ServerLink:
 
     @property
     def _takes_part(self) -> bool:
-        """True if anything is trained on this server."""
+        """True if this server has tensors that are trained."""
         return bool(self._server.trained or self._server.share.buckets)
 
     def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
@@ -537,7 +537,8 @@ class ServerLink:
         state = self._server.look()
         if moving := [each.partition_id for each in state.partitions if each.moving]:
             raise UnavailableError(
-                f"server {self._server.share.index}: partitions {moving} are still moving",
+                f"partitions {moving} of parameter server {self._server.share.index} are still "
+                "moving to another server",
                 reason=MOVING,
             )
         if not state.HasField("optimizer"):

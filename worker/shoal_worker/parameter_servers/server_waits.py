@@ -30,7 +30,7 @@ class ServerWaits:
 
     @contextmanager
     def of(self, server: str) -> Iterator[None]:
-        """Marks the calling thread as waiting for `server` within the context."""
+        """Context in which the calling thread counts as waiting for `server`."""
         wait = object()
         self._waits[wait] = (self._clock(), server, threading.get_ident())
         try:

@@ -81,7 +81,7 @@ class HostTensor:
 
     @property
     def spec(self) -> coordinator_pb.TensorSpec:
-        """Returns the tensor's specification for DeclareTensors."""
+        """Returns the tensor's specification for the RPC DeclareTensors."""
         shape, dtype = list(self._shape), self.dtype.name
         return coordinator_pb.TensorSpec(
             name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart
@@ -89,7 +89,7 @@ class HostTensor:
 
     @property
     def row(self) -> int:
-        """Number of elements selected by one index of the first dimension."""
+        """Number of elements in one row, that is, at one index of the first dimension."""
         return math.prod(self._shape[1:])
 
     def target(self) -> torch.Tensor:
@@ -262,7 +262,7 @@ def _host_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor."""
+    """Returns a view of the bytes of a contiguous CPU tensor."""
     if tensor.numel() == 0:
         return _EMPTY
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -430,7 +430,7 @@ def shares(
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """One step of this worker, as reported to every server."""
+    """What this worker reports to every server at the end of a step."""
 
     clock: int
     """Number of iterations finished by this worker, including this one."""
@@ -539,7 +539,7 @@ def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Pa
 
 
 class PulledValues:
-    """Encoding of values sent by the servers."""
+    """Decodes values that servers send, with the compression that the user has chosen."""
 
     def __init__(self, compression: str | None) -> None:
         """Parses `compression`, the value of `AsyncOptions.pull_compression`."""

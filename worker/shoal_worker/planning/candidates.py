@@ -28,7 +28,7 @@ STAGES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A strategy with the division of the ranks along its axes."""
+    """A strategy, together with a division of the ranks along its axes."""
 
     strategy: str
     axes: Axes
@@ -55,7 +55,8 @@ class Choice:
 
 
 def choices(world_size: int, ranks_per_host: int) -> Iterator[Choice]:
-    """Yields the candidates, beginning with the simplest."""
+    """Yields the strategies that are worth planning for a number of ranks, beginning with the
+    simplest."""
     alone = Axes(pipeline=1, tensor=1, data=world_size)
     for strategy in ("ddp", "zero1", "zero2", "fsdp", "zero3"):
         if world_size > 1 or strategy == "ddp":

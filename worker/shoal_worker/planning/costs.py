@@ -1,4 +1,4 @@
-"""A rank's memory, by role, and its traffic in a step."""
+"""Types for a rank's memory, by role, and for its traffic in a step."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _ENTERING: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, St
 
 @dataclass(kw_only=True)
 class ModulePass:
-    """Inputs and outputs of one module, over all its calls."""
+    """Inputs and outputs of one module, summed over all its calls."""
 
     input_bytes: int = 0
     """Size of the module's first input tensor."""
@@ -70,7 +70,7 @@ class ModulePass:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """One storage that autograd keeps for the backward pass."""
+    """A storage that autograd keeps for the backward pass."""
 
     storage: int
     size: int
@@ -82,7 +82,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """One forward and backward pass of a model over an example."""
+    """Measurements of one forward and backward pass of a model over an example."""
 
     samples: int
     forward_flops: int
@@ -209,8 +209,8 @@ def _run(
 
 
 class _Step(nn.Module):
-    """Both passes as one call. Within the call, including recomputation, the model's parameters are
-    replaced by stand-ins."""
+    """Callable that runs the forward pass, the loss and the backward pass. Within the call,
+    including recomputation, the model's parameters are replaced by stand-ins."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def hooked(self, module: nn.Module) -> Iterator[None]:
-        """Records passes through the modules within the context."""
+        """Context in which passes through the modules are recorded."""
         handles: list[RemovableHandle] = []
         for path, inner in module.named_modules():
             handles.append(inner.register_forward_pre_hook(self._before(path), with_kwargs=True))

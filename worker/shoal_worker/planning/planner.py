@@ -101,8 +101,8 @@ def plan(
     for field in ("gradient_compression", "offload", "mirrors"):
         if getattr(config, field) not in (None, "device"):
             raise ConfigurationError(
-                f"{field}={getattr(config, field)!r}: plans do not support this setting; plan "
-                "without it"
+                f"{field}={getattr(config, field)!r} is not supported in plans; leave it out of "
+                "config"
             )
     assumptions = Assumptions(
         device_flops=parse_flops("device_flops", device_flops),

@@ -24,7 +24,7 @@ from shoal_worker.planning.shares import Costs
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumptions of the estimate of a step's time."""
+    """Assumptions on which the estimate of a step's time is based."""
 
     device_flops: float = 312e12
     """Peak operations per second of a rank's device. The default is an A100's in bfloat16."""

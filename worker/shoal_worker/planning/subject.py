@@ -60,7 +60,7 @@ class Subject:
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters, each once."""
+        """All parameters of the model; shared ones appear once."""
         return dict(self.module.named_parameters())
 
     @functools.cached_property
@@ -76,7 +76,7 @@ class Subject:
 
     @functools.cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Parameters that have gradients."""
+        """Parameters that are trained."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
@@ -144,8 +144,8 @@ def _state_sizes(
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ConfigurationError(
-            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} are not the model's; "
-            "create the optimizer from model.parameters() of the planned model"
+            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} do not belong to "
+            "the model; create the optimizer from model.parameters() of the planned model"
         )
     shapes = dict(module.named_parameters())
     known: dict[tuple[torch.Size, torch.dtype, int], StateSize] = {}

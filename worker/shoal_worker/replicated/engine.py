@@ -365,8 +365,9 @@ class ReplicatedEngine(Engine):
         by_hand = not self.config.auto_sync_gradients and not step.in_micro_batches
         if by_hand and step.phase is StepPhase.OPEN:
             raise PreconditionError(
-                "auto_sync_gradients=False: call model.synchronize_gradients() after the backward "
-                "pass, before clipping and optimizer.step()"
+                "the gradients of this step were not synchronized: with "
+                "auto_sync_gradients=False, call model.synchronize_gradients() after the "
+                "backward pass, before clipping and optimizer.step()"
             )
         self._reduce_what_is_left(step)
         if step.phase is StepPhase.PREPARED and step.lost is None:
@@ -443,9 +444,10 @@ class ReplicatedEngine(Engine):
         if step.in_micro_batches:
             if step.micro_batch is not None:
                 raise PreconditionError(
-                    "gradients are reduced after the inner loop, but this call is inside the "
-                    "loop, or the loop was left early; clip and call synchronize_gradients() "
-                    "between `for batch in step:` and optimizer.step()"
+                    "gradients can be clipped or synchronized only after the loop over the "
+                    "step's micro-batches, but this call is inside that loop, or the loop was "
+                    "left early; call clip_grad_norm_() and synchronize_gradients() between `for "
+                    "batch in step:` and optimizer.step()"
                 )
             self._accumulation().finish()
         elif not self._session.elastic:
@@ -572,5 +574,5 @@ class ReplicatedEngine(Engine):
     # ---------------------------------------------------------------------------------------- state
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Returns a copy as another `ShardedModel`, which is not trained."""
+        """Returns a copy of the model as another `ShardedModel`, which is not trained."""
         return remake(copy.deepcopy(self.module))

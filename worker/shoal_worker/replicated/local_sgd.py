@@ -79,7 +79,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @property
     def steps_alone(self) -> bool:
-        """True, because steps inside a round are independent."""
+        """True, because ranks take the steps of a round independently."""
         return True
 
     @property

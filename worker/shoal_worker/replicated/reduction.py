@@ -152,8 +152,8 @@ class OverlappedReduction:
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
                 f"a parameter of shape {tuple(unfrozen.shape)} got requires_grad=True while "
-                "gradients of this step were being summed, so its gradient is this rank's alone; "
-                "set requires_grad before the step's passes"
+                "gradients of this step were being summed, so its gradient contains only this "
+                "rank's samples; set requires_grad before the step's passes"
             )
 
     @torch.no_grad()

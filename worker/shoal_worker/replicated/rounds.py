@@ -262,7 +262,7 @@ def check_configuration(config: ShardingConfiguration) -> None:
 
 
 class Round:
-    """State of this rank between two averages."""
+    """State of this rank in a round, the steps between two averages."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -295,9 +295,9 @@ class Round:
         elif source is not self._source:
             raise PreconditionError(
                 f"local_sgd: this step uses loader {source.name if source else ''!r}, but its "
-                f"round began with loader {self._source.name if self._source else ''!r}. A "
-                "failure would reset both loaders, which the script could not follow; use "
-                "sync_every=1, or one loader"
+                f"round began with loader {self._source.name if self._source else ''!r}. After a "
+                "failure, the whole round is repeated, and the script could not go back to the "
+                "other loader; use sync_every=1, or one loader"
             )
         self.trained |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 

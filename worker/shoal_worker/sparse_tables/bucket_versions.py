@@ -94,7 +94,7 @@ class BucketVersions:
         }
         if differing:
             raise MembershipChanged(
-                f"ranks found buckets {differing[:5]} of sparse tables at different versions"
+                f"ranks read different versions of buckets {differing[:5]} of sparse tables"
             )
 
     def step_counts(self, pushed: Iterable[int]) -> None:

@@ -45,7 +45,7 @@ lr=1e-3)`."""
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """Rows found by a lookup, all read at one moment."""
+    """Rows that a lookup has returned. All were read at the same moment."""
 
     values: Values
     """The rows, of shape `[n, dim]`."""
@@ -214,8 +214,8 @@ class SparseEmbedding(nn.Module):
         """
         if self._own is None:
             raise PreconditionError(
-                f"table {self.name!r} is on the parameter servers, where optimizer.step() pushes "
-                "its gradients; do not call apply_gradients"
+                f"table {self.name!r} is stored on the parameter servers, to which "
+                "optimizer.step() pushes its gradients; do not call apply_gradients"
             )
         gradients = self.gradients()
         if gradients is not None:
@@ -393,8 +393,8 @@ def check_unscaled(*, scaled: bool) -> None:
     GradScaler."""
     if scaled:
         raise ConfigurationError(
-            "a GradScaler with sparse tables: a scaler cannot check the gradients of their rows; "
-            "train in float32 or bfloat16, without a scaler"
+            "a GradScaler cannot be used with sparse tables, because it does not see the "
+            "gradients of their rows; train in float32 or bfloat16, without a scaler"
         )
 
 

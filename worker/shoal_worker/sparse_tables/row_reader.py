@@ -106,7 +106,8 @@ class RowReader:
             except ShoalError as error:
                 if self._closed.is_set():
                     raise UnavailableError(
-                        "this worker has left the job and its sparse tables' servers",
+                        "rows of sparse tables are no longer available, because this worker has "
+                        "left the job",
                         reason="CLIENT_CLOSED",
                     ) from error
                 if not _passes(error):
@@ -140,7 +141,9 @@ class RowReader:
 
         def ask() -> None:
             if not self.find():
-                raise UnavailableError("could not get the servers' addresses from the coordinator")
+                raise UnavailableError(
+                    "could not get the addresses of the parameter servers from the coordinator"
+                )
 
         self.retry_until(ask)
 
@@ -170,7 +173,8 @@ class RowReader:
             found = {each.partition_id: each for each in held if each.partition_id in addresses}
             if missing := addresses.keys() - found.keys():
                 raise UnavailableError(
-                    f"no server has partitions {sorted(missing)} yet", reason="SHARD_MAP_INCOMPLETE"
+                    f"no parameter server has partitions {sorted(missing)} yet",
+                    reason="SHARD_MAP_INCOMPLETE",
                 )
             return found
 
@@ -290,7 +294,8 @@ class RowReader:
         with self._lock:
             if self._closed.is_set():
                 raise UnavailableError(
-                    "this worker has left the job and its sparse tables' servers",
+                    "rows of sparse tables are no longer available, because this worker has left "
+                    "the job",
                     reason="CLIENT_CLOSED",
                 )
             client = self._clients.get(address)
@@ -308,7 +313,8 @@ def _addresses(shard_map: coordinator_pb.ShardMap, partitions: Sequence[int]) ->
     }
     if missing := sorted({owner for owner in owners.values() if not addresses.get(owner)}):
         raise PreconditionError(
-            f"servers {missing} own partitions but are not registered",
+            f"parameter servers {missing} own partitions but are not registered with the "
+            "coordinator",
             reason="SHARD_MAP_INCOMPLETE",
         )
     return {partition_id: addresses[owner] for partition_id, owner in owners.items()}

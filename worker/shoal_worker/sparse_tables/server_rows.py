@@ -107,8 +107,8 @@ class ServerRowStore:
                 raise DeadlineError(
                     f"rank 0 did not send the parameter servers bucket {untouched[0][1]} of "
                     f"table {untouched[0][0]!r}, which is in the checkpoint, within "
-                    f"{self._job.patience.total_seconds() + gives_s:.0f} s; does rank 0 resume "
-                    "from a directory that all ranks share?",
+                    f"{self._job.patience.total_seconds() + gives_s:.0f} s; check that rank 0 "
+                    "resumes from a directory that all ranks share",
                     reason="VALUES_MISSING",
                 )
             time.sleep(_LOOK_S)

@@ -99,7 +99,7 @@ class SynchronousJob(Job):
 
 @dataclass(kw_only=True)
 class _Step:
-    """The pushes of one step."""
+    """Pushes of one step to the buckets of all tables."""
 
     key: int
     """Unique key of the step, under which it is pushed."""
@@ -572,8 +572,8 @@ class ServerStepTables:
             return
         if not self._may_push(step):
             _log.warning(
-                "rows of the last step were not pushed, because it is not known whether all "
-                "ranks committed it"
+                "the rows of the last step were not pushed, because it is not known whether all "
+                "ranks committed that step"
             )
             return
         try:

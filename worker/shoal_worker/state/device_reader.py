@@ -52,7 +52,7 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """A `Lane` with its own CUDA stream."""
+    """Implements `Lane` with a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -144,7 +144,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 def _is_far(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is not in host memory."""
+    """Returns whether a tensor is on a device other than the CPU."""
     return tensor.device.type not in ("cpu", "meta")
 
 

@@ -161,11 +161,13 @@ def takes_whole_tensors(
             else "it updates whole tensors"
         )
         raise ConfigurationError(
-            f"elementwise_optimizer=True with {name}: {reason}; leave elementwise_optimizer out"
+            f"elementwise_optimizer=True is wrong for {name}: {reason}; leave "
+            "elementwise_optimizer out"
         )
     if whole_tensors is False and name in WHOLE_TENSORS:
         raise ConfigurationError(
-            f"whole_tensors=False with {name}, which updates whole tensors; leave whole_tensors out"
+            f"whole_tensors=False is wrong for {name}, which updates whole tensors; leave "
+            "whole_tensors out"
         )
     if not elementwise and not whole_tensors and name not in ELEMENTWISE | WHOLE_TENSORS:
         raise ConfigurationError(

@@ -158,7 +158,7 @@ class _Flattener:
         if depth > MAX_DEPTH:
             raise ConfigurationError(
                 f"state at {join_path(path)[:200]!r} is nested deeper than {MAX_DEPTH} levels; "
-                "does it contain itself?",
+                "check whether it contains itself",
                 reason="STATE_UNSUPPORTED",
             )
         if isinstance(value, torch.Tensor):

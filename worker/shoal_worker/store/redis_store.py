@@ -428,7 +428,7 @@ class RedisStore(Store):
         )
         raise StoreTimeoutError(
             f"store {self.prefix!r}: waited {timeout.total_seconds():g} s for {named}, but no "
-            "rank wrote it; is the rank that should write it running?"
+            "rank wrote it; check that the rank that should write it is running"
         )
 
     def _raise_if_aborted(self, cause: Exception | None = None) -> None:

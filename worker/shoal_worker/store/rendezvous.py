@@ -109,7 +109,8 @@ def rendezvous(
     _STORES.append(store)
     yield store, target.rank, target.world_size
     raise RuntimeError(
-        "init_method redis:// cannot form the same group again; call init_process_group again"
+        "torch asked for a second rendezvous of the same group, which init_method redis:// does "
+        "not support; call init_process_group again"
     )
 
 

@@ -98,7 +98,7 @@ class OpenTelemetry:
 
 
 class _Exporters:
-    """The SDK's exporters for one resource, and the conversion of reports."""
+    """Converts reports to telemetry of one resource, and sends it with the SDK's exporters."""
 
     def __init__(self, run: TrackedRun) -> None:
         from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
@@ -121,7 +121,7 @@ class _Exporters:
         self._tracer = provider.get_tracer(_SCOPE)
 
     def traced(self, reports: Iterable[Report]) -> list[ReadableSpan]:
-        """Returns the spans that the SDK's sampler keeps."""
+        """Converts spans, and returns those that the SDK's sampler keeps."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         for report in reports:

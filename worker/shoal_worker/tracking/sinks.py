@@ -42,7 +42,7 @@ class TrackedRun:
 
 
 class EventKind(StrEnum):
-    """Kinds of annotations."""
+    """Kinds of events in a run that are shown next to its numbers."""
 
     FAULT = "fault"
     """A fault aborted a step, which is repeated."""
@@ -58,7 +58,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Numbers of one committed step."""
+    """Numbers that belong to one committed step."""
 
     step: int
     time_ns: int
@@ -68,7 +68,7 @@ class Points:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An annotation of a run."""
+    """An event in a run, such as a fault or a join."""
 
     step: int
     """The first step committed after the event."""

@@ -153,7 +153,9 @@ def _connect_sums(
     try:
         sums.connect(doors, deadline=deadline, timeout=timeout)
     except OSError as error:
-        raise GroupEndedError(f"connecting {len(doors)} ranks failed: {error}") from error
+        raise GroupEndedError(
+            f"connecting {len(doors)} ranks for short sums failed: {error}"
+        ) from error
 
 
 def _connect_native(
@@ -345,8 +347,9 @@ def _make_device(hostname: str | None) -> tuple[Any, Listener]:
         if len(new) == 1:
             return device, new[0]
     raise InternalError(
-        "Gloo's listening socket could not be identified among this process's sockets in "
-        f"{_DEVICE_ATTEMPTS} attempts"
+        "could not identify Gloo's listening socket among this process's sockets in "
+        f"{_DEVICE_ATTEMPTS} attempts, because other threads opened sockets at the same time; "
+        "initialize the group again"
     )
 
 

@@ -86,7 +86,7 @@ class InterruptibleGroup(ForwardingGroup):
         ended: Callable[[str], None] | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """`waits`: recorder of the waits for the group's works."""
+        """`waits`: recorder of the time that this rank waits for collectives."""
         native, sockets, sums = formed.process_group, formed.sockets, formed.sums
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
@@ -354,7 +354,7 @@ class InterruptibleGroup(ForwardingGroup):
         return works
 
     def _exchange(self, parts: Sequence[torch.Tensor], given: torch.Tensor, value: Any) -> Work:
-        """Exchanges the inputs of two ranks in one collective."""
+        """All-gathers between two ranks: exchanges their inputs in a single collective."""
         peer = 1 - self.rank()
         sizes = [0, 0]
         sizes[peer] = given.numel()

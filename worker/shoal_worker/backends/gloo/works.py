@@ -49,7 +49,7 @@ _WHILE: Final = timedelta(milliseconds=10)
 
 
 class Owner(Protocol):
-    """The group that issued a work."""
+    """Interface of the group that issued a work, as the work uses it."""
 
     waits: Waits
     waiter: Waiter

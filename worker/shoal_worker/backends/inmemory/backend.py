@@ -97,7 +97,7 @@ class _InMemoryWork(Work):
 
 
 class CollectiveWork(_InMemoryWork):
-    """One rank's side of a collective."""
+    """Work of a collective, on one of its ranks."""
 
     def __init__(self, room: Room, meeting: Meeting, rank: int, timeout: timedelta) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class SendWork(_InMemoryWork):
 
 
 class ReceiveWork(_InMemoryWork):
-    """A message that is to be received."""
+    """Work of a message that is to be received."""
 
     def __init__(self, room: Room, reception: Reception, rank: int, timeout: timedelta) -> None:
         super().__init__()

@@ -54,7 +54,8 @@ class Reception:
         self.done = False
 
     def takes(self, source: int, destination: int, tag: int) -> bool:
-        """Returns whether a message matches this reception."""
+        """Returns whether a message from `source` to `destination` with `tag` is one for which this
+        reception waits."""
         return self.rank == destination and self.tag == tag and self.source in (None, source)
 
     def __str__(self) -> str:

@@ -187,7 +187,7 @@ class Turns:
 
 
 def own_turns() -> Turns | None:
-    """Returns the turns in which the calling thread takes part."""
+    """Returns the `Turns` in which the calling thread takes part; None if it takes part in none."""
     turns: Turns | None = getattr(_current, "turns", None)
     return turns
 

@@ -73,7 +73,7 @@ _OPS_OF_BOOLEANS: Final = {**_OPS, "SUM": MPI.MAX, "PRODUCT": MPI.MIN}
 
 
 class Packed:
-    """The tensors of `parts` as one contiguous run of bytes."""
+    """The tensors `parts` as one contiguous run of bytes, for MPI to send from or receive into."""
 
     def __init__(self, parts: Sequence[torch.Tensor], *, filled: bool) -> None:
         """`filled`: True if the parts contain values to be sent; False if values are to be

@@ -32,7 +32,7 @@ _POLLING_PAUSE_S: Final = 0.0002
 
 
 class Owner(Protocol):
-    """The group that issued a work."""
+    """Interface of the group that issued a work, as the work uses it."""
 
     @property
     def timeout(self) -> timedelta:

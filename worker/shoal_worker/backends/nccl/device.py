@@ -69,7 +69,7 @@ _SPLITS: Final = (2, 18, 0)
 
 
 class Native(Protocol):
-    """A native group to be ended: a ProcessGroupNCCL."""
+    """Interface of ProcessGroupNCCL that is needed to end a group."""
 
     def abort(self) -> None:
         """Ends the group's kernels and blocks until they have ended. May be called while the group
@@ -169,7 +169,8 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """The calling thread's current CUDA device: call torch.cuda.set_device first. A `Device`."""
+    """Implements `Device` for the calling thread's current CUDA device. Call torch.cuda.set_device
+    first."""
 
     kind: ClassVar[str] = "cuda"
 

@@ -223,15 +223,17 @@ class Ending:
                 # would abort it, so it must not run either.
                 native_threads.keep(native)
                 _log.warning(
-                    "a group on %s could not be finalized: %s", self._device.where, cause_of(error)
+                    "could not shut down an NCCL group on %s in order: %s",
+                    self._device.where,
+                    cause_of(error),
                 )
         done.set()
 
     def _finish(self, done: threading.Event) -> None:
         if not done.wait(self._finalize_limit_s):
             _log.warning(
-                "a group on %s was not finalized within %g s, although all its ranks had "
-                "announced that they were leaving; it was abandoned",
+                "abandoned an NCCL group on %s, which did not shut down within %g s, although "
+                "all its ranks were leaving",
                 self._device.where,
                 self._finalize_limit_s,
             )

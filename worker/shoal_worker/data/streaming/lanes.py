@@ -76,7 +76,7 @@ class ShardsRead:
         return self.next_shard >= shards and not self.waiting and not any(self.lanes)
 
     def with_lanes(self, lanes: int) -> ShardsRead:
-        """Returns the same position for another number of lanes."""
+        """Converts the position to another number of lanes."""
         kept, given_up = (
             self.lanes[:lanes],
             [place for place in self.lanes[lanes:] if place is not None],
@@ -107,7 +107,7 @@ class ShardsRead:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(
-                f"the loader's state of its shards is invalid: {error!r}"
+                f"the positions in shards that the loader's state contains are invalid: {error!r}"
             ) from error
 
 
@@ -208,12 +208,13 @@ class Allotment:
         return self._lanes[lane].segments
 
     def counts(self) -> list[int]:
-        """Returns the number of items of each lane."""
+        """Returns the items of a lane in this step, in order: runs of items, each from one
+        shard."""
         return [lane.have for lane in self._lanes]
 
     @property
     def after(self) -> ShardsRead:
-        """Position in the epoch after the step is committed."""
+        """Position in the epoch once this step is committed."""
         return ShardsRead(
             lanes=tuple(lane.at for lane in self._lanes),
             next_shard=self._next,

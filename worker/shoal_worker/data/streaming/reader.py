@@ -138,7 +138,7 @@ class Reader(abc.ABC):
 
 
 class SourceReader(Reader):
-    """One source, read by this process."""
+    """Implements `Reader` by reading the source in this process."""
 
     def __init__(
         self,
@@ -212,9 +212,9 @@ class SourceReader(Reader):
             if sought is not None:
                 return sought
             _log.warning(
-                "%s: its state_dict of position %d led to a different item than before (it may "
-                "not include a shuffle buffer). The stream is read from the beginning instead, "
-                "and earlier items are skipped",
+                "%s: loading the state_dict saved at position %d led to a different item than "
+                "before (it may lack the contents of a shuffle buffer). The stream is read from "
+                "the beginning instead, and earlier items are skipped",
                 self._name,
                 at.position,
             )
@@ -300,8 +300,8 @@ class SourceReader(Reader):
                     return _encode({"of": kind, "state": what.state_dict()})
                 except ConfigurationError as error:
                     _log.warning(
-                        "%s: its state_dict cannot be saved, so a restart will skip items one by "
-                        "one instead of seeking: %s",
+                        "%s: its state_dict cannot be saved, so after a restart earlier items "
+                        "will be skipped one by one: %s",
                         self._name,
                         error,
                     )

@@ -306,7 +306,7 @@ class ShardSupply(StreamSupply):
             reader.close()
 
     def _open(self, at: Place, loader: str) -> None:
-        """Ensures that a reader exists at this position."""
+        """Ensures that a reader for the shard is open at this position."""
         reader = self._readers.get(at.shard)
         mark = Mark(
             position=at.offset, fingerprint=at.fingerprint, following=at.following, state=at.state

@@ -112,7 +112,7 @@ class Extremes:
         self._folded, self._agreed = None, {}
 
     def micro_batch_ends(self) -> None:
-        """Includes the passes of a finished micro-batch that counts."""
+        """Includes the minima and maxima of a finished micro-batch with a weight above 0."""
         if self._places:
             now = self._now()
             self._folded = now if self._folded is None else self._merged([self._folded, now])

@@ -48,7 +48,7 @@ def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
 
 
 class Whereabouts:
-    """State shared by all hidden parameters of one model."""
+    """State that all hidden parameters of one model have in common."""
 
     def __init__(self, strategy: str = "") -> None:
         self.strategy = strategy
@@ -192,9 +192,10 @@ class _Gradient(torch.Tensor):
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscale(*args)
         raise PreconditionError(
-            f"{_name(func)} of p.grad: with strategy={found.whereabouts.strategy!r}, gradients "
-            "are summed into shards, which the ranks update, instead of being stored in p.grad. "
-            "Use model.clip_grad_norm_(max_norm) to clip by the norm over all ranks, and "
+            f"{_name(func)} cannot be used on p.grad: with "
+            f"strategy={found.whereabouts.strategy!r}, gradients are summed into shards, which "
+            "the ranks update, instead of being stored in p.grad. Use "
+            "model.clip_grad_norm_(max_norm) to clip by the norm over all ranks, and "
             "model.get_gradients() to read this rank's gradients"
         )
 
@@ -246,8 +247,8 @@ class _Part(torch.Tensor):
             return _unscale(*args)
         if func not in _TELLS:
             raise PreconditionError(
-                f"{_name(func)} is not allowed on this gradient: it is only this rank's part of "
-                "the step's gradient, which has already been summed over the ranks. Use "
+                f"{_name(func)} is not allowed on this gradient, because it is only this rank's "
+                "part of the gradient that was summed over the ranks. Use "
                 "model.clip_grad_norm_(max_norm) to clip on all ranks, and model.get_gradients() "
                 "to read this rank's part"
             )
@@ -258,7 +259,7 @@ class _Part(torch.Tensor):
 def _refusal(func: Any, hidden: _Absent) -> PreconditionError:
     place: HiddenParameter = hidden.__dict__[_ATTRIBUTE]
     return PreconditionError(
-        f"{_name(func)} of parameter {place.name!r}: with "
+        f"{_name(func)} cannot be used on parameter {place.name!r}: with "
         f"strategy={place.whereabouts.strategy!r}, this rank has its values only during passes. "
         "Called on every rank, model.full_state_dict() and model.gather_full_parameters() return "
         "copies of them, model.with_parameters(values) sets them, and model.clone() copies the "
@@ -402,8 +403,9 @@ def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) 
 def _registering(
     parameter: torch.Tensor, method: str, refusal: ConfigurationError
 ) -> Callable[..., Any]:
-    """Returns the replacement of a parameter's method that registers hooks. Keeps only a weak
-    reference to the parameter, because the parameter references the replacement."""
+    """Returns a function that replaces a parameter's method for registering hooks, such as
+    `register_hook`. It raises `refusal` for hooks other than Shoal's own. It has only a weak
+    reference to the parameter, because the parameter refers to the function."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:
@@ -417,9 +419,9 @@ def _registering(
 
 def _no_hooks(name: str, strategy: str) -> ConfigurationError:
     return ConfigurationError(
-        f"a hook on the gradient of parameter {name!r}, by register_hook or "
-        f"register_post_accumulate_grad_hook: with strategy={strategy!r}, other tensors replace "
-        "the parameter whenever the ranks change, and the hook would be lost. Use "
+        f"parameter {name!r} has a hook on its gradient (register_hook or "
+        f"register_post_accumulate_grad_hook), which would be lost: with strategy={strategy!r}, "
+        "other tensors replace the parameter whenever the ranks change. Use "
         "model.clip_grad_norm_(max_norm) or scale the loss to change gradients, and "
         "model.get_gradients() to read this rank's part. ddp, zero1, zero2, zero3, fsdp and hsdp "
         "call such hooks, with the gradient of this rank's samples"
@@ -481,7 +483,7 @@ def show_gradient(tensor: Any, place: HiddenParameter) -> None:
 
 
 class Leaves:
-    """Parameters that are hidden and shown together."""
+    """Parameters of one unit, which are hidden and shown together."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], places: Sequence[HiddenParameter]) -> None:
         self._leaves = list(zip(leaves, places, strict=True))

@@ -122,9 +122,9 @@ def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> 
             flatten(value)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"entry {key!r} of the module's state_dict(): {error}. It is sent to joiners and "
-                "saved in checkpoints with the model; make get_extra_state() (or the hook that "
-                "creates it) return such values",
+                f"entry {key!r} of the module's state_dict(): {error}. It has to be sent to "
+                "joiners and saved in checkpoints; make get_extra_state(), or the hook that "
+                "creates the entry, return supported values",
                 reason=error.reason,
             ) from error
     if whole:

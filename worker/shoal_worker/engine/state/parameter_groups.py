@@ -96,7 +96,7 @@ def _forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Parameters that will form one unit."""
+    """Parameters that are gathered, used and freed, or reduced, as one unit."""
 
     name: str
     """Name of the module, or of its first parameter."""

@@ -154,8 +154,9 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
                     )
                 )
                 raise ConfigurationError(
-                    f"{other.name} and {member.name} share memory but are two objects: with "
-                    f"strategy={strategy!r}, they would diverge. {advice}"
+                    f"{other.name} and {member.name} are two tensors that share memory: with "
+                    f"strategy={strategy!r}, each gets its own memory, and their values would "
+                    f"diverge. {advice}"
                 )
         before.append(member)
 
@@ -274,12 +275,12 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     for rank, other in enumerate(everyones):
         if "error" in other:
             raise ConfigurationError(
-                f"{kind}: rank {rank} received invalid values, so no rank applies any: "
+                f"{kind}: rank {rank} was given invalid values, so no rank applies any: "
                 f"{other['error']}"
             )
         if other != everyones[0]:
             raise ConfigurationError(
-                f"{kind}: rank {rank} received different values than rank 0 (digests "
+                f"{kind}: rank {rank} was given different values than rank 0 (digests "
                 f"{other['digest']} and {everyones[0]['digest']}); pass the same values on all "
                 "ranks"
             )

@@ -60,7 +60,8 @@ class CommittedBuffers:
     tensors, floating-point buffers come before counters."""
 
     def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
-        """`kinds`: result of `find_extremes` at `as_distributed`."""
+        """`kinds`: the module's buffers with minima and maxima, from `find_extremes` at
+        `as_distributed`."""
         kinds = kinds or {}
         extremes: list[tuple[str, nn.Module, str]] = []
         followed: list[tuple[str, nn.Module, str]] = []
@@ -189,7 +190,7 @@ class CommittedBuffers:
         self.commit()
 
     def replaced(self) -> None:
-        """Commits values that were loaded from another state."""
+        """Makes values that were loaded from another state the committed ones."""
         self._noted, self._between, self.between = [], {}, 0
         self.commit()
 
@@ -389,10 +390,11 @@ class CommittedBuffers:
         self._steps_to_watch = 0
         parts = doubtful.split(self._sizes[self._counters])
         _log.warning(
-            "int64 buffers %s changed by the same amount on all ranks, a multiple of the samples "
-            "in this rank's batch. The amount is added once, as for a count of steps. If they "
-            "count a property of the samples, such as tokens, the total over all ranks is "
-            "larger: count it outside the module, for example with shoal.all_reduce",
+            "int64 buffers %s changed by the same amount on all ranks, which is a multiple of "
+            "the number of samples in this rank's batch. The amount is added only once, as for a "
+            "count of steps. If the buffers count a property of the samples, such as tokens, the "
+            "total over all ranks is larger: count it outside the module, for example with "
+            "shoal.all_reduce",
             [name for (name, _, _), part in zip(self._counted, parts, strict=False) if part.any()][
                 :3
             ],
@@ -408,10 +410,11 @@ class CommittedBuffers:
         if names:
             self._sums_to_watch = 0
             _log.warning(
-                "int64 buffers %s changed by different amounts on ranks or in micro-batches: the "
-                "changes are summed, which is right for a count. Keep a maximum or minimum in "
-                "floating point, starting at infinity, and exclude other values (the last value, "
-                "a position) from the state (persistent=False)",
+                "int64 buffers %s changed by different amounts on different ranks or in "
+                "different micro-batches. The changes are summed, which is right only for a "
+                "count. Keep a maximum or minimum in floating point, starting at infinity, and "
+                "exclude other values (the last value, a position) from the state "
+                "(persistent=False)",
                 names[:3],
             )
 

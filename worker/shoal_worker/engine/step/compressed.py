@@ -249,8 +249,9 @@ def check_floating(name: str, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ConfigurationError(
-                f"gradient_compression={name!r}: a trained parameter is {tensor.dtype}, but "
-                "compressors support only real numbers; leave gradient_compression out"
+                f"gradient_compression={name!r} cannot be used, because a trained parameter has "
+                f"dtype {tensor.dtype} and compressors support only real numbers; leave "
+                "gradient_compression out"
             )
 
 

@@ -371,7 +371,8 @@ class WrittenParameters:
 
     @torch.no_grad()
     def moving(self) -> None:
-        """Prepares for a move of the parameters to other memory."""
+        """Called before the parameters move to other memory, so that the move does not count as a
+        write."""
         self._look_between_steps()
         self._committed = None
 

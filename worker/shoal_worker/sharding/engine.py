@@ -311,8 +311,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     def _prepare_pass(self, step: Step) -> None:
         """Runs before the first collective of a step. Sets when gradients are reduced and how
-        compressed gradients are weighted. If parameters are sharded, the ranks also compare their
-        recorded passes."""
+        compressed gradients are weighted. If parameters are sharded, the ranks also tell each other
+        which passes they run."""
         self._execution.reduces_in_backward = (
             self.stage > Stage.OPTIMIZER or not step.in_micro_batches
         )

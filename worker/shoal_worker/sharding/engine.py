@@ -310,7 +310,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._execution.refuse_half_a_pass()
 
     def _prepare_pass(self, step: Step) -> None:
-        """Prepares a step before its first collective."""
+        """Runs before the first collective of a step. Sets when gradients are reduced and how
+        compressed gradients are weighted. If parameters are sharded, the ranks also tell each other
+        which passes they run."""
         self._execution.reduces_in_backward = (
             self.stage > Stage.OPTIMIZER or not step.in_micro_batches
         )

@@ -340,7 +340,7 @@ def _method(schedule: Schedule, *, seconds: float) -> str:
         "each of which the place is absent for up to "
         f"{schedule.longest_absence_s:g} s; all times are longer where torchrun needs more than "
         f"{LAUNCH_S:g} s until its first step. A replacement is started at once, and waits with "
-        "its imports done until the absence ends. Times run from the first step of all workers until "
+        "its imports done until the absence ends. Times run from the first step of all until "
         "the last step is committed; a system that needs longer meets more faults. *No faults*: "
         "the same system without faults, for torchrun torch DDP without checkpoints. *Missing*: "
         "the absences, as a share of the workers. *Of allowed*: the time over "

@@ -243,7 +243,7 @@ def row(measured: Measured) -> Row:
     cells: dict[str, str] = {}
     samples: dict[str, Sequence[float]] = {}
     without, faulty = measured.without, measured.faulty
-    shown = faulty or without
+    shown = faulty or (without if not measured.failure else None)
     if without is not None:
         cells["no faults s"] = f"{without.time_s:.1f}"
         samples["no_faults_s"] = [without.time_s]

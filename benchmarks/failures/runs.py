@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 from benchmarks.failures.account import Account, account, reached, reduced_s
 from benchmarks.failures.injector import Injector
-from benchmarks.failures.schedule import Schedule
+from benchmarks.failures.schedule import Fault
 from benchmarks.failures.systems import Start
 from benchmarks.processes import Stage
 from benchmarks.workers.failures.ledger import Ledgers
 from benchmarks.workers.failures.task import ABSENT, Task
 
-LONGEST_S = 240.0
-"""Limit of a run: a system may make no progress between faults."""
+LONGEST_S: Final = 240.0
+"""Limit of a run, its launch included: a system may make no progress between faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class Run:
     account: Account
     saved_s: Sequence[float]
     """Seconds that each checkpoint took."""
+    launch_s: float
+    """Seconds from the command until all workers had taken their first step together."""
 
     @property
     def step_s(self) -> float:
@@ -61,14 +65,22 @@ class Run:
         return next(iter(self.account.digests)) if len(self.account.digests) == 1 else ""
 
 
-def run(name: str, start: Start, extent: Extent, schedule: Schedule | None) -> Run:
+def run(
+    name: str,
+    start: Start,
+    extent: Extent,
+    faults: Iterable[Fault] = (),
+    *,
+    longest_s: float = LONGEST_S,
+) -> Run:
     """Runs it to the end. Raises MeasurementError.
 
     Args:
         name: of the system, for errors.
         start: starts the workers.
         extent: size of the run.
-        schedule: faults; None: none.
+        faults: in order.
+        longest_s: limit of the run.
     """
     with Stage() as stage:
         directory = stage.directory / "ledgers"
@@ -81,19 +93,20 @@ def run(name: str, start: Start, extent: Extent, schedule: Schedule | None) -> R
             steps=extent.steps,
         )
         ledgers = Ledgers(directory)
+        started_ns = time.monotonic_ns()
         injector = Injector(
             start(stage, task),
             ledgers,
             absent=directory / ABSENT,
-            faults=schedule.faults() if schedule is not None else iter(()),
+            faults=iter(faults),
             ranks=task.ranks,
             steps=task.steps,
         )
-        stage.wait_until(f"{name}: step {task.steps}", injector.over, timeout_s=LONGEST_S)
-        return _measured(injector, ledgers, task)
+        stage.wait_until(f"{name}: step {task.steps}", injector.over, timeout_s=longest_s)
+        return _measured(injector, ledgers, task, started_ns)
 
 
-def _measured(injector: Injector, ledgers: Ledgers, task: Task) -> Run:
+def _measured(injector: Injector, ledgers: Ledgers, task: Task, started_ns: int) -> Run:
     entries = list(ledgers.of.values())
     begun_ns = injector.begun_ns
     progress = reached(entries)
@@ -117,4 +130,5 @@ def _measured(injector: Injector, ledgers: Ledgers, task: Task) -> Run:
         reduced_s=reduced_s(entries, injector.kills_ns, ranks=task.ranks, end_ns=end_ns),
         account=account(entries, steps=task.steps, samples=task.samples),
         saved_s=[seconds for each in entries for seconds in each.saved_s],
+        launch_s=(begun_ns - started_ns) / 1e9,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,15 @@ class Schedule:
                 f"absences up to {self.longest_absence_s} s, gaps from {self.shortest_gap_s} s and "
                 f"{self.mean_gap_s} s on average: expected increasing times above 0"
             )
+
+    def slowed(self, factor: float) -> Schedule:
+        """Returns the same faults so many times further apart, with absences as much longer."""
+        return replace(
+            self,
+            mean_gap_s=factor * self.mean_gap_s,
+            shortest_gap_s=factor * self.shortest_gap_s,
+            longest_absence_s=factor * self.longest_absence_s,
+        )
 
     def faults(self) -> Iterator[Fault]:
         """Yields the faults without end, in order."""

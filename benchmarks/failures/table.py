@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks import plots
 from benchmarks.errors import MeasurementError
 from benchmarks.failures import systems
-from benchmarks.failures.runs import Extent, Run, run
+from benchmarks.failures.runs import LONGEST_S, Extent, Run, run
 from benchmarks.failures.schedule import Schedule
 from benchmarks.kill_recovery import torchft_command
 from benchmarks.registry import Options
@@ -23,9 +23,12 @@ _BATCH: Final = 8
 _MICRO_BATCH: Final = 4
 _MODELS: Final = ("gpt", "cnn")
 _PROBE_STEPS: Final = 60
+_PROBE_LONGEST_S: Final = 900.0
 _FEWEST_STEPS: Final = 100
 SCHEDULE: Final = Schedule(mean_gap_s=8, shortest_gap_s=5, longest_absence_s=3)
 QUICK_SCHEDULE: Final = Schedule(mean_gap_s=4, shortest_gap_s=3, longest_absence_s=2)
+LAUNCH_S: Final = 6.0
+"""Where torchrun needs longer until the first step, all of the schedule's times grow with it."""
 NO_FAULTS_S: Final = 20.0
 """About how long torch DDP takes without faults, by which the number of steps is chosen."""
 QUICK_NO_FAULTS_S: Final = 5.0
@@ -178,9 +181,12 @@ def _of_model(model: str, schedule: Schedule, *, seconds: float) -> list[Measure
         start=partial(systems.start_torchrun, checkpoint_every=0),
     )
     extent = Extent(model=model, ranks=RANKS, batch=_BATCH, steps=_PROBE_STEPS)
-    probe = run(plain.name, plain.start, extent, None)
-    extent = replace(extent, steps=max(_FEWEST_STEPS, round(seconds / probe.step_s)))
-    baseline = _measured(plain, extent, schedule=None, without=None)
+    probe = run(plain.name, plain.start, extent, longest_s=_PROBE_LONGEST_S)
+    slower = max(1.0, probe.launch_s / LAUNCH_S)
+    schedule = schedule.slowed(slower)
+    longest_s = slower * LONGEST_S
+    extent = replace(extent, steps=max(_FEWEST_STEPS, round(slower * seconds / probe.step_s)))
+    baseline = _measured(plain, extent, schedule=None, without=None, longest_s=longest_s)
     ddp = baseline.without
     every = (
         interval(saving_s=max(ddp.saved_s), step_s=ddp.step_s, mean_gap_s=schedule.mean_gap_s)
@@ -193,6 +199,7 @@ def _of_model(model: str, schedule: Schedule, *, seconds: float) -> list[Measure
             extent,
             schedule=schedule,
             without=None if candidate.own_baseline else ddp,
+            longest_s=longest_s,
         )
         for candidate in candidates(every)
     ]
@@ -203,7 +210,12 @@ def _of_model(model: str, schedule: Schedule, *, seconds: float) -> list[Measure
 
 
 def _measured(
-    candidate: Candidate, extent: Extent, *, schedule: Schedule | None, without: Run | None
+    candidate: Candidate,
+    extent: Extent,
+    *,
+    schedule: Schedule | None,
+    without: Run | None,
+    longest_s: float,
 ) -> Measured:
     measured = Measured(
         name=f"{extent.model}: {candidate.name}",
@@ -213,10 +225,11 @@ def _measured(
         without=without,
     )
     try:
+        run_it = partial(run, measured.name, candidate.start, extent, longest_s=longest_s)
         if without is None:
-            measured.without = run(measured.name, candidate.start, extent, None)
+            measured.without = run_it()
         if schedule is not None:
-            measured.faulty = run(measured.name, candidate.start, extent, schedule)
+            measured.faulty = run_it(schedule.faults())
     except MeasurementError as error:
         measured.failure = str(error)
     return measured
@@ -230,7 +243,7 @@ def row(measured: Measured) -> Row:
     cells: dict[str, str] = {}
     samples: dict[str, Sequence[float]] = {}
     without, faulty = measured.without, measured.faulty
-    shown = faulty or without
+    shown = faulty or (without if not measured.failure else None)
     if without is not None:
         cells["no faults s"] = f"{without.time_s:.1f}"
         samples["no_faults_s"] = [without.time_s]
@@ -325,7 +338,8 @@ def _method(schedule: Schedule, *, seconds: float) -> str:
         f"SIGKILL. The gaps between kills are exponential, {schedule.mean_gap_s:g} s on average "
         f"and at least {schedule.shortest_gap_s:g} s. After a kill, the worker's place stays "
         f"empty for up to {schedule.longest_absence_s:g} s; a replacement starts at once, imports "
-        "torch and waits until then. Times count from the first step of all workers until the "
+        "torch and waits until then. All times of the schedule are longer if torchrun needs more "
+        f"than {LAUNCH_S:g} s until its first step. Times count from the first step of all workers until the "
         "last step is committed; a system that needs longer meets more faults. *No faults*: the "
         "time of the same system without faults; for torchrun, that of torch DDP without "
         "checkpoints. *Missing*: the sum of the absences, divided by the number of workers. *Of "

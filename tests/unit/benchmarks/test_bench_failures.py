@@ -55,6 +55,14 @@ def test_an_absence_ends_before_the_next_kill() -> None:
     assert faults[-1].at_s / 500 == pytest.approx(SCHEDULE.mean_gap_s, rel=0.1)
 
 
+def test_a_slower_machine_gets_the_same_faults_further_apart() -> None:
+    fast, slow = (list(islice(each.faults(), 9)) for each in (SCHEDULE, SCHEDULE.slowed(4)))
+    for before, after in zip(fast, slow, strict=True):
+        assert after.at_s == pytest.approx(4 * before.at_s)
+        assert after.absent_s == pytest.approx(4 * before.absent_s)
+        assert after.victim == before.victim
+
+
 def test_absences_that_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match=r"absences up to 4 s, gaps from 3 s and 6 s on average"):
         replace(SCHEDULE, longest_absence_s=4)
@@ -258,6 +266,7 @@ def run_of(time_s: float, *, never: int = 0, digest: str = "d", missing_s: float
         reduced_s=1.5,
         account=Account(never=never, twice=0, redone=1, digests=frozenset({digest})),
         saved_s=[],
+        launch_s=1.0,
     )
 
 
@@ -296,12 +305,13 @@ def test_lost_samples_and_other_bits_miss_the_target(subtests: pytest.Subtests) 
 def test_a_run_with_kills_trains_every_sample_once_and_ends_with_the_same_bits() -> None:
     program = (
         "from benchmarks.failures.runs import Extent, run\n"
-        "from benchmarks.failures.schedule import Schedule\n"
+        "from benchmarks.failures.schedule import Fault\n"
         "from benchmarks.failures.table import candidates\n"
         "(ddp,) = (each for each in candidates(50) if each.name == 'shoal, ddp, deterministic')\n"
-        "extent = Extent(model='gpt', ranks=3, batch=8, steps=150)\n"
-        "schedule = Schedule(mean_gap_s=1.5, shortest_gap_s=1, longest_absence_s=0.5)\n"
-        "for faults in (None, schedule):\n"
+        "extent = Extent(model='gpt', ranks=3, batch=8, steps=300)\n"
+        # one of three survives even where nothing recovers between the kills
+        "kills = [Fault(at_s=at, victim=0.5, absent_s=0.1) for at in (0.2, 0.8)]\n"
+        "for faults in ((), kills):\n"
         "    done = run(ddp.name, ddp.start, extent, faults)\n"
         "    print(len(done.absences), done.account.never, done.account.twice, done.digest)\n"
     )

@@ -155,7 +155,8 @@ CHECKPOINTS = (
         unit="Bps",
         queries=[
             (
-                "sum by (instance) (rate(shoal_worker_uploaded_bytes_total{job}[$__rate_interval]))",
+                "sum by (instance) "
+                "(rate(shoal_worker_uploaded_bytes_total{job}[$__rate_interval]))",
                 "{{instance}}",
             ),
         ],

@@ -1,38 +1,38 @@
-# Every target does its own set-up: a virtual environment in .venv, installed by one pip command at
-# the versions of constraints.txt. PYTHON chooses the interpreter (3.11 or newer): make test
-# PYTHON=/opt/python3.11/bin/python3
+# Every target sets up what it needs: a virtual environment in .venv, which one pip command installs
+# at the versions in constraints.txt. PYTHON chooses the interpreter (3.11 or newer), for example:
+# make test PYTHON=/opt/python3.11/bin/python3
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-# Tests and commands start hundreds of processes: where this is set in the environment, each of them
-# would compile all of Shoal anew.
+# Tests and commands start hundreds of processes. If the environment sets this variable, Python
+# caches no bytecode and each process compiles all of Shoal again, so it is cleared here.
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PYTEST_ARGS ?=
-# These tests say what holds on the host. Where there is a GPU, workers would take it, and NCCL:
-# make test-gpu is for that.
+# These targets test Shoal on the CPU. On a machine with a GPU, workers would otherwise choose the
+# GPU and NCCL; make test-gpu tests that.
 test test-slow parity chaos: export CUDA_VISIBLE_DEVICES :=
 DIST ?= dist
-# Tests wait for other processes, and for leases, a good part of their time: on two cores three
-# processes run them, or two where they compute. A test that is stuck ends its process, and so the
-# run. Files go to processes in the order of pyproject.toml's testpaths, not those with the most
-# tests first: the longest have few.
+# Tests spend much of their time waiting for other processes and for leases to expire, so on two
+# cores three processes run them, or two if the tests mostly compute. A test that hangs ends its
+# process and thereby the run. Test files are handed out in the order of testpaths in
+# pyproject.toml, not by their number of tests, because the files that take longest have few tests.
 IN_TWO := --numprocesses=2 --max-worker-restart=0
 IN_THREE := --numprocesses=3 --max-worker-restart=0 --no-loadscope-reorder
 
 BIN := .venv/bin
 DISTRIBUTIONS := protos common coordinator ps_server worker sdk
-# Not --quiet: with it MkDocs overlooks the warnings that --strict is to fail for.
+# --quiet is not used, because with it MkDocs ignores the warnings for which --strict should fail.
 SITE = NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict 2>&1 | { grep -v '^INFO' || true; }
 PROTOS := $(wildcard protos/shoal_protos/v1/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
 
 .PHONY: help
-help: ## Say what there is
+help: ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
 
 # ------------------------------------------------------------------------------------------- to run
@@ -46,25 +46,25 @@ test: .venv/installed ## Run the tests (about 30 minutes on 2 cores); PYTEST_ARG
 	$(BIN)/python -m pytest $(IN_THREE) --dist=loadfile --durations-file=out/durations.txt $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 20 minutes, 2 of them where SLURM is installed, 2 on Ray)
+test-slow: .venv/installed ## Run the slow tests that make test leaves out (about 20 minutes, of which Ray takes 2 and, if it is installed, SLURM 2)
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m 'slow and not matrix' $(PYTEST_ARGS)
 
 .PHONY: test-compose
-test-compose: .venv/installed ## Build the images and take compose.yaml's cluster through faults in podman (about 10 minutes), where podman runs
+test-compose: .venv/installed ## Build the images, run the cluster of compose.yaml in podman and inject faults (about 10 minutes; skipped if podman does not run)
 	$(BIN)/python -m pytest tests/compose $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu: .venv/installed ## Run the tests that need a CUDA device, where there is one (GPU_SHARED=1: NCCL ranks share it); docs/gpu.md says what has run where
+test-gpu: .venv/installed ## Run the tests that need a CUDA device, if there is one (GPU_SHARED=1 lets NCCL ranks share it); docs/gpu.md lists what ran on which GPU
 	$(BIN)/python -m pytest -m 'gpu and not soak' -o faulthandler_timeout=120 tests/gpu $(PYTEST_ARGS)
 
-# Strategies and their engines, tensors of DTensor's, process groups, hooks and hidden parameters,
-# files of tensors: what a torch can break.
+# The tests of whatever a version of torch can break: strategies and their engines, DTensors,
+# process groups, hooks and hidden parameters, and tensor files.
 TORCH_TESTS ?= tests/unit/tooling/test_torch_internals.py tests/unit/tooling/test_torch_backends.py tests/unit/torch_calls tests/unit/worker_strategies tests/unit/sharding \
 	tests/unit/tensor_parallel tests/unit/pipelining tests/unit/compression tests/unit/worker_backends tests/unit/worker_state \
 	tests/unit/worker_checkpoint tests/integration/worker_backends tests/integration/tensor_parallel tests/integration/pipelining
 
 .PHONY: test-torch
-test-torch: ## Run the tests that touch torch's inner workings with another torch: make test-torch VERSION=2.15.0 (five to eight minutes; an environment of some gigabytes)
+test-torch: ## Run the tests that depend on internals of torch with another version of it: make test-torch VERSION=2.15.0 (five to eight minutes; installs some gigabytes)
 	@test -n "$(VERSION)" || { echo "VERSION is not given; expected one of torch's, as in make test-torch VERSION=2.12.1"; exit 1; }
 	@$(MAKE) --no-print-directory .venv-torch-$(VERSION)/installed
 	.venv-torch-$(VERSION)/bin/python -m pytest $(IN_TWO) --dist=loadfile $(TORCH_TESTS) $(PYTEST_ARGS)
@@ -72,12 +72,12 @@ test-torch: ## Run the tests that touch torch's inner workings with another torc
 TORCHES ?= 2.11.0 2.12.1 2.14.1 2.15.0
 
 .PHONY: test-torches
-test-torches: ## Run test-torch with each other torch that Shoal admits (TORCHES), one after the other (about half an hour)
+test-torches: ## Run test-torch with every other version of torch that Shoal supports (TORCHES), one after another (about half an hour)
 	@failed=; for version in $(TORCHES); do $(MAKE) --no-print-directory test-torch VERSION=$$version || failed="$$failed $$version"; done; \
 	test -z "$$failed" || { echo "tests failed with torch$$failed"; exit 1; }
 
 .PHONY: parity
-parity: .venv/installed ## Run what make test leaves out of the parity matrix and of other large products of cases; write docs/parity.md
+parity: .venv/installed ## Run the cases of the parity matrix and of other large matrices that make test leaves out; write docs/parity.md
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m matrix $(PYTEST_ARGS)
 	$(BIN)/python -m tests.parity docs/parity.md
 
@@ -87,7 +87,7 @@ CHAOS_SEEDS ?= 1
 CHAOS_FAULTS ?= 600
 
 .PHONY: chaos
-chaos: .venv/installed ## Run soaks, cut networks, simulated schedules (SEEDS, FIRST_SEED), new examples, and 600 faults on parameter servers (CHAOS_SEEDS, CHAOS_FAULTS), with a verdict
+chaos: .venv/installed ## Run soak tests, network cuts, simulated schedules (SEEDS, FIRST_SEED), new random examples and 600 faults on parameter servers (CHAOS_SEEDS, CHAOS_FAULTS), and print a verdict
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal --timeout=600 -m 'soak or not soak' tests/networks $(PYTEST_ARGS)
 	$(BIN)/python -m tests.simulation --exhaustive
@@ -99,40 +99,40 @@ chaos: .venv/installed ## Run soaks, cut networks, simulated schedules (SEEDS, F
 DEVICE ?= cpu
 
 .PHONY: bench
-bench: .venv/installed $(if $(filter cpu,$(DEVICE)),.venv-peers/installed) ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two and a half hours); DEVICE=cuda: some of them, on GPUs
+bench: .venv/installed $(if $(filter cpu,$(DEVICE)),.venv-peers/installed) ## Measure the published figures, next to torchrun, torchft and DeepSpeed (about two and a half hours); DEVICE=cuda measures some of them on GPUs
 	$(BIN)/python -m benchmarks --device $(DEVICE)
 
 .PHONY: bench-gpu
-bench-gpu: .venv/installed ## Measure one CUDA device: steps, 1.3 billion parameters, recovery in parts, a checkpoint, copies, groups over NCCL; skipped where there is none
+bench-gpu: .venv/installed ## Measure on one CUDA device: steps, 1.3 billion parameters, the parts of a recovery, a checkpoint, copies, groups over NCCL; skipped if there is none
 	$(BIN)/python -m benchmarks.gpu
 
 KIT_PYTHON ?= 3.12
 PIP_LIST ?=
 
 .PHONY: gpu-kit
-gpu-kit: .venv/installed ## Fetch into .gpu-kit what a GPU machine without network lacks (KIT_PYTHON=3.12, PIP_LIST=its pip list); there: python3 -m gpu_kit run
+gpu-kit: .venv/installed ## Download into .gpu-kit the packages that a GPU machine without network lacks (KIT_PYTHON=3.12, PIP_LIST=its pip list); run python3 -m gpu_kit run there
 	$(BIN)/python -m gpu_kit pack --python $(KIT_PYTHON) $(if $(PIP_LIST),--pip-list $(PIP_LIST))
 
 # --------------------------------------------------------------------------------------- to hand on
 
 .PHONY: dist
-dist: .venv-build/installed ## Build the wheels of all packages in dist/, in seconds (docs/install.md says how to install them)
+dist: .venv-build/installed ## Build the wheels of all packages in dist/ within seconds (docs/install.md explains how to install them)
 	@rm -f $(DIST)/shoal-*.whl $(DIST)/shoal_*.whl
 	@.venv-build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) $(DISTRIBUTIONS:%=./%)
 	@echo "six wheels are in $(DIST)"
 
 .PHONY: docs
-docs: reference .venv-docs/installed ## Build the documentation's site in out/docs: open out/docs/index.html; it needs no network
+docs: reference .venv-docs/installed ## Build the documentation site in out/docs; open out/docs/index.html, which needs no network
 	@$(SITE)
 	@echo "the site is in out/docs; with the search: python -m http.server --directory out/docs"
 
 # ----------------------------------------------------------------------------------- verify and fix
 
 .PHONY: verify
-verify: verify-stubs verify-style verify-types verify-imports verify-text verify-docs verify-deployment verify-images ## Check everything but behaviour
+verify: verify-stubs verify-style verify-types verify-imports verify-text verify-docs verify-deployment verify-images ## Run all checks that are not tests: stubs, style, types, imports, texts, documentation, deployment files and images
 
 .PHONY: fix
-fix: protos dashboards reference ## Regenerate and reformat all that a tool can
+fix: protos dashboards reference ## Regenerate generated files and reformat the code
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
 
@@ -202,8 +202,8 @@ verify-images: .venv/installed .venv-docs/installed
 		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,lightning,mlflow,opentelemetry,ray,s3,tensorboard,transformers,wandb]'
 	@touch $@
 
-# Third-party packages at the versions of constraints.txt, but for torch and setuptools, of which
-# older torches need an older one.
+# Third-party packages have the versions in constraints.txt, except torch and setuptools, because
+# older versions of torch need an older setuptools.
 .venv-torch-%/installed: constraints.txt dev-requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
 	@echo "Installing into .venv-torch-$* (some minutes, once)"
@@ -214,14 +214,14 @@ verify-images: .venv/installed .venv-docs/installed
 
 .venv-build/installed: protos/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
-	@echo "Installing what builds the wheels into .venv-build"
+	@echo "Installing the tools that build the wheels into .venv-build"
 	$(PYTHON) -m venv .venv-build
 	.venv-build/bin/pip install --quiet --no-compile "$$(sed -n 's/^requires = \["\(.*\)"\]$$/\1/p' protos/pyproject.toml)"
 	@touch $@
 
 .venv-docs/installed: docs-requirements.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
-	@echo "Installing what the documentation's site is built with into .venv-docs"
+	@echo "Installing the tools that build the documentation site into .venv-docs"
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --no-deps -r docs-requirements.txt
 	@touch $@
@@ -236,11 +236,11 @@ verify-images: .venv/installed .venv-docs/installed
 	@touch $@
 
 .PHONY: pin-images
-pin-images: .venv/installed ## Write compose.pinned.yaml, which names the images of others by digest (ENGINE=podman: with podman)
+pin-images: .venv/installed ## Write compose.pinned.yaml, which names third-party images by digest (ENGINE=podman uses podman)
 	$(BIN)/python docker/pin_images.py $(or $(ENGINE),docker)
 
 .PHONY: secrets
-secrets: ## Make the tokens and passwords that compose.yaml mounts (docker/secrets), once
+secrets: ## Create the tokens and passwords that compose.yaml mounts (docker/secrets), unless they exist
 	$(PYTHON) docker/make_secrets.py
 
 .PHONY: clean

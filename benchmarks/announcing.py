@@ -120,19 +120,20 @@ def measure(options: Options) -> Table:
             "member and change"
         ),
         method=(
-            "The coordinator runs on one core, with its embedded Valkey, and the members in one "
-            "process on another; eight to a host, 16 connections for all of them. Each opens its "
-            "session and says that it is ready, one after another; joined: from the first one "
-            f"until the last was told of the first generation, which holds all. Then {DEATHS} "
-            "deaths (5 of 10 000), each the launcher's report of an exit, and for each of the "
-            "other members the time until it was told of the generation without that one; all "
-            "enter it before the next. A change's bytes are those of the message about it, "
-            f"without HTTP/2's. Heartbeats: all members send {BEATS} each, and the coordinator's "
-            "own counter says when it has them. The table is the whole answer of GetRanks, which "
-            "a member asks for at most once. Bare grpcio: a server that holds the same streams, "
-            "answers the first message, and passes on one message of about the same size to all; "
-            "Python's garbage collection is set as in the coordinator, and off where the members "
-            "are."
+            "The coordinator and its embedded Valkey run on one core, and all members in a single "
+            "process on another core, with eight members per host and 16 connections in total. "
+            "The members open their sessions and report that they are ready, one after another. "
+            "Joined: time from the first member until the last one has received the first "
+            f"generation, which contains all members. Then {DEATHS} members die (5 with 10 000 "
+            "members), each reported by its launcher. For each death, the time is measured until "
+            "each of the other members has received the generation without the dead one; all "
+            "adopt it before the next death. The bytes of a change are those of its message, "
+            f"without HTTP/2 headers. Heartbeats: each member sends {BEATS}, and the "
+            "coordinator's counter shows when all have arrived. Table: the full response of "
+            "GetRanks, which a member requests at most once. Bare grpcio: a server with the same "
+            "streams answers the first message of each, and forwards one message of about the "
+            "same size to all. Python's garbage collector has the same settings as in the "
+            "coordinator, and is off in the process of the members."
         ),
         columns=(
             "joined, s",

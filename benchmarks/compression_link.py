@@ -108,16 +108,17 @@ def measure(options: Options) -> Table:
         title=f"Time to the same loss over a link of {MBIT_PER_S} Mbit/s",
         target=f"a compressor >= {OF_BF16:g} x faster than bf16 and >= {OF_FP32:g} x than fp32",
         method=(
-            f"{RANKS} ranks in network namespaces of this machine; all that each sends and "
-            f"receives passes a token bucket of {MBIT_PER_S} Mbit/s at its port (tc tbf). "
-            "Coordinator and Valkey have a machine of their own. All train a perceptron of layers "
-            f"{width} wide on the same batches of scikit-learn's handwritten digits ({_BATCH} per "
-            "rank) with plain SGD at one learning rate, until the loss on a fixed set of images, "
-            f"looked at off the clock, is {_LOSS}. torch's own bf16 hook fails on the CPU: bf16 is "
-            "Shoal's. Bytes are those that the interface of the first rank counted, headers and "
-            "step votes included, beside the formula of docs/strategies/compression.md and the "
-            "time that the formula's bytes take on the link. Gloo's all-to-all often sends one "
-            "way after the other, so fp16, bf16, int8 and sign take up to twice that time "
+            f"{RANKS} ranks in network namespaces of this machine; all data that each sends and "
+            f"receives passes a token bucket of {MBIT_PER_S} Mbit/s at its port (tc tbf). The "
+            "coordinator and Valkey are on a separate machine. All systems train a perceptron "
+            f"with layers {width} wide on the same batches of scikit-learn's handwritten digits "
+            f"({_BATCH} per rank) with plain SGD at the same learning rate, until the loss on a "
+            f"fixed set of images, whose evaluation is not timed, is {_LOSS}. Because torch's own "
+            "bf16 hook fails on the CPU, bf16 is Shoal's. Bytes are counted by the network "
+            "interface of the first rank, including headers and step votes. They are compared "
+            "with the formula of docs/strategies/compression.md and with the time that the "
+            "formula's bytes take on the link. Gloo's all-to-all often sends in one direction "
+            "after the other, so fp16, bf16, int8 and sign take up to twice that time "
             "(docs/explanation/compression.md#presets). Runs of less than 10 s are repeated; "
             "times are medians."
         ),

@@ -74,15 +74,16 @@ def measure(options: Options) -> Table:
         f"{PER_MINUTE} schedules a minute on one core (T15)",
         method=(
             "The simulator runs the session, strategies and loaders on in-memory ranks in virtual "
-            "time; a schedule says whom faults befall, when, and in which order all goes on. Each "
-            "run is compared with the one without faults: parameters, optimizer state, every "
-            "answer of step(), every sample. Numbered schedules draw strategy, loop, 2 to 4 ranks "
-            "and 1 to 4 faults from their number, and have 10 steps. Tears of a step are all "
-            "there are with 3 ranks: strategy x loop x collective x who dies x who got the "
-            "result. The rate is that of each of as many processes as there are cores, the runs "
-            "without faults and the shrinking of failures included. A schedule that is wrong in "
-            "two ways counts twice among the wrong. tests/simulation/README.md says what is "
-            "simulated."
+            "time; a schedule determines which ranks fail, when, and in which order all events "
+            "happen. Each run is compared with the run without faults: parameters, optimizer "
+            "state, every result of step(), and every sample. A numbered schedule determines "
+            "strategy, loop, 2 to 4 ranks and 1 to 4 faults from its number, and has 10 steps. A "
+            "tear of a step is an interruption after which only some ranks have the result of a "
+            "collective. All tears with 3 ranks are tested: strategy x loop x collective x dying "
+            "rank x ranks with the result. The rate is that of one process, with as many "
+            "processes as cores, and includes the runs without faults and the minimization of "
+            "failing schedules. A schedule that is wrong in two ways counts twice. "
+            "tests/simulation/README.md describes what is simulated."
         ),
         columns=("schedules", "bitwise", "wrong", "a minute and core"),
         rows=tuple(rows),

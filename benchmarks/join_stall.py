@@ -137,15 +137,15 @@ def measure(options: Options) -> Table:
         title="Joining: stall of the survivors, and transfer of the state against raw TCP",
         target=f"stall <= {ALLOWED_S} s + size / ({OF_TCP} x raw TCP)",
         method=(
-            f"{WORKERS} workers train a perceptron as large as the state says (weights and "
-            f"momentum, all trained), {BATCH} samples per rank and step, under ddp. One is killed, "
-            "each rank in turn, and a replacement joins. The stall is a survivor's longest step "
-            f"minus its median step, among up to {STEPS_AROUND} steps before the join and "
-            f"{STEPS_AROUND} after it; the larger of both survivors. Steps before the first one "
-            "without the dead do not count. The transfer's rate is what the joiner's log says, "
-            "from its first request to the last checksum; torchft says none. Raw TCP is one "
-            "connection over loopback that moves 64 MiB into memory that is there already, before "
-            "and after all else. Medians."
+            f"{WORKERS} workers train a perceptron whose weights and momentum have the size of "
+            f"the state (all trained), {BATCH} samples per rank and step, under ddp. One worker "
+            "is killed, each rank in turn, and a replacement joins. The stall is a survivor's "
+            f"longest step minus its median step, among up to {STEPS_AROUND} steps before the "
+            f"join and {STEPS_AROUND} after it; the larger value of both survivors counts. Steps "
+            "before the first one without the dead worker do not count. The rate of the transfer "
+            "is taken from the joiner's log, from its first request to the last checksum; torchft "
+            "does not report one. Raw TCP is one connection over loopback that moves 64 MiB into "
+            "existing memory, measured before and after everything else. Values are medians."
             + devices.describe("", " Each worker has a GPU, on which weights and momentum are.")
         ),
         columns=(

@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -21,12 +21,14 @@ from benchmarks import plots
 from benchmarks.devices import Devices
 from benchmarks.errors import MeasurementError
 from benchmarks.figures import quantile
+from benchmarks.peers import reconfiguring_python
 from benchmarks.processes import Stage
 from benchmarks.recovery import Recovery
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
 from benchmarks.systems import (
     ElasticTorchrun,
+    Reconfiguring,
     Start,
     Torchft,
     TorchftSettings,
@@ -87,6 +89,9 @@ class Candidate:
     """They are other processes than before."""
     of_floor: float | None = None
     """The target: most of the floor's p50."""
+    torch: Callable[[], str] | None = None
+    """Returns the version of torch, for a row that may run on another than the table's. Raises
+    MeasurementError where none fits."""
 
     @property
     def recovered(self) -> int:
@@ -143,6 +148,19 @@ def _torchft_tuned(name: str, *, kills: int, ranks: int = WORKERS) -> Candidate:
     )
 
 
+def _reconfigure(name: str, *, kills: int, ranks: int = WORKERS) -> Candidate:
+    return Candidate(
+        name=name,
+        command="python -m benchmarks.workers.membership; per rank python -m "
+        f"benchmarks.workers.train_reconfigure --timeout-s {TUNED.timeout_s:g}",
+        start=partial(Reconfiguring, timeout_s=TUNED.timeout_s),
+        kills=kills,
+        quick_kills=3,
+        ranks=ranks,
+        torch=lambda: reconfiguring_python()[1],
+    )
+
+
 CANDIDATES: Final = (
     _shoal("shoal", kills=30, of_floor=OF_FLOOR),
     _shoal("shoal, zero2", kills=15, more=("--strategy", "zero2")),
@@ -157,6 +175,8 @@ CANDIDATES: Final = (
         kills=3,
         quick_kills=1,
     ),
+    _reconfigure("torch, _reconfigure (Gloo)", kills=12),
+    _reconfigure("torch, _reconfigure (Gloo), 8 ranks", kills=6, ranks=MANY_WORKERS),
     Candidate(
         name="torchrun, restart of all",
         command="torchrun --standalone --nproc-per-node 3 --max-restarts 1000000 -m "
@@ -236,7 +256,9 @@ def measure(options: Options) -> Table:
             "20 steps together, the next one is killed. Shoal's launcher starts the replacement a "
             "quarter of a second after the death, on the same cores; torchft's starts after the "
             "measurement. torchrun restarts all workers, which load no checkpoint here; its "
-            "elastic agents die with their worker, as a machine does. torchrun runs with "
+            "elastic agents die with their worker, as a machine does. torch's _reconfigure has no "
+            "detector: its workers have connections to a watcher, which end with them, and sum "
+            "all gradients in one collective, which they abandon on such news. torchrun runs with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restarted Gloo group cannot "
             f"connect. {devices.describe(_FLOOR, _FLOOR_OF_DEVICES)} Each row is compared with the "
             "floor of its number of ranks. With few samples p99 is close to the largest one."
@@ -252,9 +274,12 @@ def measure(options: Options) -> Table:
 
 def _row(candidate: Candidate, options: Options) -> Row:
     pauses: list[float] = []
-    failure = options.devices.lacking(candidate.name, candidate.ranks) or ""
+    name = candidate.name
+    failure = options.devices.lacking(name, candidate.ranks) or ""
     try:
         if not failure:
+            if candidate.torch is not None:
+                name += f", torch {candidate.torch()}"
             _kill_and_time(
                 candidate,
                 candidate.quick_kills if options.quick else candidate.kills,
@@ -263,7 +288,7 @@ def _row(candidate: Candidate, options: Options) -> Row:
             )
     except MeasurementError as error:
         failure = str(error)
-    return _described(candidate.name, candidate.command, pauses, failure)
+    return _described(name, candidate.command, pauses, failure)
 
 
 def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float], devices: Devices) -> None:

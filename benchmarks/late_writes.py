@@ -2,7 +2,8 @@
 does the next group take?
 
 benchmarks/workers/late_writes.py says what happens in a round. The schemes that are torch's own and
-Shoal's run on the torch of this interpreter, torchft on that of the peers' environment.
+Shoal's run on the torch of this interpreter, or for `_reconfigure` on a newer one if `make
+test-torch` has installed it; torchft runs on that of the peers' environment.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 from benchmarks.errors import MeasurementError
 from benchmarks.figures import quantile
-from benchmarks.peers import PYTHON, torchft_version
+from benchmarks.peers import PYTHON, reconfiguring_python, torchft_version
 from benchmarks.processes import Stage
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
@@ -27,17 +28,19 @@ NUMEL: Final = 4_000_000
 TIMEOUT_S: Final = 2.0
 _ROUND_S: Final = 30
 """The most that a round takes, with what it waits for."""
-_RECONFIGURES_FROM: Final = (2, 14)
 
 
-def _torch() -> str:
-    return f"torch {metadata.version('torch')}"
+def _here() -> tuple[Path, str]:
+    return Path(sys.executable), f"torch {metadata.version('torch')}"
 
 
-def _torch_that_reconfigures() -> str:
-    if tuple(map(int, metadata.version("torch").split(".")[:2])) < _RECONFIGURES_FROM:
-        raise MeasurementError(f"{_torch()} has no _reconfigure, which came with 2.14")
-    return _torch()
+def _reconfiguring() -> tuple[Path, str]:
+    python, version = reconfiguring_python()
+    return python, f"torch {version}"
+
+
+def _torchft() -> tuple[Path, str]:
+    return PYTHON, torchft_version()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,30 +50,31 @@ class Candidate:
     scheme: str
     """Name of the scheme in the worker program."""
     name: str
-    version: Callable[[], str]
-    """Returns versions for the row's name. Raises MeasurementError where it cannot run."""
-    python: str = sys.executable
+    environment: Callable[[], tuple[Path, str]]
+    """Returns an interpreter, and its versions for the row's name. Raises MeasurementError where it
+    cannot run."""
     ours: bool = False
 
 
 CANDIDATES: Final = (
-    Candidate(scheme="gloo", name="torch's Gloo, formed again by hand", version=_torch),
+    Candidate(scheme="gloo", name="torch's Gloo, formed again by hand", environment=_here),
     Candidate(
         scheme="reconfigure",
         name="torch's Gloo, `_reconfigure`",
-        version=_torch_that_reconfigures,
+        environment=_reconfiguring,
     ),
     Candidate(
         scheme="torchft",
         name="torchft's ProcessGroupGloo",
-        version=torchft_version,
-        python=str(PYTHON),
+        environment=_torchft,
     ),
-    Candidate(scheme="shoal", name="`shoal_gloo`, formed again by hand", version=_torch, ours=True),
+    Candidate(
+        scheme="shoal", name="`shoal_gloo`, formed again by hand", environment=_here, ours=True
+    ),
     Candidate(
         scheme="shoal-reconfigure",
         name="`shoal_gloo`, `_reconfigure`",
-        version=_torch_that_reconfigures,
+        environment=_reconfiguring,
         ours=True,
     ),
 )
@@ -117,12 +121,11 @@ def _row(candidate: Candidate, rounds: int) -> Row:
         f"--timeout-s={TIMEOUT_S:g}",
     ]
     try:
-        name += f" ({candidate.version()})"
+        python, version = candidate.environment()
+        name += f" ({version})"
         with Stage() as stage:
             output = stage.directory / "rounds.json"
-            process = stage.start(
-                candidate.scheme, [candidate.python, *words, f"--output={output}"]
-            )
+            process = stage.start(candidate.scheme, [str(python), *words, f"--output={output}"])
             try:
                 stage.finish(process, timeout_s=_ROUND_S * rounds)
             finally:

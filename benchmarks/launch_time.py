@@ -84,12 +84,12 @@ def measure(options: Options) -> Table:
             f"{ranks} ranks <= {target} x torchrun" for ranks, target in TARGETS.items()
         ),
         method=(
-            "All launch their workers on this machine with the same model and data, which leave "
-            f"after one step; {rounds} rounds, in turns whose order alternates, after one that is "
-            "not counted. The time runs from the start of the command until the last rank has "
-            "done its first step; `shoal run` starts Valkey and the coordinator meanwhile. Its "
-            "workers are forked from a process that has imported torch, or are fresh interpreters "
-            "(`--no-warm`). The ratio is that of the medians, with its 95 % confidence interval "
+            "All launchers start workers on this machine with the same model and data, which exit "
+            f"after one step; {rounds} rounds in alternating order after an uncounted one. The "
+            "time is measured from the start of the command until the last rank has taken its "
+            "first step; `shoal run` also starts Valkey and the coordinator. Its workers are "
+            "forked from a process that has imported torch, or are fresh interpreters "
+            "(`--no-warm`). Ratios are ratios of medians, with their 95 % confidence intervals "
             "(bootstrap over rounds)."
         ),
         columns=("rounds", "first step s", "exit s", "ratio", "ratio to the exit"),

@@ -92,14 +92,14 @@ def measure(options: Options) -> Table:
         title="Outer steps: bytes moved, and the loss after the same samples",
         target="inner_steps=H moves 1/H of async_sgd's bytes",
         method=(
-            f"{RANKS} workers, all as fast as this machine lets them, and one parameter server "
-            f"train the perceptron of T10 for {EPOCHS} epochs of {TRAINED_ON} of scikit-learn's "
-            f"handwritten digits, {BATCH} to a step, with AdamW: on the server, or, with inner "
-            "steps, on the workers; with asp. The loss is the cross-entropy on the other images "
-            "when all have ended. Bytes are those that all workers handed to their TCP "
-            "connections and got from them, heartbeats and leases included. The learning rate of "
-            f"each row is the one of {', '.join(f'{rate:g}' for rate in sorted(rates))} with the "
-            f"lowest loss in a run each; the loss is the mean of {repeats} runs at it."
+            f"{RANKS} workers at full speed and one parameter server train the perceptron of T10 "
+            f"for {EPOCHS} epochs of {TRAINED_ON} of scikit-learn's handwritten digits, {BATCH} "
+            "per step, with asp and AdamW, which runs on the server or, with inner steps, on the "
+            "workers. The loss is the cross-entropy on the other images after training. Bytes are "
+            "counted on the TCP connections of all workers in both directions, including "
+            "heartbeats and leases. The learning rate of each row is the one of "
+            f"{', '.join(f'{rate:g}' for rate in sorted(rates))} with the lowest loss in one run "
+            f"each; the loss is the mean of {repeats} runs with it."
         ),
         columns=("learning rate", "MB moved", "of async_sgd", "loss"),
         rows=tuple(row(system, all_of_them[0]) for system in all_of_them),

@@ -1,10 +1,10 @@
 """Writes the documentation's figures from what was measured: `python -m benchmarks --docs docs`.
 
-`docs/benchmarks/tables.md` and the plots beside it are made whole: all tables, as they were
-measured. Other pages take single tables: between the lines `<!-- figures: t8 -->` and
-`<!-- end of figures -->` stands what this module puts there. `<!-- figures: all -->` takes a line
-for each table, with its target and what was reached: so does `docs/benchmarks.md`, the page to look
-at. Nothing is measured here.
+`docs/benchmarks/tables.md` has a section for each table, with a plot beside the page. Other pages
+show single tables between the lines `<!-- figures: t8 -->` and `<!-- end of figures -->`.
+`<!-- figures: all -->`, as in `docs/benchmarks.md`, becomes one line per table with its target and
+the result. Tables that were not measured this time keep their section, plot and lines. Nothing is
+measured here.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from benchmarks.report import Table, grid, markdown, read
 _PAGE: Final = "tables.md"
 _ALL: Final = "all"
 _PLOTS: Final = "benchmarks"
+_HEADINGS: Final = re.compile(r"^## ([\w-]+): ", re.MULTILINE)
 _INSERTED: Final = re.compile(
-    r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL
+    r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
 )
 _HEADER: Final = """\
 # All tables
 
-Each table as it was measured: side by side with the peers on one machine. It says on what, by which
-command and how busy the machine was before; tables may be of different days.
-[The figures at a glance](../benchmarks.md) are a page of their own. `make bench` makes all of them
-again (about two and a half hours on two quiet cores, one for T13), and `python -m benchmarks t2`
-one; `python -m benchmarks --docs docs` writes this page from what was measured last.
-[Where the time goes](where-the-time-goes.md) has diaries of measurements.
+Each table compares Shoal with other systems, measured on one machine in alternation. It names the
+machine, the command, and the load before the measurement. Tables may have been measured on
+different days. [Figures](../benchmarks.md) shows the most important results. `make bench` measures
+all tables (about two and a half hours on two quiet cores, of which T13 takes one), and
+`python -m benchmarks t2` measures one of them. `python -m benchmarks --docs docs` puts new
+results into this page. [Where the time goes](where-the-time-goes.md) records how Shoal's overhead
+was measured and reduced.
 """
 
 
@@ -48,30 +50,41 @@ class Measured:
 
 
 def write_pages(measured: Path, docs: Path, keys: Sequence[str]) -> list[Path]:
-    """Writes the page, the plots, and the tables that other pages take; the changed files. Tables
-    that were not measured are left out.
+    """Writes the page, the plots, and the tables that other pages show. Returns the changed files.
+    `keys`: all tables, in their order.
 
     Raises:
-        MeasurementError: there is nothing in `measured`, or a page takes a table that is not there.
+        MeasurementError: `measured` has no table, or a page shows a table that was never measured.
     """
     tables = {key: _load(measured, key) for key in keys if (measured / f"{key}.json").exists()}
     if not tables:
         raise MeasurementError(f"no table in {measured}: run `python -m benchmarks` first")
     (docs / _PLOTS).mkdir(exist_ok=True)
-    changed = [docs / _PLOTS / _PAGE]
+    page = docs / _PLOTS / _PAGE
+    changed = [page]
     for key, each in tables.items():
         if each.plot.exists():
             changed.append(Path(shutil.copyfile(each.plot, docs / _PLOTS / f"{key}.png")))
-    (docs / _PLOTS / _PAGE).write_text(
-        "\n".join([_HEADER, *(_section(key, each) for key, each in tables.items())])
-    )
-    for page in sorted(docs.rglob("*.md")):
-        text = page.read_text()
-        filled = _filled(text, tables, page)
+    sections = _sections(page.read_text()) if page.exists() else {}
+    sections |= {key: _section(key, each) for key, each in tables.items()}
+    page.write_text("\n".join([_HEADER, *(sections[key] for key in keys if key in sections)]))
+    for other in sorted(docs.rglob("*.md")):
+        text = other.read_text()
+        filled = _filled(text, tables, other, keys)
         if filled != text:
-            page.write_text(filled)
-            changed.append(page)
+            other.write_text(filled)
+            changed.append(other)
     return changed
+
+
+def _sections(page: str) -> dict[str, str]:
+    """Returns the sections of the page, by the keys of their tables."""
+    begins = [*_HEADINGS.finditer(page)]
+    ends = [*(each.start() for each in begins[1:]), len(page)]
+    return {
+        begin[1].lower(): page[begin.start() : end].rstrip() + "\n"
+        for begin, end in zip(begins, ends, strict=True)
+    }
 
 
 def _load(measured: Path, key: str) -> Measured:
@@ -85,27 +98,37 @@ def _section(key: str, each: Measured) -> str:
     return each.section + (f"\n![{key}]({key}.png)\n" if each.plot.exists() else "")
 
 
-def _filled(text: str, tables: dict[str, Measured], page: Path) -> str:
-    return _INSERTED.sub(lambda match: match[1] + _grid(match[2], tables, page) + match[3], text)
+def _filled(text: str, tables: Mapping[str, Measured], page: Path, keys: Sequence[str]) -> str:
+    def fill(match: re.Match[str]) -> str:
+        return match[1] + _grid(match[2], match[3], tables, page, keys) + match[4]
+
+    return _INSERTED.sub(fill, text)
 
 
-def _grid(key: str, tables: dict[str, Measured], page: Path) -> str:
+def _grid(
+    key: str, before: str, tables: Mapping[str, Measured], page: Path, keys: Sequence[str]
+) -> str:
+    """Returns what a page shows of a table, or of all. `before`: what it has shown so far."""
     if key == _ALL:
-        return (
-            "\n".join(summary({each: measured.table for each, measured in tables.items()})) + "\n"
-        )
-    if key not in tables:
+        head, rows = summary({each: measured.table for each, measured in tables.items()})
+        shown = {row[3 : row.index("]")].lower(): row for row in before.splitlines()[len(head) :]}
+        shown |= rows
+        return "\n".join([*head, *(shown[each] for each in keys if each in shown)]) + "\n"
+    if key in tables:
+        return "\n".join(grid(tables[key].table)) + "\n"
+    if not before:
         raise MeasurementError(
-            f"{page} takes table {key}, which was not measured: run `python -m benchmarks {key}` "
+            f"{page} shows table {key}, which was not measured: run `python -m benchmarks {key}` "
             "first"
         )
-    return "\n".join(grid(tables[key].table)) + "\n"
+    return before
 
 
-def summary(tables: Mapping[str, Table]) -> list[str]:
-    """The lines of a Markdown table of all tables that have a target: what was to be reached, and
-    what was."""
-    lines = ["|  | what | target | measured |", "|---|---|---|---|"]
+def summary(tables: Mapping[str, Table]) -> tuple[list[str], dict[str, str]]:
+    """Returns the lines of a Markdown table of the tables that have a target, with the target and
+    the result: its two lines of heading, and the other lines by their tables' keys."""
+    head = ["|  | what | target | measured |", "|---|---|---|---|"]
+    rows = {}
     for key, table in tables.items():
         if not table.target.startswith("none"):
             measured = (
@@ -114,11 +137,11 @@ def summary(tables: Mapping[str, Table]) -> list[str]:
                 .removesuffix(".")
             )
             anchor = slug(f"{table.key.upper()}: {table.title}")
-            lines.append(
+            rows[key] = (
                 f"| [{key.upper()}]({_PLOTS}/{_PAGE}#{anchor}) | {table.title} | {table.target} | "
                 f"{measured} |"
             )
-    return lines
+    return head, rows
 
 
 def slug(heading: str) -> str:

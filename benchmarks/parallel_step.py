@@ -90,16 +90,19 @@ def measure(options: Options) -> Table:
         target=f"<= {TARGET} x",
         method=(
             f"The decoder of T6, {devices.size(BATCH, CUDA_BATCH)} samples per replica and step; "
-            "tensor and pipeline are one replica, hybrid is two of two ranks. The two systems of "
-            f"a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} rounds; the "
-            "ratio is the median of Shoal's mean step over the peer's of the same round, with its "
-            "95 % confidence interval (bootstrap over rounds), and stands in the peer's row. "
-            "Tensor splits attention by heads and perceptrons by their middle on both sides, "
-            "Shoal embedding and output layer as well; torch's replicas of hybrid keep parameters "
-            "gathered (reshard_after_forward=False), which sends what an all-reduce does; the "
-            f"pipelines run 1F1B with {MICRO_BATCHES} micro-batches. Shoal runs with launcher, "
-            "coordinator and metrics. "
-            f"{devices.describe('Two ranks have a core each, four share two.', ON_DEVICES)}"
+            "tensor and pipeline have one replica, hybrid has two replicas of two ranks. The two "
+            f"systems of a comparison alternate in blocks of {STEPS_PER_BLOCK} steps, for "
+            f"{rounds} rounds. For each round, Shoal's mean step is divided by that of the other "
+            "system; the row of the other system shows the median of these ratios, with its 95 % "
+            "confidence interval (bootstrap over rounds). Under tensor, both systems split "
+            "attention by heads and perceptrons by their hidden layer; Shoal also splits the "
+            "embedding and the output layer. torch's replicas of hybrid keep parameters gathered "
+            "(reshard_after_forward=False), which sends as much as an all-reduce. The pipelines "
+            f"run 1F1B with {MICRO_BATCHES} micro-batches. Shoal runs with launcher, coordinator "
+            "and metrics. "
+            + devices.describe(
+                "Two ranks have one core each; four ranks share two cores.", ON_DEVICES
+            )
         ),
         columns=turns.COLUMNS,
         rows=devices.named(rows),

@@ -1,11 +1,14 @@
-"""The peers' environment: torchft and DeepSpeed have a virtual environment of their own, apart from
-Shoal's requirements."""
+"""The peers' environments: torchft and DeepSpeed have one of their own, apart from Shoal's
+requirements; torch's `_reconfigure` may need one of `make test-torch`."""
 
 from __future__ import annotations
 
 import functools
 import os
 import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import Final
 
 from benchmarks.errors import MeasurementError
@@ -18,6 +21,8 @@ EXTENSIONS: Final = REPOSITORY / ".venv-peers" / "extensions"
 """The shared-memory collective that DeepSpeed compiled when it was installed, and wants to load
 although Gloo needs none."""
 _IMPORT_TIMEOUT_S: Final = 60
+_FROM: Final = (2, 14)
+"""Version of torch with which `_reconfigure` came."""
 
 
 def torchft_version() -> str:
@@ -32,6 +37,30 @@ def deepspeed_version() -> str:
     return _version("deepspeed", "deepspeed")
 
 
+def reconfiguring_python() -> tuple[Path, str]:
+    """Returns an interpreter whose torch has `_reconfigure`, and that torch's version: this one, or
+    the newest that `make test-torch` has installed. Raises MeasurementError if there is none."""
+    own = version("torch")
+    if _number(own) >= _FROM:
+        return Path(sys.executable), own
+    installed = {
+        folder.name.removeprefix(".venv-torch-"): folder / "bin" / "python"
+        for folder in REPOSITORY.glob(".venv-torch-*")
+        if (folder / "installed").exists()
+    }
+    newest = max(installed, key=_number, default=own)
+    if _number(newest) < _FROM:
+        raise MeasurementError(
+            f"torch {own} has no _reconfigure, which came with 2.14: run "
+            "`make .venv-torch-2.15.0/installed`"
+        )
+    return installed[newest], newest
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.partition("+")[0].split(".")))
+
+
 @functools.cache
 def _version(module: str, distribution: str) -> str:
     if not PYTHON.exists():
@@ -41,14 +70,19 @@ def _version(module: str, distribution: str) -> str:
         "torch', m.version('torch'))"
     )
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    answer = subprocess.run(
-        [PYTHON, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=_IMPORT_TIMEOUT_S,
-        check=False,
-        env=environment,
-    )
+    try:
+        answer = subprocess.run(
+            [PYTHON, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_S,
+            check=False,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise MeasurementError(
+            f"{distribution} was not imported within {_IMPORT_TIMEOUT_S} s: the machine is busy"
+        ) from None
     if answer.returncode:
         raise MeasurementError(
             f"{distribution} cannot be imported: {answer.stderr.strip().splitlines()[-1]}"

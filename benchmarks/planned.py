@@ -144,13 +144,14 @@ def measure(options: Options) -> Table:
         title="Plans against runs: memory and bytes on the wire",
         target=f"held memory and bytes sent within {TOLERANCE:.0%} of what is measured",
         method=(
-            "The decoder of T8 with AdamW, planned with `shoal.plan` for as many ranks as are "
-            "then started with the options that the plan gives, and accounted for as in T8: bytes "
-            "held from distinct storages, bytes sent from the kernel, the peak from torch's "
-            "allocator. Held: parameters, gradients, optimizer state and mirrors of the rank that "
-            "has most. Sent: by a rank in a step, the mean of the ranks, with mirrors. The total "
-            "of a plan adds what is needed for a while and activations, and stands beside the "
-            "measured peak. Columns are MiB; shares are planned over measured."
+            "The decoder of T8 with AdamW is planned with `shoal.plan` for a number of ranks, "
+            "then started with that number of ranks and the options of the plan, and measured as "
+            "in T8: memory from distinct storages, bytes sent from the kernel, and the peak from "
+            "torch's allocator. Held: parameters, gradients, optimizer state and mirrors of the "
+            "rank with the most. Sent: bytes per rank and step, including those to mirrors, as "
+            "the mean of the ranks. The total of a plan also includes temporary memory and "
+            "activations, and is compared with the measured peak. Columns are in MiB; ratios "
+            "divide planned by measured values."
         ),
         columns=(
             *("held, planned", "held, measured", "share of held"),

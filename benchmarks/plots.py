@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,37 @@ def curves(
         axes.grid(alpha=0.3)
         axes.legend(loc="upper right")
     all_axes[0][0].set_ylabel(labels[1])
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def progress(path: Path, panels: Mapping[str, Sequence[Row]]) -> None:
+    """A panel for each title: a line per system through its steps (`progress_step`) over time
+    (`progress_s`), with a cross where a worker was killed (`killed_s`) and a triangle where its
+    place was there again (`returned_s`). Dotted lines mark the kills of the row that met most."""
+    pyplot = _pyplot()
+    figure, all_axes = pyplot.subplots(
+        1, len(panels), figsize=(14, 6), layout="constrained", squeeze=False
+    )
+    for axes, (title, rows) in zip(all_axes[0], panels.items(), strict=True):
+        for row in rows:
+            times, steps = (row.samples.get(f"progress_{name}", ()) for name in ("s", "step"))
+            if not times:
+                continue
+            (line,) = axes.plot(times, steps, label=row.name, linewidth=1)
+            for name, marker in (("killed_s", "x"), ("returned_s", "^")):
+                marked = row.samples.get(name, ())
+                heights = [steps[max(0, bisect(times, time) - 1)] for time in marked]
+                axes.plot(marked, heights, marker, color=line.get_color(), markersize=5)
+        for kill in max((row.samples.get("killed_s", ()) for row in rows), key=len, default=()):
+            axes.axvline(kill, linestyle=":", color="grey", linewidth=0.8)
+        axes.set_title(title)
+        axes.set_xlim(0, None)
+        axes.set_ylim(0, None)
+        axes.set_xlabel("time since the first step of all workers, s")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right", title="x killed, \u25b2 place there again")
+    all_axes[0][0].set_ylabel("step")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

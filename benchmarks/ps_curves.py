@@ -35,11 +35,12 @@ def measure(options: Options) -> Table:
         title="Parameter server: curves over size, tensors, clients and servers",
         target="none: how the figures of T4 and T5 change",
         method=(
-            f"As T4 and T5: {rounds} rounds after {WARM_UP} that are not counted, the systems of a "
-            "curve in turns. With several clients a round is over when the last one has pulled, "
-            "and rates are of all together. With several servers each has its share of the values "
-            "and a thread of the client's. More processes than cores take turns on them: what "
-            f"more cores would give is not in these figures. {RATES}"
+            f"As T4 and T5: {rounds} rounds after {WARM_UP} uncounted ones, alternating between "
+            "the systems of a curve. With several clients, a round ends when the last client has "
+            "pulled, and rates are totals over all clients. With several servers, each server has "
+            "a part of the values, and the client uses one thread per server. If there are more "
+            "processes than cores, they share the cores, so these figures do not show how the "
+            f"systems scale with more cores. {RATES}"
         ),
         columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x the first of its curve"),
         rows=tuple(rows),

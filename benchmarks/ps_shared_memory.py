@@ -49,11 +49,11 @@ def measure(options: Options) -> Table:
         "one client, SGD applied",
         target=f">= {OF_MEMCPY} x memcpy and >= {OF_TORCH_RPC} x torch RPC",
         method=(
-            f"{method(rounds)} torch RPC chooses its transports by itself, which among processes "
-            "of one machine are shared memory and reading from the other's; it waits by polling, "
-            "on a core for each of its two processes, so these stand still (SIGSTOP) in the turns "
-            "of the others. The plain copy is one by numpy within the client, of the gradients "
-            f"and of the values: no other process, no arithmetic. {RATES}"
+            f"{method(rounds)} torch RPC chooses its transports itself: between processes of one "
+            "machine, shared memory and direct reads of the other process's memory. Because its "
+            "two processes wait by polling, on one core each, they are stopped (SIGSTOP) while "
+            "other systems are measured. The plain copy is numpy's copy of the gradients and the "
+            f"values within the client, without another process and without arithmetic. {RATES}"
         ),
         columns=(
             "rounds",

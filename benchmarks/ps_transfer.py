@@ -139,14 +139,13 @@ def measure(options: Options) -> Table:
             f">= {WITH_A_JOURNAL} x raw TCP; 400 tensors <= {OF_MANY_TENSORS} x the time of one"
         ),
         method=(
-            f"{method(rounds)} Raw TCP (loopback, 1 MiB reads) moves the bytes and computes "
-            "nothing; the others apply plain SGD. torch RPC has sockets alone here. Shoal's "
-            "tensors travel over its bulk channel's TCP connection, but for the row that names "
-            "gRPC. Checksums (xxh3-64 both ways) are the caller's choice and have a row of their "
-            "own. With a journal (`--data-dir`), a push is on this machine's disk when it is "
-            "acknowledged (`--fsync group`), or with the kernel (`--fsync never`). In the row of "
-            "400 tensors the client gathers them into partitions and takes them apart, as workers "
-            f"do. {RATES}"
+            f"{method(rounds)} Raw TCP (loopback, 1 MiB reads) only moves the bytes; the others "
+            "also apply plain SGD. torch RPC is restricted to sockets. Shoal sends tensors over "
+            "the TCP connection of its bulk channel, except in the row that names gRPC. Checksums "
+            "(xxh3-64 in both directions) are optional and are measured in a separate row. With a "
+            "journal (`--data-dir`), an acknowledged push is on disk (`--fsync group`) or in the "
+            "kernel's cache (`--fsync never`). In the row of 400 tensors, the client packs the "
+            f"tensors into partitions and unpacks them, as workers do. {RATES}"
         ),
         columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x raw TCP", "x torch RPC"),
         rows=tuple(rows),
@@ -173,10 +172,10 @@ RATES: Final = (
 def method(rounds: int) -> str:
     """Returns how both tables are measured."""
     return (
-        f"Each system has a client and a server process on this machine; {rounds} rounds in turns "
-        f"whose order alternates, after {WARM_UP} that are not counted. A round is one push, "
-        "acknowledged, and one pull into memory that is there already. Shoal runs with its "
-        "coordinator, metrics, sequence numbers and checks for finite values."
+        f"Each system has a client and a server process on this machine; {rounds} rounds in "
+        f"alternating order after {WARM_UP} uncounted ones. A round is one acknowledged push, and "
+        "one pull into existing memory. Shoal runs with its coordinator, metrics, sequence "
+        "numbers and checks for finite values."
     )
 
 

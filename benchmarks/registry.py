@@ -133,6 +133,11 @@ BENCHMARKS: Final = (
         module="benchmarks.outer_steps",
     ),
     Benchmark(
+        key="t17",
+        title="Time to the same steps while workers are killed and return",
+        module="benchmarks.failures.table",
+    ),
+    Benchmark(
         key="t18",
         title="Plans against runs: memory and bytes on the wire",
         module="benchmarks.planned",

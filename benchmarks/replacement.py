@@ -90,10 +90,10 @@ def measure(options: Options) -> Table:
         target=f"p50 <= {TARGET_S:g} s with a warm process",
         method=(
             f"{WORKERS} workers train a {_WIDTH}-wide perceptron, {_BATCH} samples per rank and "
-            "step. When all have done 20 steps together, one is killed, each rank in turn. The "
-            "time ends when as many ranks as before, one of them a new process, have committed a "
-            "step in one newer group. Fresh: with `--no-warm`. torchrun restarts all workers, "
-            "which load no checkpoint here."
+            "step. When all workers have taken 20 steps together, one is killed, each rank in "
+            "turn. The time ends when the same number of ranks, including a new process, has "
+            "committed a step in a newer group. Fresh: with `--no-warm`. torchrun restarts all "
+            "workers, which do not load a checkpoint in this test."
         ),
         columns=("kills", "p50 s", "max s"),
         rows=tuple(rows),

@@ -34,10 +34,11 @@ _LARGE_WIDTH: Final = 768
 """For blocks of a size as larger models have them; communication alone."""
 _COLLECTIVES: Final = "communication alone"
 _ON_THE_HOST: Final = (
-    "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and its default "
-    "settings. Communication alone is what a fully sharded step sends, called as FSDP2 does, two "
-    "gatherings and one reduce-scatter of each block without computing, of this decoder, and of "
-    f"one {_LARGE_WIDTH} wide. Two ranks have a core each, four share two."
+    "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and DeepSpeed's default "
+    "settings. The rows of communication alone issue the collectives of a fully sharded step as "
+    "FSDP2 does, without computing: two all-gathers and one reduce-scatter per block, for this "
+    f"decoder and for one of width {_LARGE_WIDTH}. Two ranks have one core each; four ranks share "
+    "two cores."
 )
 
 
@@ -119,8 +120,8 @@ CUDA_COMPARISONS: Final = (
 CUDA_WIDTH: Final = 2048
 CUDA_BATCH: Final = 256
 ON_DEVICES: Final = (
-    "Each rank has a GPU and sends over NCCL; a block's time begins and ends when "
-    "the device has done all it was told."
+    "Each rank has a GPU and communicates over NCCL; the time of a block begins and ends when the "
+    "device has completed all its work."
 )
 
 
@@ -152,12 +153,12 @@ def measure(options: Options) -> Table:
             f"A decoder of four blocks, {width} wide ({parameters / 1e6:.1f} million parameters, "
             f"{4 * parameters / 1e6:.1f} MB in float32), AdamW, {batch} samples of 16 tokens per "
             f"rank and step{devices.describe(', on Gloo over loopback', '')}. The systems of a "
-            f"comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} rounds; the "
-            "ratio is the median of Shoal's mean step over the peer's of the same round, with its "
-            "95 % confidence interval (bootstrap over rounds), and stands in the peer's row. "
-            "Shoal runs with launcher, coordinator and metrics, its step sends gradient shards to "
-            "a peer's memory as well, and it updates that mirror too; the peers lose their state "
-            "with a rank. " + devices.describe(_ON_THE_HOST, ON_DEVICES)
+            f"comparison alternate in blocks of {STEPS_PER_BLOCK} steps, for {rounds} rounds. For "
+            "each round, Shoal's mean step is divided by that of the other system; the row of the "
+            "other system shows the median of these ratios, with its 95 % confidence interval "
+            "(bootstrap over rounds). Shoal runs with launcher, coordinator and metrics. Its step "
+            "also sends gradient shards to another rank and updates the mirror there; the other "
+            "systems lose state if a rank dies. " + devices.describe(_ON_THE_HOST, ON_DEVICES)
         ),
         columns=turns.COLUMNS,
         rows=devices.named(rows),

@@ -95,16 +95,17 @@ def measure(options: Options) -> Table:
         target=f"<= {TARGET} x at 5 ms steps",
         method=(
             f"All systems train a {width}-wide perceptron with their own data loaders "
-            f"({workloads}). They take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} "
-            "rounds. A block's figure is the mean step of its ranks; the ratio is the median of "
-            "the ratios to torch DDP's block of the same round, with its 95 % confidence interval "
-            "(bootstrap over rounds). The other ratio compares the blocks' median steps, which "
-            "single hiccups do not move. CPU ms is the processor time of a step and rank, that of "
-            "launcher and services included; other users of the machine move it least. Systems "
-            "that wait for their turn keep their background work (heartbeats). "
+            f"({workloads}). They alternate in blocks of {STEPS_PER_BLOCK} steps, for {rounds} "
+            "rounds. The time of a block is the mean step of its ranks. It is divided by that of "
+            "torch DDP's block in the same round; the table shows the median of these ratios, "
+            "with its 95 % confidence interval (bootstrap over rounds). The other ratio compares "
+            "the median steps of the blocks, which single outliers do not affect. CPU ms is the "
+            "processor time per step and rank, including launcher and services; other processes "
+            "on the machine affect it least. Systems that wait for their turn continue their "
+            "background work (heartbeats). "
             f"{devices.describe('Three ranks share two cores.', ON_DEVICES)} Checking: the ranks "
-            "compare what they hold in common, after every 100 steps by default "
-            "(consistency_check_every; 0 is never)."
+            "compare their replicated values every 100 steps by default "
+            "(consistency_check_every; 0 turns this off)."
         ),
         columns=turns.COLUMNS,
         rows=devices.named(rows),

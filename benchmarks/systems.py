@@ -24,7 +24,7 @@ from benchmarks.processes import Stage
 from benchmarks.workers.workload import Workload
 
 _MANY_RESTARTS: Final = ("--max-restarts", "1000000")
-_STORE_PER_START: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+STORE_PER_START: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """An environment for torchrun. By default agent and workers share one store, and a Gloo group that
 is started again there reads the addresses of the one before and cannot connect (torch 2.13)."""
 
@@ -79,7 +79,7 @@ def start_shoal(
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     flags += (*(_MANY_RESTARTS if restarts else ()), *(() if warm else ("--no-warm",)))
     command = [
-        _beside_python("shoal"),
+        beside_python("shoal"),
         "run",
         *flags,
         "-m",
@@ -98,7 +98,7 @@ def start_strategy(
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     worker = ("-m", "benchmarks.workers.train_strategy", "--strategy", strategy, *more)
     return WithLauncher(
-        stage, [_beside_python("shoal"), "run", *flags, *worker, *workload.arguments()]
+        stage, [beside_python("shoal"), "run", *flags, *worker, *workload.arguments()]
     )
 
 
@@ -107,7 +107,7 @@ def start_account(stage: Stage, *, ranks: int, servers: int, words: Sequence[str
     parameter servers."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
     return WithLauncher(
-        stage, [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.account", *words]
+        stage, [beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.account", *words]
     )
 
 
@@ -129,7 +129,7 @@ def start_with_servers(
     return WithLauncher(
         stage,
         [
-            _beside_python("shoal"),
+            beside_python("shoal"),
             "run",
             *flags,
             *backed,
@@ -149,7 +149,7 @@ def start_straggler(
     return WithLauncher(
         stage,
         [
-            _beside_python("shoal"),
+            beside_python("shoal"),
             "run",
             *flags,
             "-m",
@@ -163,7 +163,7 @@ def start_outer(stage: Stage, *, ranks: int, words: Sequence[str]) -> WithLaunch
     """Ranks with one parameter server that train with outer steps or without, over TCP, and end."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", "1")
     command = [
-        _beside_python("shoal"),
+        beside_python("shoal"),
         "run",
         *flags,
         "-m",
@@ -179,13 +179,13 @@ def start_module(
     """A worker module of the benchmarks' under torchrun."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     return WithLauncher(
-        stage, [_beside_python("torchrun"), *flags, "-m", module, *more, *workload.arguments()]
+        stage, [beside_python("torchrun"), *flags, "-m", module, *more, *workload.arguments()]
     )
 
 
 def start_bare(stage: Stage, words: Sequence[str]) -> WithLauncher:
     """torchrun with these words, whose workers end by themselves."""
-    return WithLauncher(stage, [_beside_python("torchrun"), *words])
+    return WithLauncher(stage, [beside_python("torchrun"), *words])
 
 
 def start_deepspeed(stage: Stage, workload: Workload, *, zero_stage: int) -> WithLauncher:
@@ -208,13 +208,13 @@ def start_torchrun(stage: Stage, workload: Workload, *, restarts: bool = False) 
         *(_MANY_RESTARTS if restarts else ()),
     )
     command = [
-        _beside_python("torchrun"),
+        beside_python("torchrun"),
         *flags,
         "-m",
         "benchmarks.workers.train_ddp",
         *workload.arguments(),
     ]
-    return WithLauncher(stage, command, _STORE_PER_START if restarts else None)
+    return WithLauncher(stage, command, STORE_PER_START if restarts else None)
 
 
 class ElasticTorchrun:
@@ -232,7 +232,7 @@ class ElasticTorchrun:
             () if last_call_s is None else ("--rdzv-conf", f"last_call_timeout={last_call_s}")
         )
         self._host = self._start_agent()
-        stage.wait_until("the rendezvous' store", lambda: _listens(self._port), timeout_s=30)
+        stage.wait_until("the rendezvous' store", lambda: listens(self._port), timeout_s=30)
         for _ in range(workload.ranks - 1):
             self._start_agent()
 
@@ -249,7 +249,7 @@ class ElasticTorchrun:
     def _start_agent(self) -> int:
         command = [
             *(
-                _beside_python("torchrun"),
+                beside_python("torchrun"),
                 "--nnodes",
                 f"2:{self._workload.ranks}",
                 "--nproc-per-node",
@@ -267,7 +267,7 @@ class ElasticTorchrun:
             ),
             *("-m", "benchmarks.workers.train_ddp", *self._workload.arguments()),
         ]
-        return self._stage.start("torchrun", command, _STORE_PER_START, expendable=True).pid
+        return self._stage.start("torchrun", command, STORE_PER_START, expendable=True).pid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +287,16 @@ class TorchftSettings:
     """Timeout of collectives, RPCs and connections."""
 
 
+def lighthouse_of(settings: TorchftSettings, *, port: int, min_replicas: int) -> list[str]:
+    """Returns the command of a lighthouse. `min_replicas`: no step without so many."""
+    timeouts = ("heartbeat_timeout_ms", "join_timeout_ms", "quorum_tick_ms")
+    return [
+        *(str(peers.LIGHTHOUSE), "--bind", f"127.0.0.1:{port}"),
+        *("--min_replicas", str(min_replicas)),
+        *(word for t in timeouts for word in (f"--{t}", str(getattr(settings, t)))),
+    ]
+
+
 class Torchft:
     """The lighthouse, and a process per replica; no launcher, so that a replacement starts when the
     harness says."""
@@ -303,22 +313,10 @@ class Torchft:
         self._port = free_port()
         self._replicas: dict[int, int] = {}
         self._missing: list[int] = []
-        lighthouse = (
-            str(peers.LIGHTHOUSE),
-            "--bind",
-            f"127.0.0.1:{self._port}",
-            "--min_replicas",
-            str(min_replicas),
-        )
-        timeouts = ("heartbeat_timeout_ms", "join_timeout_ms", "quorum_tick_ms")
         stage.start(
-            "lighthouse",
-            [
-                *lighthouse,
-                *(word for t in timeouts for word in (f"--{t}", str(getattr(settings, t)))),
-            ],
+            "lighthouse", lighthouse_of(settings, port=self._port, min_replicas=min_replicas)
         )
-        stage.wait_until("torchft's lighthouse", lambda: _listens(self._port), timeout_s=10)
+        stage.wait_until("torchft's lighthouse", lambda: listens(self._port), timeout_s=10)
         for replica in range(workload.ranks):
             self._start(replica)
 
@@ -354,6 +352,39 @@ class Torchft:
         self._replicas[process.pid] = replica
 
 
+class Reconfiguring:
+    """A watcher, and workers whose Gloo group gets its ranks by `_reconfigure`; no launcher,
+    so that a replacement starts when the harness says."""
+
+    def __init__(self, stage: Stage, workload: Workload, *, timeout_s: float) -> None:
+        """`timeout_s`: limit of collectives and of forming a group. Raises MeasurementError if no
+        installed torch has `_reconfigure`."""
+        self._python, _ = peers.reconfiguring_python()
+        self._stage = stage
+        self._port = free_port()
+        self._words = (
+            *workload.arguments(),
+            *("--watcher", str(self._port), "--timeout-s", str(timeout_s)),
+        )
+        self._start("membership", "--port", str(self._port), "--ranks", str(workload.ranks))
+        stage.wait_until("the watcher", lambda: listens(self._port), timeout_s=30)
+        for _ in range(workload.ranks):
+            self.replace()
+
+    def may_kill(self, pid: int) -> bool:
+        return True
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def replace(self) -> None:
+        self._start("train_reconfigure", *self._words)
+
+    def _start(self, module: str, *words: str) -> None:
+        command = [str(self._python), "-u", "-m", f"benchmarks.workers.{module}", *words]
+        self._stage.start(module, command, expendable=True)
+
+
 def free_port() -> int:
     """A port that nobody listens on at the moment, for servers that cannot say which one they
     got."""
@@ -362,11 +393,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Returns whether a server of this machine accepts connections at `port`."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _beside_python(program: str) -> str:
+def beside_python(program: str) -> str:
     """A program of this environment, which need not be on PATH."""
     return str(Path(sys.executable).with_name(program))

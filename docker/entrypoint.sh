@@ -1,6 +1,6 @@
 #!/bin/sh
-# Secrets come as files, settings as environment variables: for each variable NAME__FILE=/path this sets NAME to what the file holds,
-# then becomes the command. So no secret stands in a compose file, in `docker inspect` or in a process's arguments.
+# Secrets are passed as files, settings as environment variables. For each variable NAME__FILE=/path, this script sets NAME to the
+# contents of the file, and then runs the command. No secret therefore appears in a compose file, in `docker inspect` or on a command line.
 set -eu
 
 for name in $(env | sed -n 's/^\(SHOAL_[A-Z0-9_]*\)__FILE=.*/\1/p'); do

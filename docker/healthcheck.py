@@ -1,8 +1,8 @@
-"""A container's health: exit 0 when the given URL answers 2xx within two seconds, else say why and
-exit 1.
+"""Checks the health of a container: exits with 0 if the given URL answers with 2xx within two
+seconds; otherwise prints the reason and exits with 1.
 
-The images have no curl, and this starts in a tenth of the time that importing the service would
-take.
+The images have no curl, and this script starts in a tenth of the time that importing the service
+would take.
 """
 
 import sys
@@ -10,8 +10,8 @@ import urllib.request
 
 
 def main(url: str) -> int:
-    """The container's health as an exit status."""
-    # http_proxy is for destinations elsewhere
+    """Checks the URL and returns the exit status."""
+    # a proxy (http_proxy) must not be used for a local address
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=2):

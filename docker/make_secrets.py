@@ -1,16 +1,17 @@
-"""Makes the secrets that compose.yaml mounts, in docker/secrets/: run once per cluster, by
-`make secrets`. Never overwrites one.
+"""Creates the secrets that compose.yaml mounts, in docker/secrets/. `make secrets` runs it once per
+cluster. Existing secrets are never overwritten.
 
-    tokens             the coordinator's and servers' table, `role: token` lines
+    tokens             table of tokens for the coordinator and servers, lines of `role: token`
     admin_token, worker_token, server_token, viewer_token, reader_token
-    redis_acl          users of Redis; only their passwords' hashes
-    redis_url          the coordinator's, with its password
-    redis_worker_url   the workers', who reach their rendezvous stores and nothing of the
-                       coordinator's
-    grafana_password   of Grafana's user admin
+    redis_acl          users of Redis, with hashes of their passwords
+    redis_url          URL of Redis for the coordinator, with its password
+    redis_worker_url   URL of Redis for workers, who may access their rendezvous stores but no keys
+                       of the coordinator
+    grafana_password   password of Grafana's user admin
 
-Compose mounts file secrets with the modes they have on the host, and the containers' users are not
-the host's; so the files are readable by all and the folder that holds them by its owner alone.
+Compose mounts secret files with the permissions they have on the host, but the users in containers
+differ from those of the host. The files are therefore readable by everyone, and the folder only by
+its owner.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent / "secrets"
 ROLES = ("admin", "worker", "server", "viewer", "reader")
 
-# Keys and channels of shoal_worker.store: a generation's, and those of init_method="redis://".
+# Keys and channels of shoal_worker.store: those of generations, and of init_method="redis://".
 STORES = ("shoal:{*}:store:*", "shoal:{*}:group:*", "shoal:{*}:rendezvous*")
 
 
 def make(folder: Path) -> bool:
-    """Writes all secrets into `folder`; False when they are there already. A half-written folder
-    cannot be: it is renamed into place."""
+    """Writes all secrets into `folder`. Returns False if the folder already exists. The folder is
+    written under another name and then renamed, so it is never incomplete."""
     if folder.exists():
         return False
     staged = folder.with_name(f"{folder.name}.new-{secrets.token_hex(4)}")
@@ -53,7 +54,7 @@ def _contents() -> dict[str, str]:
     return {
         "tokens": "".join(f"{role}: {token}\n" for role, token in tokens.items()),
         **{f"{role}_token": token for role, token in tokens.items()},
-        # Without a password: PING, for the health check, and nothing else.
+        # Without a password, only PING is allowed, for the health check.
         "redis_acl": "user default on nopass resetkeys resetchannels -@all +ping\n"
         f"user shoal on #{hashes['shoal']} ~* &* +@all\n"
         f"user worker on #{hashes['worker']} resetkeys resetchannels {stores} +@all -@admin "
@@ -66,7 +67,7 @@ def _contents() -> dict[str, str]:
 
 def main() -> None:
     made = make(FOLDER)
-    print(f"{FOLDER}: {'written' if made else 'there already, left as it is'}")
+    print(f"{FOLDER}: {'written' if made else 'already exists, left unchanged'}")
 
 
 if __name__ == "__main__":

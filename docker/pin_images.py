@@ -1,8 +1,8 @@
-"""Writes compose.pinned.yaml, which names the images of others by digest: `make pin-images`.
+"""Writes compose.pinned.yaml, which names third-party images by digest: `make pin-images`.
 
-Pulls each image, and takes the digest under which its registry has it now. Images that are built
-here are in no registry, which is why `docker compose config --resolve-image-digests` fails for
-them; of those the base image is pinned.
+Pulls each third-party image and records the digest under which its registry has it now. Images that
+are built here are in no registry, so `docker compose config --resolve-image-digests` fails for
+them; for these, the base image is pinned.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _BASE = re.compile(r"^ARG PYTHON_IMAGE=(\S+)$", re.MULTILINE)
 
 
 class PinError(Exception):
-    """An image has no digest that can be found."""
+    """The digest of an image cannot be determined."""
 
 
 def pin(compose: Mapping[str, Any], base: str, digest_of: Callable[[str], str]) -> dict[str, Any]:
-    """Returns what a second compose file has to say. `base`: image from which others are built."""
+    """Returns the contents of the additional compose file. `base`: image from which others are
+    built."""
     services: dict[str, Any] = {}
     for name, service in compose["services"].items():
         if "build" in service:
@@ -38,8 +39,8 @@ def pin(compose: Mapping[str, Any], base: str, digest_of: Callable[[str], str]) 
 
 
 def by_digest(image: str, told: str) -> str:
-    """Returns the image's name with its digest. `told`: what `image inspect` says of RepoDigests.
-    Raises PinError: none is of this repository."""
+    """Returns the image's name with its digest. `told`: the RepoDigests in the output of
+    `image inspect`. Raises PinError if none of them belongs to the image's repository."""
     repository = image.rpartition(":")[0] or image
     found = [
         each
@@ -55,7 +56,7 @@ def by_digest(image: str, told: str) -> str:
 
 
 def pull(engine: str, image: str) -> str:
-    """Pulls the image and returns its name with its digest. Raises PinError."""
+    """Pulls the image and returns its name with its digest. Raises PinError on failure."""
     try:
         subprocess.run(
             [engine, "pull", "--quiet", image], check=True, capture_output=True, text=True
@@ -68,7 +69,7 @@ def pull(engine: str, image: str) -> str:
         )
     except FileNotFoundError as error:
         raise PinError(
-            f"there is no {engine}; name another engine, as in make pin-images ENGINE=podman"
+            f"{engine} is not installed; use another engine, as in make pin-images ENGINE=podman"
         ) from error
     except subprocess.CalledProcessError as error:
         raise PinError(f"{engine} cannot pull {image}: {error.stderr.strip()}") from error
@@ -76,7 +77,7 @@ def pull(engine: str, image: str) -> str:
 
 
 def main(engine: str) -> int:
-    """Returns the exit status."""
+    """Writes the pinned compose file. Returns the exit status."""
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
     base = _BASE.search((ROOT / "docker/Dockerfile").read_text(encoding="utf-8"))
     assert base is not None, "the Dockerfile names its base image"

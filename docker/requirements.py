@@ -1,11 +1,12 @@
-"""Says what one of our distributions needs, so that an image can install third-party packages and
-our own in layers of their own.
+"""Prints the requirements of one of Shoal's distributions, so that an image can install third-party
+packages and Shoal's own packages in separate layers.
 
-    python docker/requirements.py coordinator          # requirements of others, one per line, for
-                                                       pip install -r
-    python docker/requirements.py coordinator --own    # folders of our distributions, itself last
+    python docker/requirements.py coordinator          # third-party requirements, one per line,
+                                                       for pip install -r
+    python docker/requirements.py coordinator --own    # folders of Shoal's distributions,
+                                                       dependencies first
 
-Reads the pyprojects and nothing else: neither pip nor anything installed is needed.
+Reads only the pyproject.toml files: neither pip nor an installed package is needed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[(?P<extras>[^]]*)\])?"
 
 
 def own_distributions(folder: str, *, root: Path = ROOT) -> list[str]:
-    """The folders of our distributions that `folder`'s needs, dependencies first, itself last."""
+    """Returns the folders of Shoal's distributions that `folder` needs, dependencies first."""
     return [name for name, _ in _walk(folder, root)]
 
 
 def third_party(folder: str, *, root: Path = ROOT) -> list[str]:
-    """The requirements on others' distributions, of `folder`'s and of ours that it needs."""
+    """Returns the third-party requirements of `folder` and of all distributions that it needs."""
     return sorted(
         {requirement for _, requirements in _walk(folder, root) for requirement in requirements},
         key=str.lower,
@@ -37,8 +38,8 @@ def third_party(folder: str, *, root: Path = ROOT) -> list[str]:
 
 
 def _walk(folder: str, root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each of our distributions once, depth first, with its third-party requirements. Extras of
-    ours count as needed."""
+    """Yields each required distribution of Shoal once, depth first, with its third-party
+    requirements. Extras of Shoal's distributions are included if they are required."""
     projects = {
         name: tomllib.loads((root / name / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         for name in FOLDERS
@@ -89,7 +90,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("distribution", choices=FOLDERS)
-    parser.add_argument("--own", action="store_true", help="print our own folders instead")
+    parser.add_argument(
+        "--own", action="store_true", help="print the folders of Shoal's distributions instead"
+    )
     arguments = parser.parse_args()
     lines = (
         own_distributions(arguments.distribution)

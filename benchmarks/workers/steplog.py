@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -127,18 +127,18 @@ class _Tail:
     rest: bytes = b""
 
 
-class StepLogs:
-    """Reads the logs of all processes of a run, as they grow."""
+class Tails:
+    """Reads the files of all processes in a directory, as they grow: `<pid><suffix>`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, suffix: str) -> None:
         self._directory = directory
+        self._suffix = suffix
         self._tails: dict[int, _Tail] = {}
-        self.commits: dict[int, list[Commit]] = {}
-        """By pid, oldest first."""
 
-    def read(self) -> None:
-        """Takes in what was written since the last call. A line torn by a SIGKILL is left out."""
-        for file in self._directory.glob("*.steps"):
+    def read(self) -> Iterator[tuple[int, list[bytes]]]:
+        """Yields each pid with the lines that its file gained since the last call. A line torn by a
+        SIGKILL is left out."""
+        for file in self._directory.glob(f"*{self._suffix}"):
             pid = int(file.stem)
             tail = self._tails.setdefault(pid, _Tail())
             with file.open("rb") as stream:
@@ -146,6 +146,20 @@ class StepLogs:
                 data = stream.read()
             tail.offset += len(data)
             *lines, tail.rest = (tail.rest + data).split(b"\n")
+            yield pid, lines
+
+
+class StepLogs:
+    """Reads the logs of all processes of a run, as they grow."""
+
+    def __init__(self, directory: Path) -> None:
+        self._tails = Tails(directory, suffix=".steps")
+        self.commits: dict[int, list[Commit]] = {}
+        """By pid, oldest first."""
+
+    def read(self) -> None:
+        """Takes in what was written since the last call."""
+        for pid, lines in self._tails.read():
             self.commits.setdefault(pid, []).extend(
                 Commit(*map(int, line.split())) for line in lines
             )

@@ -1,6 +1,6 @@
-"""Code shared by Shoal's services: settings, errors, security, RPC, telemetry, wire format, Redis,
-the gRPC clients, and the optimizers of parameter servers. Only `optimizers.for_torch`, which adds
-optimizers missing in torch, and `tables.rows` import torch."""
+"""Code shared by Shoal's services: settings, errors, security, RPC, telemetry, wire formats, Redis,
+the gRPC clients, and the optimizers of parameter servers. Only `optimizers.for_torch` (optimizers
+that torch lacks) and `tables.rows` import torch."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Exponential backoff between attempts."""
+"""Exponential backoff between attempts of an operation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shoal_common.errors import ShoalError
 
 _FIRST_S: Final = 0.05
 _CHANCE: Final = random.SystemRandom()
-"""Source of jitter. Python's global generator belongs to the script, which may have seeded it: a
-fault must not change the script's random numbers."""
+"""Source of randomness for jitter. Python's global generator is not used, because the script may
+have seeded it, and a fault must not change the script's random numbers."""
 
 
 class Backoff:
-    """Computes delays that double with each attempt up to a maximum. Jitter over the upper half of
-    each delay keeps many processes from retrying at once. Not thread-safe."""
+    """Computes delays that double with each attempt, up to a maximum. The upper half of each delay
+    is random, so that many processes do not retry at the same time. Not thread-safe."""
 
     def __init__(self, *, longest_s: float, first_s: float = _FIRST_S) -> None:
         """`first_s`, `longest_s`: first and maximum delay in seconds, before jitter."""
@@ -24,9 +24,11 @@ class Backoff:
         self._next_s = first_s
 
     def next_s(self, failure: ShoalError | None = None) -> float:
-        """Returns the seconds to wait before the next attempt, and doubles the following delay.
-        `failure`: error of the last attempt; if the error has a `retry_after`, the result is at
-        least that time plus up to 25 % jitter."""
+        """Returns the seconds to wait before the next attempt, and doubles the delay after that.
+
+        `failure`: error of the last attempt. If it has a `retry_after`, the result is at least that
+        time plus up to 25 % jitter.
+        """
         now_s = self._next_s
         self._next_s = min(2 * now_s, self._longest_s)
         own_s = now_s * _CHANCE.uniform(0.5, 1.0)
@@ -35,5 +37,5 @@ class Backoff:
         return max(own_s, failure.retry_after.total_seconds() * _CHANCE.uniform(1.0, 1.25))
 
     def reset(self) -> None:
-        """Resets the next delay to the first delay, after a successful attempt."""
+        """Starts again with the first delay. Call it after a successful attempt."""
         self._next_s = self._first_s

@@ -1,8 +1,9 @@
-"""Settings and flags for tokens, keys and certificates, the same for every command and service.
+"""Settings and flags for tokens, keys and certificates, which are the same for every command and
+service.
 
-A secret is never a command-line argument, since process lists show arguments. It is read from a
-file named by a flag, or from a variable. A process removes secrets from its environment
-(security/secrets.py), so that its child processes do not inherit them.
+A secret is never a command-line argument, because other users can see arguments in process lists.
+It is read from a file that a flag names, or from an environment variable. A process removes secrets
+from its environment (security/secrets.py), so that its child processes do not inherit them.
 """
 
 from __future__ import annotations
@@ -27,20 +28,19 @@ if TYPE_CHECKING:
     from shoal_common.rpc.channel import ChannelSettings
 
 CALLER_FLAGS: Final[Mapping[str, str]] = {
-    "--tls-ca": "PEM file of the authorities that sign the services' certificates; enables TLS",
-    "--tls-cert": "PEM certificate chain of this caller, if services require one",
+    "--tls-ca": "PEM file with the authorities for the services' certificates; enables TLS",
+    "--tls-cert": "PEM file with this program's client certificate, if services require one",
     "--tls-key": "PEM private key of --tls-cert",
-    "--token-file": "file with this caller's bearer token",
+    "--token-file": "file that contains the bearer token of this program",
 }
 """Flag -> help, for all programs that call a service. The variables are SHOAL_TLS_CA and so on."""
 
 _SERVICE_FLAGS: Final[Mapping[str, str]] = {
-    "--tokens": "file of accepted tokens, `role: token` or `role@job: token` per line (default: "
-    "accept everyone)",
-    "--tls-cert": "PEM certificate chain of this service; enables TLS together with its key",
+    "--tokens": "file with lines `role: token` or `role@job: token` for the accepted tokens "
+    "(default: accept every caller)",
+    "--tls-cert": "PEM file with this service's certificate; with --tls-key, enables TLS",
     "--tls-key": "PEM private key of --tls-cert",
-    "--tls-client-ca": "PEM file of the authorities that sign clients' certificates; enables "
-    "mutual TLS",
+    "--tls-client-ca": "PEM file with the authorities for client certificates; enables mutual TLS",
 }
 
 _RENAMED: Final[Mapping[str, str]] = {
@@ -51,9 +51,11 @@ _RENAMED: Final[Mapping[str, str]] = {
 
 
 def read_secret(path: Path, what: str) -> str:
-    """Returns the secret in a file, without the line break at its end. `what`: name of the setting,
-    used in errors. Raises ConfigurationError if the file is unreadable or is not one line of
-    printable ASCII."""
+    """Returns the secret in a file, without the line break at its end. Raises ConfigurationError if
+    the file is unreadable, or is not a single line of printable ASCII.
+
+    `what`: name of the setting, used in errors.
+    """
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -98,13 +100,13 @@ class CallerSettings(_SecuritySettings):
     services."""
 
     token: SecretStr | None = None
-    """Bearer token; from a variable only."""
+    """Bearer token; can be set only by the variable."""
 
     token_file: Path | None = None
     """File that contains the bearer token."""
 
     tls_ca: Path | None = None
-    """CA certificates (PEM) that verify the services; None: plain text."""
+    """Certificate authorities (PEM) by which services are verified; None: no TLS."""
 
     tls_cert: Path | None = None
     """Client certificate chain (PEM), for mutual TLS."""
@@ -114,16 +116,16 @@ class CallerSettings(_SecuritySettings):
 
     @property
     def bearer_token(self) -> str | None:
-        """Bearer token from the variable or the file; None without one. Raises ConfigurationError
-        if the file cannot be read."""
+        """Bearer token from the variable or the file; None if neither is set. Raises
+        ConfigurationError if the file cannot be read."""
         if self.token_file is not None:
             return read_secret(self.token_file, "token-file")
         return None if self.token is None else self.token.get_secret_value()
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
-        """Returns the settings for calling the service at `address` (host:port). `more`: other
+        """Returns the settings for calls to the service at `address` (host:port). `more`: other
         fields of ChannelSettings. Raises ConfigurationError."""
-        # imports gRPC, which commands that fail early do not need
+        # imported here because it imports gRPC, which commands that fail early do not need
         from shoal_common.rpc.channel import ChannelSettings
 
         return ChannelSettings(
@@ -132,7 +134,7 @@ class CallerSettings(_SecuritySettings):
 
     @property
     def calling_tls(self) -> TlsSettings | None:
-        """TLS settings of calls to other services; None: plain text.
+        """TLS settings for calls to other services; None: no TLS.
 
         Raises ConfigurationError for a certificate without its key.
         """
@@ -145,24 +147,26 @@ class ServiceSettings(_SecuritySettings):
     """Settings of a service: its credentials, and how it authenticates callers."""
 
     tokens: Path | None = None
-    """File of `role: token` or `role@job: token` lines that define who may call. None: everyone."""
+    """File with a line `role: token` or `role@job: token` for each accepted token. None: every
+    caller is accepted."""
 
     tls_cert: Path | None = None
-    """Certificate chain of this service (PEM); None: plain text."""
+    """Certificate chain of this service (PEM); None: no TLS."""
 
     tls_key: Path | None = None
     """The private key (PEM) of `tls_cert`."""
 
     tls_client_ca: Path | None = None
-    """CA certificates (PEM) that verify clients, for mutual TLS; None: clients need no
-    certificate."""
+    """Certificate authorities (PEM) by which clients are verified, for mutual TLS; None: clients
+    need no certificate."""
 
     insecure: bool = False
-    """Allows a `listen` address that other machines can reach without TLS or without tokens."""
+    """True to allow a `listen` address that other machines can reach without TLS or without
+    tokens."""
 
     @property
     def serving_tls(self) -> TlsSettings | None:
-        """TLS settings of this service; None: plain text.
+        """TLS settings of this service; None: no TLS.
 
         Raises ConfigurationError for a certificate without a key, a key without a certificate, or a
         client CA without a certificate.
@@ -180,13 +184,14 @@ class ServiceSettings(_SecuritySettings):
 
     @property
     def token_table(self) -> TokenTable:
-        """Tokens with their roles. Raises ConfigurationError if the file cannot be read."""
+        """Accepted tokens with their roles. Raises ConfigurationError if the file cannot be
+        read."""
         return TokenTable.open() if self.tokens is None else TokenTable.from_file(self.tokens)
 
 
 def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
-    """Raises ConfigurationError if a variable has the name of an earlier release, since ignoring
-    the variable would disable TLS."""
+    """Raises ConfigurationError if a variable has its name of an earlier release. Ignoring the
+    variable would disable TLS."""
     for old, new in _RENAMED.items():
         if environment.get(f"{prefix}{old}"):
             raise ConfigurationError(
@@ -198,8 +203,8 @@ def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
 
 
 def add_service_flags(parser: argparse.ArgumentParser, *, calls: bool) -> None:
-    """Adds the flags of ServiceSettings to a parser. With `calls`, also adds the flags of
-    CallerSettings, for a service that calls other services."""
+    """Adds the flags of ServiceSettings to a parser. `calls`: True to add the flags of
+    CallerSettings too, for a service that calls other services."""
     flags = dict(_SERVICE_FLAGS)
     if calls:
         flags |= {flag: text for flag, text in CALLER_FLAGS.items() if flag not in flags}
@@ -209,12 +214,13 @@ def add_service_flags(parser: argparse.ArgumentParser, *, calls: bool) -> None:
         "--insecure",
         action="store_true",
         default=None,
-        help="serve other machines without TLS or tokens",
+        help="allow an address that other machines can reach even without TLS or tokens",
     )
 
 
 def refuse_password(flag: str, url: str | None, remedy: str) -> None:
-    """Raises ConfigurationError with `remedy` if the URL given as `flag` contains a password."""
+    """Raises ConfigurationError if the URL given as `flag` contains a password. `remedy`: remedy
+    for the error."""
     if url is not None and _has_password(url):
         raise ConfigurationError(
             f"{flag}: every user of this machine can see a password on the command line; {remedy}",
@@ -223,7 +229,7 @@ def refuse_password(flag: str, url: str | None, remedy: str) -> None:
 
 
 class RefusedToken(argparse.Action):
-    """Action of `--token VALUE` that refuses the flag and names the remedy."""
+    """Parser action that rejects `--token VALUE` and names the remedy."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         raise ConfigurationError(

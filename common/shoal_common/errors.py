@@ -1,23 +1,23 @@
-"""Exception tree of Shoal, and the mapping of its classes to gRPC statuses.
+"""Exceptions of Shoal, and the gRPC status of each class.
 
     ShoalError
     ├── ConfigurationError (ValueError)      INVALID_ARGUMENT     a setting that cannot work
     ├── InvalidRequestError (ValueError)     INVALID_ARGUMENT     a malformed request
     ├── UnknownResourceError (LookupError)   NOT_FOUND            no such job, member, partition
-    ├── PreconditionError                    FAILED_PRECONDITION  wrong moment or wrong state
+    ├── PreconditionError                    FAILED_PRECONDITION  not allowed in the current state
     │   └── StaleGenerationError             FAILED_PRECONDITION  the caller's generation is over
     ├── LimitError                           RESOURCE_EXHAUSTED   larger than allowed
     ├── AuthenticationError                  UNAUTHENTICATED      no valid token or certificate
     ├── PermissionDeniedError                PERMISSION_DENIED    a valid token of the wrong role
-    ├── UnavailableError                     UNAVAILABLE          cannot be answered now; try again
+    ├── UnavailableError                     UNAVAILABLE          temporarily impossible; try again
     ├── DeadlineError (TimeoutError)         DEADLINE_EXCEEDED    a wait ran into its deadline
     ├── MembershipChanged                    ABORTED              a collective's group is gone
     ├── CorruptDataError                     DATA_LOSS            a file or transfer is damaged
     └── InternalError                        INTERNAL             a bug in Shoal
 
 Every error has a `reason`: an UPPER_SNAKE name that is stable across releases and is sent as
-google.rpc.ErrorInfo. An error of an overloaded service also has a `retry_after`, sent as
-google.rpc.RetryInfo. The message is for people: it contains the value, the expectation and the
+google.rpc.ErrorInfo. An error of an overloaded service also has a `retry_after`, which is sent as
+google.rpc.RetryInfo. The message is meant for users: it contains the value, the expectation and the
 remedy. docs/troubleshooting.md has an entry for each reason. The conversions (to_status,
 from_rpc_error) are in shoal_common.rpc.status. This module does not import gRPC, since every
 program imports it first.
@@ -30,19 +30,18 @@ from typing import ClassVar
 
 
 class ShoalError(Exception):
-    """Root of Shoal's exception tree. `reason` is the machine-readable cause; each class has a
+    """Base class of Shoal's exceptions. `reason` is the machine-readable cause; each class has a
     default reason."""
 
     code: ClassVar[str] = "UNKNOWN"
     """Name of the corresponding gRPC status."""
     default_reason: ClassVar[str] = "UNKNOWN"
     failed_at: float | None = None
-    """Time of the failure (`time.time()`), set if the error is raised later. The earliest of
-    several related failures is the cause."""
+    """Time of the failure (`time.time()`), set if the error is raised only later. Of several
+    related failures, the earliest is the cause."""
 
     retry_after: timedelta | None
-    """The refusing service is overloaded and should not be asked again before this time has passed;
-    None: not specified."""
+    """Minimum time to wait before asking an overloaded service again; None: not specified."""
 
     def __init__(
         self, message: str, *, reason: str | None = None, retry_after: timedelta | None = None
@@ -53,21 +52,21 @@ class ShoalError(Exception):
 
 
 class ConfigurationError(ShoalError, ValueError):
-    """An invalid setting or argument: names the field, its value and the remedy."""
+    """A setting or argument is invalid. The message names it, its value and the remedy."""
 
     code = "INVALID_ARGUMENT"
     default_reason = "CONFIGURATION_INVALID"
 
 
 class InvalidRequestError(ShoalError, ValueError):
-    """A malformed request: a field is missing, out of range or contradicts another."""
+    """A request is malformed: a field is missing, out of range, or contradicts another."""
 
     code = "INVALID_ARGUMENT"
     default_reason = "REQUEST_INVALID"
 
 
 class UnknownResourceError(ShoalError, LookupError):
-    """The named job, member, server or partition does not exist at this service."""
+    """The job, member, server or partition does not exist at this service."""
 
     code = "NOT_FOUND"
     default_reason = "RESOURCE_UNKNOWN"
@@ -82,8 +81,8 @@ class PreconditionError(ShoalError):
 
 
 class StaleGenerationError(PreconditionError):
-    """The caller acts for a generation that has ended. It must rejoin or exit, and must not
-    retry."""
+    """The caller acts in a generation that has ended. It must rejoin or exit; retrying does not
+    help."""
 
     default_reason = "STALE_GENERATION"
 
@@ -117,7 +116,7 @@ class UnavailableError(ShoalError):
 
 
 class DeadlineError(ShoalError, TimeoutError):
-    """A wait reached its deadline; the message names the awaited event."""
+    """A wait reached its deadline. The message says what was awaited."""
 
     code = "DEADLINE_EXCEEDED"
     default_reason = "DEADLINE_EXCEEDED"
@@ -131,15 +130,15 @@ class MembershipChanged(ShoalError):
 
 
 class CorruptDataError(ShoalError):
-    """A file or a transfer has a wrong checksum, is truncated, or stems from another program or a
-    newer release."""
+    """A file or a transfer has a wrong checksum, is truncated, or was written by another program or
+    a newer release."""
 
     code = "DATA_LOSS"
     default_reason = "DATA_CORRUPT"
 
 
 class InternalError(ShoalError):
-    """A violated invariant of Shoal itself. Please report this error as a bug."""
+    """An invariant of Shoal was violated. Please report this error as a bug."""
 
     code = "INTERNAL"
     default_reason = "INTERNAL"

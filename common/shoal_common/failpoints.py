@@ -149,12 +149,12 @@ def _wanted() -> dict[tuple[str, int], str]:
 
 _hits: Counter[str] = Counter()
 _counting: Final = threading.Lock()
-"""Guards the counts, since several threads may pass a failpoint at once."""
+"""Lock for the counts, since several threads may reach a failpoint at once."""
 
 
 def failpoint(name: str) -> None:
-    """Passes through the failpoint `name`: performs the action that SHOAL_FAILPOINTS names for this
-    pass, if any."""
+    """Marks a place in the code at which tests can inject failures. Performs the action that
+    SHOAL_FAILPOINTS defines for this pass through `name`, if any."""
     wanted = _wanted()
     if not wanted:
         return

@@ -1,7 +1,7 @@
-"""Parses values written by people: durations, listen addresses, environment variables. Each mistake
+"""Parses durations, addresses and environment variables that users have written. Each mistake
 raises one clear ConfigurationError.
 
-Only a service's own settings module reads the environment, through ShoalSettings; all other code
+Only a service's settings module reads the environment, through ShoalSettings; all other code
 receives values. This module is independent of the services and their defaults.
 """
 
@@ -34,8 +34,8 @@ _LONGEST_DURATION: Final = timedelta(days=3650)
 
 
 def parse_duration(text: str) -> timedelta:
-    """Parses a duration such as `250ms`, `1.5s`, `2m`, `1h`, `1d` or `10us`: a number and a unit,
-    never negative, at most ten years. Raises ConfigurationError."""
+    """Parses a duration such as `250ms`, `1.5s`, `2m`, `1h`, `1d` or `10us`: a number and a unit.
+    It must not be negative or longer than ten years. Raises ConfigurationError."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or match["unit"] not in _UNITS:
         raise ConfigurationError(
@@ -52,8 +52,8 @@ def parse_duration(text: str) -> timedelta:
 
 @dataclass(frozen=True)
 class Address:
-    """Network address, host:port, to listen on or to connect to. Listening on port 0 means a port
-    chosen by the operating system."""
+    """A network address (host:port) to listen on or to connect to. When listening, port 0 means any
+    free port."""
 
     host: str
     port: int
@@ -69,7 +69,7 @@ class Address:
             return False
 
     def check_free(self) -> None:
-        """Raises ConfigurationError if this process currently cannot listen on the address."""
+        """Raises ConfigurationError if this process cannot listen on the address at present."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             socket.create_server((self.host, self.port), family=family).close()
@@ -122,15 +122,15 @@ def _address_or_pass(value: object) -> object:
 
 
 Duration = Annotated[timedelta, BeforeValidator(_duration_or_pass)]
-"""A settings field written as `250ms`."""
+"""Type of a settings field that users write as `250ms`."""
 
 AddressField = Annotated[Address, NoDecode, BeforeValidator(_address_or_pass)]
-"""A settings field written as `HOST:PORT`."""
+"""Type of a settings field that users write as `HOST:PORT`."""
 
 
 class ShoalSettings(BaseSettings):
-    """Base of every service's settings. They are read from SHOAL_... environment variables and
-    frozen; unknown arguments are refused.
+    """Base class of every service's settings. They are read from SHOAL_... environment variables
+    and are immutable. Unknown arguments raise an error.
 
     A service subclasses it with `model_config =
     SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")`; pydantic merges the rest. Explicit
@@ -148,8 +148,8 @@ class ShoalSettings(BaseSettings):
 
     @classmethod
     def load(cls, **given: Any) -> Self:
-        """Loads settings. `given`: values of flags, None if not given; they override the
-        environment, which overrides the defaults."""
+        """Loads the settings. `given`: values of flags, which override the environment; None: the
+        flag was not given."""
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
@@ -184,8 +184,8 @@ class ShoalSettings(BaseSettings):
 
     @classmethod
     def _flag(cls, field: str) -> str:
-        """Returns the flag of a field followed by " or ", for messages. Settings without flags
-        return ""."""
+        """Returns the flag of a field followed by " or ", for use in messages; empty for settings
+        without flags."""
         return f"--{field.replace('_', '-')} or "
 
     @classmethod
@@ -195,7 +195,7 @@ class ShoalSettings(BaseSettings):
 
 
 def secret_value(secret: SecretStr | None) -> str | None:
-    """Returns the text of an optional secret; None without one."""
+    """Returns the text of a secret; None if there is no secret."""
     return None if secret is None else secret.get_secret_value()
 
 

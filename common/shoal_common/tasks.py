@@ -13,12 +13,12 @@ _AGAIN_S: Final = 0.2
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancels tasks repeatedly until all have ended. Their results, including errors, are left to
-    the code that awaits the tasks.
+    """Cancels tasks until all have ended. Their results, including errors, are left to the code
+    that awaits them.
 
-    One cancellation may not be enough: if it coincides with the end of the operation that the task
-    awaits, it can be lost. Python 3.11's asyncio.wait_for loses it (python/cpython issue 86296),
-    and redis-py sends every command through asyncio.wait_for.
+    A single cancellation may be lost if it coincides with the end of the operation that the task
+    awaits. Python 3.11's asyncio.wait_for loses it (python/cpython issue 86296), and redis-py sends
+    every command through asyncio.wait_for.
     """
     pending = set(tasks)
     while pending:
@@ -27,7 +27,7 @@ async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
         if pending:
             logger.info(
-                "tasks did not end when cancelled and were cancelled again: %s",
+                "tasks did not end when they were cancelled, and were cancelled again: %s",
                 ", ".join(sorted(task.get_name() for task in pending)),
             )
     await asyncio.gather(*tasks, return_exceptions=True)

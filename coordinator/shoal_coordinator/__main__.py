@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Before grpc is imported: the embedded Redis server is started by a fork, which must not touch
-# grpc's threads.
+# The embedded Redis server is forked before grpc is imported, since a fork must not copy grpc's
+# threads.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import asyncio
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
-    """Starts the embedded Redis server requested by an embedded:// URL, while the rest of the
-    program is imported. Yields None for any other URL."""
+    """Starts the embedded Redis server if the URL is embedded://, while the rest of the program is
+    imported. Yields None for any other URL."""
     url = settings.redis_url
     if urlsplit(url).scheme != "embedded":
         yield None
@@ -93,20 +93,21 @@ async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None)
         await serve(settings, with_authority(settings.redis_url, settings.redis_ca), stop)
         return
     lost = asyncio.create_task(_lost(own_redis, stop))
-    # Its password only grants access to the stores of this coordinator's members.
+    # The embedded server's password protects only the rendezvous stores of this coordinator's
+    # members.
     await serve(settings.model_copy(update={"share_store_credentials": True}), own_redis.url, stop)
     if lost.done() and lost.result():
         raise UnavailableError(
             f"the embedded Redis server (pid {own_redis.pid}) exited; its last log lines: "
-            f"{own_redis.last_words()}. Restart the coordinator: it restores what was written, "
-            "unless the data was temporary",
+            f"{own_redis.last_words()}. Restart the coordinator, which restores the data "
+            "unless it was temporary (embedded:// without a directory)",
             reason="REDIS_UNAVAILABLE",
         )
 
 
 async def _lost(own_redis: EmbeddedRedis, stop: asyncio.Event) -> bool:
-    """Waits until the embedded Redis has ended, and then stops this coordinator, since only a
-    starting coordinator can restart Redis. Returns False if the coordinator was already
+    """Waits until the embedded Redis server has ended, then stops this coordinator, because Redis
+    is started only when a coordinator starts. Returns False if the coordinator was already
     stopping."""
     while own_redis.alive:
         await asyncio.sleep(_REDIS_CHECK_INTERVAL_S)

@@ -19,98 +19,102 @@ _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class CoordinatorMetrics:
-    """Metrics that the event loop updates when events occur."""
+    """Counters and histograms that the event loop updates as things happen."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.generations = Counter(
             "shoal_coordinator_generations_formed",
-            "Generations written, by cause: start, failure (members interrupted) or border (joins "
-            "and drains).",
+            "Generations formed, by cause: start, failure (members were interrupted) or "
+            "border (joins and drains at a step boundary).",
             ["cause"],
             registry=registry,
         )
         self.announced = Histogram(
             "shoal_coordinator_loss_to_announcement_seconds",
-            "From the moment a loss reached the coordinator (broken stream, reported exit, ended "
-            "lease) until the generation without the member was handed to the survivors' streams.",
+            "Time from the moment the coordinator learned of a loss (broken stream, reported "
+            "exit, expired lease) until it sent the generation without the lost member to "
+            "the survivors.",
             buckets=_MILLISECONDS,
             registry=registry,
         )
         self.departures = Counter(
             "shoal_coordinator_members_departed",
-            "Members that are gone, by how: stream_broken, lease_expired, process_exited, "
-            "script_failed, stalled, drained or finished.",
+            "Members that left or were lost, by reason: stream_broken, lease_expired, "
+            "process_exited, script_failed, stalled, drained or finished.",
             ["ending"],
             registry=registry,
         )
         self.leases_expired = Counter(
             "shoal_coordinator_leases_expired",
-            "Leases that ended without a heartbeat, of members and servers.",
+            "Leases of members and servers that expired because no heartbeat arrived.",
             ["kind"],
             registry=registry,
         )
         self.heartbeats = Counter(
             "shoal_coordinator_heartbeats",
-            "Heartbeats received, of members and servers.",
+            "Heartbeats received from members and servers.",
             ["kind"],
             registry=registry,
         )
         self.collective_failures = Counter(
             "shoal_coordinator_collective_failures",
-            "Failed collectives that members reported and no newer generation explained.",
+            "Failed collectives reported by members for which no newer generation was the reason.",
             registry=registry,
         )
         self.batches_leased = Counter(
             "shoal_coordinator_batches_leased",
-            "Batches leased to members of asynchronous runs, repeated leases included.",
+            "Batches leased to members of asynchronous runs, including batches that were "
+            "leased again.",
             registry=registry,
         )
         self.moves = Counter(
             "shoal_coordinator_partition_moves",
-            "Moves of partitions between parameter servers that were settled, by how: moved, or "
+            "Completed moves of partitions between parameter servers, by outcome: moved, or "
             "failed (the partitions stayed).",
             ["outcome"],
             registry=registry,
         )
         self.partitions_moved = Counter(
             "shoal_coordinator_partitions_moved",
-            "Partitions that were given another parameter server.",
+            "Partitions that were moved to another parameter server.",
             registry=registry,
         )
         self.commits = Histogram(
             "shoal_coordinator_commit_seconds",
-            "Time to write one transition to Redis, retries included.",
+            "Time to write one state transition to Redis, including retries.",
             buckets=_MILLISECONDS,
             registry=registry,
         )
         self.events_per_commit = Histogram(
             "shoal_coordinator_events_per_commit",
-            "Events folded into one commit: above 1, the group commit is at work.",
+            "Number of events written in one commit. Above 1: events arrived faster than "
+            "Redis could write them one by one.",
             buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000),
             registry=registry,
         )
         self.commit_retries = Counter(
             "shoal_coordinator_commit_retries",
-            "Commits that Redis did not answer and that were sent again.",
+            "Commits that were sent again because Redis did not respond.",
             registry=registry,
         )
         self.redis_up = Gauge(
             "shoal_coordinator_redis_up",
-            "1 while Redis answers. While it is 0 training continues and membership changes wait.",
+            "1 while Redis responds, otherwise 0. While it is 0, training continues and "
+            "membership changes wait.",
             registry=registry,
         )
         self.redis_up.set(1)
         self.sessions = Gauge(
             "shoal_coordinator_sessions",
-            "Open session streams, of members and servers.",
+            "Open session streams of members and servers.",
             ["kind"],
             registry=registry,
         )
 
 
 class JobsCollector(Collector):
-    """Collects the gauges of all jobs at each scrape, on the scraper's thread. For an ended run
-    whose members are gone, only its failure is exported."""
+    """Collects the gauges of all jobs at each scrape, on the scraper's thread. Of a run that has
+    ended and has no members left, only its failure is exported."""
 
     def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
         self._observed = observed
@@ -126,18 +130,20 @@ class JobsCollector(Collector):
         )
         phases = GaugeMetricFamily(
             "shoal_coordinator_job_phase",
-            "1 for the phase that the job is in.",
+            "1 for the current phase of the job.",
             labels=["job_id", "phase"],
         )
         machines = GaugeMetricFamily(
             "shoal_coordinator_machines",
-            "Machines that are not healthy, by condition: leaving (its provider takes it away), "
-            "unhealthy (a health check failed) or excluded (its workers died again and again).",
+            "Machines that are not healthy, by condition: leaving (the provider is taking it "
+            "away), unhealthy (a health check failed) or excluded (its workers died again "
+            "and again).",
             labels=["job_id", "condition"],
         )
         failed = GaugeMetricFamily(
             "shoal_coordinator_run_failed_timestamp_seconds",
-            "When the job's newest run failed; absent of jobs whose newest run did not.",
+            "Time at which the job's newest run failed; missing for jobs whose newest run "
+            "has not failed.",
             labels=["job_id"],
         )
         for job in self._observed():
@@ -162,43 +168,46 @@ _JOB_GAUGES: Final[Mapping[str, tuple[str, Callable[[ObservedJob], float]]]] = {
     "run": ("Number of the job's newest run.", lambda job: job.state.run.number),
     "generation": ("Number of the job's newest generation.", lambda job: job.state.number),
     "run_generations": (
-        "Generations of the newest run, as their numbers tell; 0: it has not begun to train.",
+        "Number of generations that the newest run has had; 0 until training begins.",
         lambda job: job.state.number - job.state.run_above,
     ),
-    "world_size": ("Ranks that train now; 0 while the job waits.", lambda job: job.world_size),
+    "world_size": (
+        "Number of ranks that are training; 0 while the job waits.",
+        lambda job: job.world_size,
+    ),
     "min_workers": (
-        "The fewest ranks with which the job begins to train.",
+        "Minimum number of ranks with which the job begins to train.",
         lambda job: job.state.spec.min_workers,
     ),
-    "max_workers": ("The most ranks that the job takes.", lambda job: job.state.spec.max_workers),
+    "max_workers": ("Maximum number of ranks of the job.", lambda job: job.state.spec.max_workers),
     "newest_step": (
-        "The highest step that a member has committed, as heartbeats say.",
+        "Highest step that any member has reported as committed.",
         lambda job: job.newest_step,
     ),
     "seconds_without_progress": (
-        "Seconds since a rank last came to another step, border or operation; 0 while the job does "
-        "not train.",
+        "Seconds since any rank last began another step, step boundary or operation; 0 while "
+        "the job does not train.",
         lambda job: job.without_progress_s,
     ),
     "step_stands": (
-        "1 while ranks wait and no step ends.",
+        "1 while a step is stalled: ranks wait for each other and the step does not end.",
         lambda job: job.state.stall is not None,
     ),
     "stragglers": (
-        "Ranks that hold the others back.",
+        "Number of ranks that slow the others down.",
         lambda job: sum(one.is_named for one in job.state.stragglers.values()),
     ),
     "servers_alive": (
-        "Registered parameter servers that are alive.",
+        "Number of registered parameter servers that are alive.",
         lambda job: sum(server.alive for server in job.state.servers.values()),
     ),
     "server_places_unserved": (
-        "Places of parameter servers at which no primary serves: what lies there can be neither "
-        "pushed to nor pulled.",
+        "Number of parameter server places without a serving primary, whose partitions can "
+        "be neither pushed nor pulled.",
         lambda job: job.unserved_places,
     ),
     "server_places_unprotected": (
-        "Places of parameter servers without a backup in sync, in a job that is to have backups.",
+        "Number of parameter server places without a backup in sync, in a job with backups.",
         lambda job: job.unprotected_places,
     ),
 }

@@ -1,4 +1,5 @@
-"""Runs one coordinator: assembles its parts, serves until stopped, and shuts them down in order."""
+"""Runs one coordinator: creates its parts, serves until it is stopped, and shuts the parts down in
+order."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _REDIS_RETRY_S = 0.2
 
 
 async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set. Raises FencedError if another coordinator takes over, and a
+    """Serves until `stop` is set. Raises FencedError if another coordinator takes over, and another
     ShoalError if this one cannot start."""
     server_settings = _servable(settings)
     async with AsyncExitStack() as stack:
@@ -80,15 +81,16 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
         stack.callback(http.close)
         port = await rpc.start()
         stack.push_async_callback(rpc.drain_and_stop)
-        # Before the server waits for its calls, since open sessions would exhaust its grace period.
+        # Ends all sessions before the server waits for open calls, since sessions would use up its
+        # grace period.
         stack.push_async_callback(jobs.close, _stopping())
         _write_port_file(settings, port, http, redis_url)
         await _until_stopped(stop, jobs)
 
 
 async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
-    """Waits until `stop` is set. Raises the error that prevents this coordinator from
-    continuing."""
+    """Waits until `stop` is set. If this coordinator cannot continue because of an error, raises
+    that error."""
     jobs.failed.add_done_callback(lambda _: stop.set())
     await stop.wait()
     if jobs.failed.done():
@@ -152,9 +154,11 @@ def _servicer(
 
 
 def _servable(settings: CoordinatorSettings) -> ServerSettings:
-    """Returns the gRPC server's settings. Raises ConfigurationError for settings that cannot be
-    served. Must be called before the store is opened, which takes over from a running
-    coordinator."""
+    """Returns the settings of the gRPC server. Raises ConfigurationError if they are unusable.
+
+    Must be called before the store is opened, because opening it takes over from a running
+    coordinator.
+    """
     for address in (settings.listen, settings.http):
         address.check_free()
     if (tls := settings.serving_tls) is not None:
@@ -178,8 +182,9 @@ def _discover(jobs: Jobs, request: HttpRequest) -> HttpResponse:
 
 
 def _unhealthy(jobs: Jobs) -> str | None:
-    """Returns the reason why the coordinator is unhealthy, or None. An unreachable Redis is no
-    reason to restart the coordinator, which would only lose its in-memory state."""
+    """Returns the reason why the coordinator is unhealthy; None if it is healthy. An unreachable
+    Redis does not count, since restarting the coordinator would not help and would lose its
+    in-memory state."""
     return (
         str(jobs.failed.result()) if jobs.failed.done() else ("stopping" if jobs.closing else None)
     )
@@ -194,8 +199,8 @@ def _stopping() -> ShoalError:
 def _write_port_file(
     settings: CoordinatorSettings, port: int, http: HttpServer, redis_url: str
 ) -> None:
-    """Writes the port file under a temporary name and renames it, so that readers never see part of
-    it."""
+    """Writes the port file under a temporary name and renames it, so that readers never see an
+    incomplete file."""
     if settings.port_file is None:
         return
     content = {

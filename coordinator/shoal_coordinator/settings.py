@@ -1,5 +1,5 @@
-"""Settings of the coordinator from its environment (SHOAL_COORDINATOR_...) and its command line. No
-other module reads them."""
+"""Settings of the coordinator, read from its environment (SHOAL_COORDINATOR_...) and its command
+line. No other module reads these."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class CoordinatorSettings(ServiceSettings):
     system's. Members use their own `tls_ca`."""
 
     redis_patience: Duration = timedelta(seconds=30)
-    """Time for which to wait for Redis to answer at the start."""
+    """Maximum time to wait for Redis to respond when the coordinator starts."""
 
     listen: AddressField = Address("127.0.0.1", 0)
-    """host:port of the gRPC service."""
+    """Address (host:port) of the gRPC service."""
 
     http: AddressField = Address("127.0.0.1", 0)
-    """host:port of the status page, /metrics, /healthz and /sd."""
+    """Address (host:port) of the status page, /metrics, /healthz and /sd."""
 
     store_url: str | None = None
     """Redis URL that members receive for their rendezvous stores; None: the coordinator's own URL
@@ -56,28 +56,28 @@ class CoordinatorSettings(ServiceSettings):
     """True if members receive the coordinator's own Redis URL with its credentials."""
 
     reconnect_grace: Duration = timedelta(0)
-    """Time for which a member whose stream broke may take to reconnect before it counts as dead. 0:
-    it counts as dead at once, so that a killed process is detected within milliseconds. Raise this
+    """Maximum time for a member whose stream broke to reconnect before it counts as dead. 0: it
+    counts as dead at once, so that a killed process is detected within milliseconds. Raise this
     value if the network drops connections more often than processes die."""
 
     request_timeout: Duration = timedelta(seconds=5)
-    """Time for which a call waits for Redis before it is answered with UNAVAILABLE, and for which a
-    new session may take to send its first message."""
+    """Maximum time for which a call waits for Redis before it fails with UNAVAILABLE. Also the
+    maximum time for a new session to send its first message."""
 
     job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
-    """Time for which a deserted job, finished or abandoned, is remembered after its last change; at
-    least 1s."""
+    """Time for which a job without members is remembered after its last change, whether it has
+    finished or was abandoned; at least 1s."""
 
     port_file: Path | None = None
-    """File to which the bound addresses are written as JSON when the coordinator starts to
-    serve."""
+    """File to which the bound addresses are written, as JSON, when the coordinator begins to serve
+    requests."""
 
     drain_timeout: Duration = timedelta(seconds=5)
-    """Time for which calls in progress may continue after SIGTERM. Sessions end at once, and
-    members reconnect."""
+    """Maximum time for which calls in progress may continue after SIGTERM. Sessions end at once,
+    and their members reconnect."""
 
     log_level: str = "INFO"
-    """DEBUG, INFO, WARNING, ERROR or CRITICAL."""
+    """Lowest level of messages to log: DEBUG, INFO, WARNING, ERROR or CRITICAL."""
 
     @property
     def redis_url(self) -> str:
@@ -102,15 +102,16 @@ def command_line() -> argparse.ArgumentParser:
         (
             "--redis",
             "URL",
-            "redis://HOST:PORT, or embedded://[HOST][/DIR] to start a server, with HOST if other "
-            "machines use it (default: embedded://)",
+            "redis://HOST:PORT, or embedded://[HOST][/DIR] to start a Redis server: HOST "
+            "makes it reachable from other machines, DIR keeps its data (default: "
+            "embedded://)",
         ),
-        ("--redis-file", "FILE", "file with the Redis URL, if it contains a password"),
+        ("--redis-file", "FILE", "file that contains the Redis URL, for a URL with a password"),
         (
             "--redis-ca",
             "FILE",
-            "PEM file of the authorities that sign the Redis server's certificate, for rediss:// "
-            "(default: the system's)",
+            "PEM file with the certificate authorities for the Redis server's certificate, "
+            "for rediss:// (default: the system's)",
         ),
         ("--redis-patience", "DURATION", "how long to wait for Redis at startup (default: 30s)"),
         (
@@ -122,7 +123,7 @@ def command_line() -> argparse.ArgumentParser:
         (
             "--store-url",
             "URL",
-            "Redis URL sent to members (default: the coordinator's own, without credentials)",
+            "Redis URL that members use (default: the coordinator's own, without credentials)",
         ),
         (
             "--reconnect-grace",
@@ -135,9 +136,23 @@ def command_line() -> argparse.ArgumentParser:
             "DURATION",
             "how long to keep a job without members (default: 1d)",
         ),
-        ("--port-file", "FILE", "file for the bound addresses (JSON), written once serving"),
-        ("--drain-timeout", "DURATION", "how long calls may continue after SIGTERM (default: 5s)"),
-        ("--log-level", "LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: INFO)"),
+        (
+            "--port-file",
+            "FILE",
+            "JSON file to which the bound addresses are written once the coordinator is serving "
+            "requests",
+        ),
+        (
+            "--drain-timeout",
+            "DURATION",
+            "how long calls in progress may continue after SIGTERM (default: 5s)",
+        ),
+        (
+            "--log-level",
+            "LEVEL",
+            "lowest level of messages to log: DEBUG, INFO, WARNING, ERROR or CRITICAL (default: "
+            "INFO)",
+        ),
     ):
         parser.add_argument(flag, metavar=metavar, help=text)
     add_service_flags(parser, calls=False)
@@ -145,7 +160,7 @@ def command_line() -> argparse.ArgumentParser:
         "--share-store-credentials",
         action="store_true",
         default=None,
-        help="send members the Redis URL with its credentials",
+        help="send the coordinator's own Redis URL to members, including its credentials",
     )
     return parser
 

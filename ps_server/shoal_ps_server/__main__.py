@@ -27,16 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the server and returns its exit status: 0 after SIGTERM, SIGINT or the end of the job;
     1, with one line on stderr, if the server could not serve.
 
-    While torch is being loaded, which takes seconds, either signal ends the process at once, since
-    there is nothing to clean up yet.
+    While torch is being imported, which takes seconds, either signal ends the process at once,
+    since there is nothing to clean up yet.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        # explicitly, since the default action does not apply to the first process of a container
+        # set explicitly, since the kernel's default action does not apply to the first process of a
+        # container
         signal.signal(number, lambda number, frame: os._exit(0))
     try:
         settings = parse_command_line(arguments)
         configure_logging("ps-server", settings.log_level)
-        temporary_directory()  # packages that torch imports want one
+        temporary_directory()  # packages that torch imports need one
         keep_freed_memory()
         raise_limit()
         asyncio.run(_serve(settings))
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: PsServerSettings) -> None:
-    # Imported late, since they load torch, which --help or a wrong flag need not wait for.
+    # Imported late, since these modules import torch, for which --help or a wrong flag need not
+    # wait.
     import torch
 
     from shoal_ps_server.serving import serve

@@ -1,5 +1,5 @@
-"""Configuration of a job on this server: its optimizer, its consistency model, and the state of its
-hyperparameter schedule. Contains only values."""
+"""Configuration of a job on this server: its optimizer, its consistency model, and the current
+values of its hyperparameter schedule. The module contains only data types."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Configuration:
     """Optimizer and consistency model of one job. Immutable."""
 
     configured: OptimizerSettings
-    """Settings from ConfigureOptimizer. Later callers must request the same settings."""
+    """Settings from the first ConfigureOptimizer. Later callers must request the same settings."""
     optimizer: OptimizerSettings
-    """Current settings, including changes by the schedule."""
+    """Current settings, including changes made by the schedule."""
     consistency: Consistency
     revision: int = 0
-    """Revision of the last applied SetHyperparameters."""
+    """Revision of the last SetHyperparameters that was applied."""
 
     def check_equal(self, optimizer: OptimizerSettings, consistency: Consistency) -> None:
-        """Raises PreconditionError / OPTIMIZER_CONFLICT unless a later ConfigureOptimizer requests
-        this configuration."""
+        """Raises PreconditionError / OPTIMIZER_CONFLICT if a later ConfigureOptimizer requests
+        another configuration than this one."""
         for what, have, want in (
             ("optimizer", self.configured, optimizer),
             ("consistency", self.consistency, consistency),
@@ -41,7 +41,7 @@ class Configuration:
     def revised(
         self, revision: int, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]
     ) -> Configuration:
-        """Returns the configuration after a SetHyperparameters. Returns the same configuration if
+        """Returns the configuration after a SetHyperparameters. Returns this configuration if
         `revision` is not above the last one. Raises the errors of `OptimizerSettings.changed`."""
         changed = self.optimizer.changed(hyperparameters, groups)
         return (

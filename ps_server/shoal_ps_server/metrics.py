@@ -24,25 +24,26 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.pushes = Counter(
             "shoal_ps_pushes",
-            "Pushed partitions, by what became of them: applied or duplicate.",
+            "Pushed partitions, by outcome: applied or duplicate.",
             ("outcome",),
             registry=registry,
         )
         self.initialized = Counter(
             "shoal_ps_initializations",
-            "Partitions in Initialize streams: applied or duplicate.",
+            "Partitions in Initialize streams, by outcome: applied or duplicate.",
             ("outcome",),
             registry=registry,
         )
         self.pulls = Counter(
             "shoal_ps_pulls",
-            "Partitions answered in pulls: sent, or unchanged and not sent.",
+            "Partitions in responses to pulls, by outcome: sent, or unchanged and therefore not "
+            "sent.",
             ("outcome",),
             registry=registry,
         )
         self.received_bytes = Counter(
             "shoal_ps_received_bytes",
-            "Payload bytes of uploaded partitions that came whole, as they came.",
+            "Payload bytes of completely received partitions, as sent (possibly compressed).",
             registry=registry,
         )
         self.sent_bytes = Counter(
@@ -50,7 +51,7 @@ class Metrics:
         )
         self.streams = Counter(
             "shoal_ps_streams",
-            "Streams of tensors begun, by RPC and by what carries them: memory, tcp or grpc.",
+            "Streams of tensors started, by RPC and by transport: memory, tcp or grpc.",
             ("method", "transport"),
             registry=registry,
         )
@@ -74,39 +75,50 @@ class Metrics:
         )
         self.staleness = Histogram(
             "shoal_ps_staleness",
-            "Versions between the values a gradient was computed on and those it was applied to.",
+            "Number of versions between the values on which a gradient was computed and the "
+            "values to which it was applied.",
             registry=registry,
             buckets=_STALENESS_BUCKETS,
         )
         self.turn_wait_seconds = Histogram(
             "shoal_ps_turn_wait_seconds",
-            "Time that pulls under ssp and bsp waited for slower members, and pushes under bsp for "
-            "readers, in seconds.",
+            "Time that pulls under ssp and bsp waited for slower members, and that pushes under "
+            "bsp waited for readers, in seconds.",
             ("method",),
             registry=registry,
             buckets=_WAIT_BUCKETS_S,
         )
         self.stored_bytes = Gauge(
-            "shoal_ps_stored_bytes", "Bytes of values and optimizer state.", registry=registry
+            "shoal_ps_stored_bytes",
+            "Bytes of values and optimizer state in memory.",
+            registry=registry,
         )
         self.table_rows = Gauge(
             "shoal_ps_table_rows", "Rows of sparse tables that are stored.", registry=registry
         )
         self.partitions = Gauge(
-            "shoal_ps_partitions", "Partitions held, with values or without.", registry=registry
+            "shoal_ps_partitions",
+            "Number of partitions that this server owns, with or without values.",
+            registry=registry,
         )
         self.lowest_version = Gauge(
-            "shoal_ps_lowest_version", "Lowest version of a partition held.", registry=registry
+            "shoal_ps_lowest_version",
+            "Lowest version of this server's partitions.",
+            registry=registry,
         )
         self.highest_version = Gauge(
-            "shoal_ps_highest_version", "Highest version of a partition held.", registry=registry
+            "shoal_ps_highest_version",
+            "Highest version of this server's partitions.",
+            registry=registry,
         )
         self.generation = Gauge(
             "shoal_ps_generation",
-            "Newest generation that the coordinator has told of.",
+            "Newest generation announced by the coordinator.",
             registry=registry,
         )
-        self.members = Gauge("shoal_ps_members", "Members of that generation.", registry=registry)
+        self.members = Gauge(
+            "shoal_ps_members", "Number of members of the newest generation.", registry=registry
+        )
         self.slowest_clock = Gauge(
             "shoal_ps_slowest_clock", "Clock of the slowest member.", registry=registry
         )
@@ -115,8 +127,8 @@ class Metrics:
         )
         self.clock_bound = Gauge(
             "shoal_ps_clock_bound",
-            "Clocks that a member may be ahead of the slowest when it begins an iteration: the "
-            "bound of ssp, 0 under bsp; +Inf under asp.",
+            "How many clocks a member may be ahead of the slowest when it begins an iteration: "
+            "the bound of ssp, 0 under bsp, +Inf under asp.",
             registry=registry,
         )
         self.clock_bound.set(math.inf)
@@ -135,7 +147,7 @@ class Metrics:
         )
         self.snapshot_timestamp = Gauge(
             "shoal_ps_snapshot_timestamp_seconds",
-            "When the last snapshot was written.",
+            "Time at which the last snapshot was written.",
             registry=registry,
         )
         self.snapshot_failures = Counter(
@@ -150,27 +162,27 @@ class Metrics:
         )
         self.journal_seconds = Histogram(
             "shoal_ps_journal_seconds",
-            "Time to write and sync what goes together, in seconds.",
+            "Time to write and sync a batch of journal records, in seconds.",
             registry=registry,
             buckets=_APPLY_BUCKETS_S,
         )
         self.journal_failures = Counter(
             "shoal_ps_journal_failures",
-            "Times that the journal could not be written.",
+            "Number of times that the journal could not be written.",
             registry=registry,
         )
 
         self.moved_partitions = Counter(
             "shoal_ps_moved_partitions",
-            "Partitions that moved while training went on, by direction: given to another server, "
-            "or taken from one.",
+            "Partitions that moved during training, by direction: given to another server, or "
+            "taken from one.",
             ("direction",),
             registry=registry,
         )
         self.frozen_seconds = Histogram(
             "shoal_ps_frozen_seconds",
-            "Time for which partitions of a move were neither pushed to nor pulled from on their "
-            "giver, in seconds.",
+            "Time during which partitions of a move could be neither pushed nor pulled, measured "
+            "on the server that gave them away, in seconds.",
             registry=registry,
             buckets=_FROZEN_BUCKETS_S,
         )
@@ -181,12 +193,14 @@ class Metrics:
             registry=registry,
         )
         self.disk_free_bytes = Gauge(
-            "shoal_ps_disk_free_bytes", "What can still be written to that disk.", registry=registry
+            "shoal_ps_disk_free_bytes",
+            "Free space on the disk with the data directory.",
+            registry=registry,
         )
 
         self.backup_in_sync = Gauge(
             "shoal_ps_backup_in_sync",
-            "1 while a backup has all that this server acknowledged.",
+            "1 while a backup has all changes that this server has acknowledged.",
             registry=registry,
         )
 

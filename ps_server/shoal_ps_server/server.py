@@ -1,5 +1,5 @@
-"""Assembles one parameter server: the owners of state, and the order of start and shutdown. Belongs
-to the event loop.
+"""Assembles one parameter server: which part owns which state, and the order of start and shutdown.
+Belongs to the event loop.
 
     event loop           all mutable state: partitions, membership (fence, clocks), layouts,
                          configuration, metrics; bulk connections (service/bulk.py)
@@ -80,12 +80,12 @@ logger = logging.getLogger(__name__)
 
 
 class ParameterServer:
-    """A server in the role of a primary. Created and run on one event loop, by calling `run`."""
+    """A server in the role of a primary. Create it on an event loop, then call `run`."""
 
     def __init__(
         self, settings: PsServerSettings, directory: DataDirectory | None, recovered: Recovered
     ) -> None:
-        """`recovered`: the server's state, restored from `directory` if there is one."""
+        """`recovered`: state of the server, restored from `directory` if there is one."""
         self._settings = settings
         self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
         self._directory = directory
@@ -205,12 +205,13 @@ class ParameterServer:
         )
         self._session: CoordinatorSession | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future that receives an exception if memory lacks changes that the journal has."""
+        """Future that gets an exception if the state in memory lacks changes that are in the
+        journal."""
 
     async def run(self, stop: asyncio.Event) -> bool:
         """Serves until `stop` is set or the job is over, then drains. Writes a last snapshot unless
-        a backup has everything that this server stores. Returns True if the coordinator demoted
-        this server to a backup, so that its state is obsolete.
+        a backup has the complete state of this server. Returns True if the coordinator has made
+        this server a backup, so that its state is obsolete.
 
         Raises ConfigurationError (addresses, TLS, tokens); AnotherRunError; the error with which
         the coordinator refuses this server's registration; UnavailableError: SNAPSHOT_FAILED or
@@ -299,7 +300,7 @@ class ParameterServer:
 
     async def _last_snapshot(self) -> None:
         if self._broken.done():
-            # a snapshot would lack the change and delete the journal that contains it
+            # a snapshot would lack the change, and would delete the journal that contains it
             self._broken.result()
         if self._standing.replaced.is_set() or self._changes.is_broken:
             # another server has this state, or the journal contains more than a snapshot would
@@ -309,7 +310,7 @@ class ParameterServer:
 
     def _not_made(self, error: BaseException) -> None:
         """Ends this process because a change in the journal could not be applied. The next process
-        applies the change."""
+        applies it when it recovers."""
         logger.critical(
             "could not apply a change from the journal; exiting, so that recovery can apply it",
             extra={"error": error},
@@ -322,14 +323,15 @@ class ParameterServer:
     # ------------------------------------------------------------------- the coordinator's listener
 
     def known(self) -> Known:
-        """Returns the facts about the job that the coordinator may have lost."""
+        """Returns what this server knows about the job and the coordinator may have lost."""
         return Known(
             generation=max(0, self._membership.fence.generation),
             server_index=self._standing.held_index,
         )
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """Records the place and the run of the opened session."""
+        """Records the place that the coordinator has assigned, and the run of the opened
+        session."""
         self._standing.welcomed(server_index, with_backups=with_backups)
         if run is not None and self._directory is not None:
             self._directory.note_run(run)
@@ -347,7 +349,8 @@ class ParameterServer:
         differs from this server's job."""
         held = self._membership.fence.generation
         if generation < held:
-            # A job's generations never decrease, so its workers would only ever be fenced off.
+            # A job's generations never decrease, so this server would refuse all its workers
+            # forever.
             raise ConfigurationError(
                 f"job {self._settings.job!r} is at generation {generation} on the coordinator, but "
                 f"this server holds values of generation {held}, so the job was created again; "
@@ -377,12 +380,12 @@ class ParameterServer:
         self._mover.settled(move, epoch)
 
     def ordered(self, order: MoveOrder) -> None:
-        """Records an order to give partitions away."""
+        """Records an order to give partitions to another server."""
         self._mover.ordered(order)
 
     def stored_bytes(self) -> int:
-        """Returns the number of stored bytes for the heartbeat, and updates the gauges at the same
-        rate."""
+        """Returns the number of stored bytes, which heartbeats report. Also updates the gauges, so
+        that they are as recent as heartbeats."""
         summary = self._shard.summary()
         clocks = [each.clock for each in self._membership.clocks.members.values()]
         metrics = self._metrics
@@ -442,7 +445,7 @@ class ParameterServer:
         await self._changes.in_time(lambda: asyncio.shield(made))
 
     def _becomes(self, layout: Layout) -> None:
-        """Makes `layout` the current shard map unless the current one is newer."""
+        """Makes `layout` the current shard map, unless the current one is newer."""
         before = self._layouts.current
         if before is not None and layout.epoch <= before.epoch:
             return  # another call has already adopted this one, or a newer one
@@ -480,7 +483,7 @@ class ParameterServer:
             self._metrics.apply_seconds.observe(outcome.apply_seconds)
 
     def _answered(self, sent: int | None) -> None:
-        """Counts an answered partition of a pull. `sent`: bytes of values sent; None if it was
+        """Counts a partition of a pull. `sent`: bytes of values that were sent; None if it was
         unchanged."""
         self._metrics.pulls.labels("unchanged" if sent is None else "sent").inc()
         self._metrics.sent_bytes.inc(sent or 0)
@@ -501,8 +504,8 @@ class ParameterServer:
         )
 
     def _first_heard(self) -> None:
-        """Schedules a journal record of the members. A pull may fix the origin of a member's count,
-        but pulls are not in the journal."""
+        """Schedules a journal record of the members and clocks. The first report of a member may
+        come with a pull, and pulls are not in the journal."""
         self._changes.members_changed()
 
     def _members(self) -> Members:
@@ -511,8 +514,8 @@ class ParameterServer:
     # -------------------------------------------------------------------------------- start and end
 
     async def _until_over(self, stop: asyncio.Event, session: CoordinatorSession) -> None:
-        """Waits until `stop` is set or the job is over. Raises the error that ends the session for
-        good."""
+        """Waits until `stop` is set or the job is over. If the session ends for good, raises its
+        error."""
         stopped = asyncio.create_task(stop.wait())
         held = asyncio.create_task(session.run())
         snapshots = asyncio.create_task(

@@ -1,5 +1,5 @@
-"""Runs one server process from start to end, across the runs of its job and in the roles of primary
-(`server.py`) and backup."""
+"""Runs one server process from its start to its end, through all runs of its job and in both roles:
+primary (`server.py`) and backup (`replication/standby.py`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
     """Runs one server until `stop` is set or the job is over, in the role that the coordinator
-    assigns: primary or backup.
+    assigns.
 
     Raises the errors of `ParameterServer.run` and `Standby.run`; CorruptDataError and
     ConfigurationError for an unusable data directory.
@@ -45,18 +45,19 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
 
 
 def _set_aside(directory: DataDirectory | None) -> str:
-    """Sets the server's state aside. Returns a description of its new location, for people."""
+    """Moves the server's state out of the way, since it belongs to another run. Returns a
+    human-readable description of where it is now."""
     if directory is None:
         return "nowhere, since it has no data directory"
     folder = directory.set_aside()
-    return "nowhere, since it held nothing" if folder is None else str(folder)
+    return "nowhere, since it had no state" if folder is None else str(folder)
 
 
 async def _serve_run(
     settings: PsServerSettings, directory: DataDirectory | None, stop: asyncio.Event
 ) -> None:
-    """Serves with the state of one run of the job. Raises AnotherRunError when that run is over,
-    and the errors of `serve`."""
+    """Serves with the state of one run of the job. When that run is over, raises AnotherRunError.
+    Also raises the errors of `serve`."""
     recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
     while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
         assert directory is not None, "a server without one refuses to be in a job with backups"
@@ -66,9 +67,12 @@ async def _serve_run(
 async def _recover(
     settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event
 ) -> Recovered | None:
-    """Returns this server's recovered state; None if `stop` was set or the job is over. Unreadable
-    state is no loss if the coordinator makes this server a backup, since its primary sends
-    everything again. Raises the errors of `serve`."""
+    """Returns the state that this server has recovered from its data directory; None if `stop` was
+    set or the job is over.
+
+    If the state is unreadable, asks the coordinator for the role: as a backup the server does not
+    need its state, since its primary sends everything again. Raises the errors of `serve`.
+    """
     try:
         return directory.recover(job_id=settings.job, server_id=settings.server_id)
     except CorruptDataError as unreadable:
@@ -80,7 +84,7 @@ async def _recover(
         try:
             return await Standby(settings, directory).run(stop)
         except InvalidRequestError as error:
-            # a server that serves nobody has no purpose in a job without backups
+            # in a job without backups, a server that cannot serve has no purpose
             raise unreadable from error
 
 

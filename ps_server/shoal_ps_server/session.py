@@ -1,9 +1,9 @@
-"""This server's session with the coordinator: registration, heartbeats, members of each generation,
-the shard map, and moves of partitions to other servers.
+"""This server's session with the coordinator: registration, heartbeats, the members of each
+generation, the shard map, and moves of partitions to other servers.
 
-The session may break and be reopened at any time. Meanwhile pushes and pulls continue with the last
-known members. The server ends only if the coordinator refuses it before the first welcome, if its
-run ends, or if another process with the same server_id takes over its place. Belongs to the event
+The session may break and be reopened at any time; pushes and pulls meanwhile continue with the
+members known last. The server ends only if the coordinator refuses it before the first welcome, if
+its run ends, or if another process with the same server_id takes its place. Belongs to the event
 loop.
 """
 
@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 3.0
 _WELCOME_LIMIT: Final = timedelta(seconds=10)
-"""Time for which a coordinator may take to answer a registration."""
+"""Maximum time for a coordinator to respond to a registration."""
 _REGISTRATION_WAIT: Final = timedelta(seconds=5)
-"""Time for which a request that needs the shard map may wait for this server's registration."""
+"""Maximum wait of a request that needs the shard map until this server is registered."""
 _PERMANENT: Final = (
     AuthenticationError,
     ConfigurationError,
@@ -59,39 +59,38 @@ _PERMANENT: Final = (
     PreconditionError,
 )
 _CONFLICT: Final = "SERVER_CONFLICT"
-"""Another process has this server's place. It may be a dead process that the coordinator has not
-noticed yet. If this process was registered before, another process may have taken over while this
-one was cut off."""
+"""Reason of the error that another process has this server's place. That process may be dead and
+the coordinator may not have noticed. If this process was registered before, the other one may have
+taken over while this one was cut off."""
 _RUN_ENDED: Final = "RUN_ENDED"
 _RUN_UNKNOWN: Final = "RUN_UNKNOWN"
 _LOST_RUN_WAIT: Final = timedelta(seconds=15)
-"""Time for which members of a run lost by the coordinator may take to return and continue that
-run."""
+"""Maximum time for the members of a run that the coordinator has lost to return and continue it."""
 
 
 class AnotherRunError(PreconditionError):
-    """The run of this server's state is over or lost, so the state will never be requested again.
-    The state is set aside, and the server starts empty."""
+    """Raised if the run to which this server's state belongs is over or lost, so that nobody will
+    request the state again. The state is set aside, and the server starts empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This server's place as assigned by the coordinator: shoal.v1.ServerPlace."""
+    """The place of this server, as assigned by the coordinator (shoal.v1.ServerPlace)."""
 
     epoch: int
     follows: bool
-    """True if this server is a backup rather than a primary."""
+    """True if this server is a backup, which follows a primary."""
     primary_address: str
     """Address of the primary that a backup follows; empty while the primary is absent."""
     backup_id: str
     """Id of the current backup; empty if there is none."""
     in_sync: bool
-    """True if the current backup may take over the primary's place."""
+    """True if the current backup may take over from the primary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOrder:
-    """Order to hand partitions over to another server: shoal.v1.MovePartitions."""
+    """Order to hand partitions over to another server (shoal.v1.MovePartitions)."""
 
     move: int
     partition_ids: frozenset[int]
@@ -99,63 +98,66 @@ class MoveOrder:
     receiver_address: str
     """Address of the receiver; empty while the receiver is absent."""
     giver_incarnation: str
-    """Incarnation of the process that received the order first."""
+    """Incarnation of the process to which the order was first sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Facts that a server knows about its job and that the coordinator may have lost."""
+    """Facts about its job that a server knows and that the coordinator may have lost."""
 
     generation: int = 0
     """Newest known generation; 0 if there is none."""
     server_index: int | None = None
-    """Place whose partitions the server holds; None if it holds none."""
+    """Place whose partitions the server has; None if it has none."""
 
 
 class Listener(Protocol):
-    """Interface for receiving the coordinator's messages."""
+    """Interface through which a session passes on the coordinator's messages."""
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """Called when the session is opened, and again at every reconnection. `with_backups`: True
-        if the job's servers have backups. `run`: run to which this server belongs from now on; None
-        if the coordinator does not report it. Raises ConfigurationError if the server cannot take
-        the place `server_index`."""
+        """Called when the session is opened, and whenever it is reopened. Raises ConfigurationError
+        if the server cannot take the place `server_index`.
+
+        `with_backups`: True if the job's servers have backups. `run`: run to which this server
+        belongs from now on; None if the coordinator does not send it.
+        """
 
     def known(self) -> Known:
         """Returns the facts to send with the registration."""
 
     def disconnected(self) -> None:
-        """Called when the session breaks; it will be reopened."""
+        """Called when the session breaks. It will be reopened."""
 
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
         """Called with the members of a generation and the digests of their keys. Raises
-        ConfigurationError if the server cannot belong to the members' job."""
+        ConfigurationError if the members are those of another job than this server's."""
 
     def placed(self, place: Place) -> None:
-        """Called with this server's place, after every welcome and at every change."""
+        """Called with this server's place, after each welcome and whenever the place changes."""
 
     def settled(self, move: int, epoch: int) -> None:
-        """Called with the coordinator's decision on all moves up to `move`. The shard map of
-        `epoch` or a newer one contains the result."""
+        """Called when the coordinator has decided all moves up to `move`. The shard map of `epoch`,
+        or a newer one, contains the outcome."""
 
     def ordered(self, order: MoveOrder) -> None:
         """Called with an order to give partitions away. The order may be repeated for the same
         move."""
 
     def stored_bytes(self) -> int:
-        """Returns the number of stored bytes, for the heartbeat."""
+        """Returns the number of stored bytes, which heartbeats report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """Description that this server sends to the coordinator."""
+    """Description of itself that this server sends to the coordinator when it registers."""
 
     job_id: str
     server_id: str
     address: str
-    """Address for workers; empty if the server serves nobody."""
+    """Address at which workers reach the server; empty if the server accepts no calls of
+    workers."""
     metrics_address: str
     host: str
     pid: int
@@ -166,7 +168,8 @@ class Registration:
 
 @functools.cache
 def incarnation() -> str:
-    """Returns an id that distinguishes this process from other processes in its place."""
+    """Returns an id that distinguishes this process from other processes that have had its
+    place."""
     return secrets.token_hex(16)
 
 
@@ -187,7 +190,7 @@ def this_process(
 
 
 class CoordinatorSession:
-    """Session with the coordinator that is reopened whenever it breaks."""
+    """Session with the coordinator, which is reopened whenever it breaks."""
 
     def __init__(
         self, settings: ChannelSettings, registration: Registration, listener: Listener
@@ -196,13 +199,13 @@ class CoordinatorSession:
         self._channel = aio_channel(settings)
         self._stub = CoordinatorStub(self._channel)
         self._retired: grpc.aio.Channel | None = None
-        """The previous channel, on which a call may be in progress."""
+        """The previous channel, on which a call may still be in progress."""
         self._registration = registration
         self._listener = listener
         self._run = registration.run
         self._lost_at: float | None = None
-        """Time, on the loop's clock, since which the coordinator has not known the run; None if it
-        knows the run."""
+        """Time, by the event loop's clock, since when the coordinator has not known the run; None
+        if it knows the run."""
         self._server_index: int | None = None
         """Index of this server's place, set by the first welcome."""
         self._registered = asyncio.Event()
@@ -210,7 +213,7 @@ class CoordinatorSession:
         """Outgoing messages of the open stream."""
 
     async def run(self) -> str:
-        """Maintains the session until the coordinator reports that the job is over. Returns the
+        """Keeps the session open until the coordinator reports that the job is over. Returns the
         reason for the end.
 
         Raises the error with which the coordinator refuses the first registration; AnotherRunError
@@ -258,7 +261,7 @@ class CoordinatorSession:
             await self._renew()
 
     async def layout(self) -> Layout:
-        """Returns the part of the current shard map that concerns this server.
+        """Returns this server's part of the current shard map.
 
         Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError if the coordinator
         cannot be reached or has not welcomed this server yet.
@@ -276,8 +279,8 @@ class CoordinatorSession:
         return layout_from_shard_map(answer.shard_map, server_index=server_index)
 
     def report_backup(self, *, epoch: int, in_sync: bool, reason: str = "") -> None:
-        """Sends a primary's report on its backup. The report is lost while the session is broken,
-        so repeat it when the place is announced again."""
+        """Sends a report about this primary's backup. While the session is broken, the report is
+        lost; repeat it when the place is announced again."""
         if self._sending is not None:
             report = coordinator_pb2.BackupReport(epoch=epoch, in_sync=in_sync, reason=reason)
             self._sending.say(coordinator_pb2.ServerMessage(backup=report))
@@ -285,10 +288,15 @@ class CoordinatorSession:
     def report_move(
         self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
     ) -> None:
-        """Sends the outcome of a move. `receiver`: incarnation of the process that has the
-        partitions; empty if the move failed. `reason`: reason of the failure. `giver_failed`: True
-        if the failure is this server's fault. The report is lost while the session is broken; the
-        coordinator then asks again."""
+        """Sends the outcome of a move. While the session is broken, the report is lost; the
+        coordinator then asks again.
+
+        Args:
+            move: number of the move.
+            receiver: incarnation of the process that has the partitions; empty if the move failed.
+            reason: reason why the move failed.
+            giver_failed: True if the failure is this server's fault.
+        """
         if self._sending is not None:
             report = coordinator_pb2.MoveReport(
                 move=move,
@@ -306,8 +314,8 @@ class CoordinatorSession:
                 await channel.close()
 
     async def _renew(self) -> None:
-        """Replaces the channel if the coordinator's address is a host name (`is_name`), which may
-        resolve to another address by now."""
+        """Replaces the channel if the coordinator's address contains a host name (`is_name`), which
+        may resolve to another address by now."""
         if not is_name(self._settings.address):
             return
         if self._retired is not None:
@@ -316,8 +324,8 @@ class CoordinatorSession:
         self._stub = CoordinatorStub(self._channel)
 
     async def _hold(self, opened: _Opened) -> str:
-        """Serves one stream from registration to its end. Returns when the job is over; otherwise
-        raises the reason for the end of the stream."""
+        """Serves one stream from the registration to its end. Returns when the job is over;
+        otherwise raises the error that ended the stream."""
         sending = _Sending()
         call = self._stub.ServerSession(self._messages(sending))
         try:
@@ -401,8 +409,8 @@ class CoordinatorSession:
         return welcome
 
     async def _messages(self, sending: _Sending) -> AsyncGenerator[coordinator_pb2.ServerMessage]:
-        """Yields the messages of one stream. `call.write` is not used: with interceptors, e.g. for
-        a token, grpc.aio feeds it from a queue whose reader is leaked when the call fails."""
+        """Yields the messages to send on one stream. This replaces `call.write`, which with
+        interceptors (e.g. for a token) uses a queue whose reader is leaked if the call fails."""
         yield coordinator_pb2.ServerMessage(register=self._register_message())
         while await sending.due():
             while sending.said:
@@ -429,8 +437,8 @@ class CoordinatorSession:
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
-        """Returns whether this server's state will never be requested again, because its run is
-        over or unknown. The members of an unknown run may take _LOST_RUN_WAIT to return."""
+        """Returns whether nobody will request this server's state again, because its run is over or
+        unknown. If the run is unknown, its members get _LOST_RUN_WAIT to return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at
@@ -496,14 +504,14 @@ class _Opened:
 
 
 class _Sending:
-    """Schedule of the messages that one stream sends."""
+    """The messages that one stream has to send, and when."""
 
     def __init__(self) -> None:
         self._interval_s: float | None = None
         self._changed = asyncio.Event()
         self._ended = False
         self.said: deque[coordinator_pb2.ServerMessage] = deque()
-        """Messages to send before the next heartbeat."""
+        """Messages to be sent before the next heartbeat."""
 
     def heartbeats_every(self, interval: timedelta) -> None:
         """Starts heartbeats; the first one is due immediately."""

@@ -1,5 +1,5 @@
-"""Settings of a parameter server from its environment (SHOAL_PS_SERVER_...) and its command line.
-No other module reads them."""
+"""Settings of a parameter server, read from its environment (SHOAL_PS_SERVER_...) and its command
+line. No other module reads these."""
 
 from __future__ import annotations
 
@@ -24,86 +24,89 @@ from shoal_common.system import own_address
 
 
 class Fsync(enum.StrEnum):
-    """Time at which the journal is synced so that it survives a power failure. With any setting,
-    killing the process loses nothing."""
+    """Time at which the journal is synced to disk, which matters for a power failure. Killing the
+    process loses nothing with any setting."""
 
     GROUP = "group"
-    """Before a change is acknowledged; changes that arrive while the disk is busy are synced
+    """Before a change is acknowledged. Changes that arrive while the disk is busy are synced
     together."""
     ALWAYS = "always"
-    """Before a change is acknowledged, each one separately."""
+    """Before a change is acknowledged, separately for each change."""
     NEVER = "never"
-    """Whenever the kernel writes it."""
+    """Whenever the kernel writes the data."""
 
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class PsServerSettings(ServiceSettings, CallerSettings):
-    """Settings of one server. Flags override the environment. The server calls the coordinator and
-    the job's other servers with its own serving certificate and a token of the role server."""
+    """Settings of one server. Flags override the environment. For its calls to the coordinator and
+    to other servers of the job, the server uses its own certificate and a token with the role
+    server."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_PS_SERVER_")
 
     coordinator: AddressField
-    """host:port of the coordinator."""
+    """Address (host:port) of the coordinator."""
 
     job: _Name
-    """Job whose tensors this server holds."""
+    """Id of the job whose tensors this server stores."""
 
     server_id: _Name = Field(default_factory=socket.gethostname)
-    """Id of the server, stable across its restarts, which identifies its snapshot."""
+    """Id of the server. It must be the same after a restart, because it identifies the server's
+    snapshot."""
 
     listen: AddressField = Address("127.0.0.1", 0)
-    """host:port of the gRPC service."""
+    """Address (host:port) of the gRPC service."""
 
     bulk_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port of the bulk channel, on the host of `listen`; 0: any. Workers that cannot reach it
-    push and pull over gRPC."""
+    """TCP port of the bulk channel, on the host of `listen`; 0: any port. Workers that cannot reach
+    it push and pull over gRPC."""
 
     http: AddressField = Address("127.0.0.1", 0)
-    """host:port of /metrics and /healthz."""
+    """Address (host:port) of /metrics and /healthz."""
 
     advertise: str | None = None
-    """Host or interface under which workers reach this server; None: the host that it listens on.
-    If that means all addresses, the default is `local_addr`, otherwise this machine's name, or the
-    address on the route to the coordinator if other machines could not use the name."""
+    """Host or interface at which workers reach this server; None: the host on which it listens. If
+    it listens on all addresses, the default is `local_addr`, otherwise the name of this machine or,
+    if other machines cannot use the name, the local address of connections to the coordinator."""
 
     local_addr: str | None = Field(default=None, validation_alias="SHOAL_LOCAL_ADDR")
-    """Address, interface or host name under which others reach this machine. The variable applies
+    """Address, interface or host name at which other machines reach this one. The variable applies
     to all processes of the machine."""
 
     data_dir: Path | None = None
-    """Directory of the journal and the snapshot, read at the start; None: the server's state is
-    lost when the process ends."""
+    """Directory of the journal and the snapshot, which are read when the server starts; None: the
+    server's state is lost when the process ends."""
 
     fsync: Fsync = Fsync.GROUP
     """Time at which the journal is synced."""
 
     journal_limit: Annotated[int, Field(ge=1 << 20)] = 1 << 29
-    """Size of the journal in bytes above which a snapshot replaces it, if the journal also exceeds
-    four times the size of the server's state."""
+    """Size of the journal in bytes above which a snapshot replaces it, provided that the journal is
+    also larger than four times the server's state."""
 
     snapshot_interval: Duration = timedelta(minutes=1)
-    """Time between snapshots of a server whose values change; 0s: snapshots are written only on
-    request and at SIGTERM."""
+    """Time between snapshots while values change; 0s: snapshots are written only on request and at
+    SIGTERM."""
 
     staging_memory: Annotated[int, Field(ge=16 << 20)] = 1 << 30
-    """Maximum bytes of pushed partitions that are not applied yet. A member may use at most a
-    quarter."""
+    """Maximum number of bytes of received pushes that are not applied yet. One member may use at
+    most a quarter."""
 
     port_file: Path | None = None
-    """File to which the bound addresses are written as JSON when the server starts to serve."""
+    """File to which the bound addresses are written, as JSON, when the server begins to serve
+    requests."""
 
     drain_timeout: Duration = timedelta(seconds=10)
-    """Time for which calls in progress may continue after SIGTERM."""
+    """Maximum time for which calls in progress may continue after SIGTERM."""
 
     threads: Annotated[int, Field(ge=1, le=256)] = 1
-    """Number of threads for torch. Additional servers use additional cores better than additional
-    threads do."""
+    """Number of threads that torch uses. More servers make better use of several cores than more
+    threads."""
 
     log_level: str = "INFO"
-    """DEBUG, INFO, WARNING, ERROR or CRITICAL."""
+    """Lowest level of messages to log: DEBUG, INFO, WARNING, ERROR or CRITICAL."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -115,11 +118,13 @@ class PsServerSettings(ServiceSettings, CallerSettings):
         return self
 
     def advertised(self, port: int) -> str:
-        """Returns the address of the gRPC service for workers, host:port. `port`: bound port."""
+        """Returns the address (host:port) at which workers reach the gRPC service. `port`: port on
+        which it listens."""
         return str(Address(self._host_of(self.listen), port))
 
     def advertised_http(self, port: int) -> str:
-        """Returns the address of the metrics for Prometheus, host:port. `port`: bound port."""
+        """Returns the address (host:port) at which Prometheus reaches the metrics. `port`: port on
+        which they are served."""
         return str(Address(self._host_of(self.http), port))
 
     def _host_of(self, listened: Address) -> str:
@@ -145,18 +150,19 @@ def command_line() -> argparse.ArgumentParser:
     """Returns the parser for the flags of `shoal-ps-server`."""
     parser = argparse.ArgumentParser(
         prog="shoal-ps-server",
-        description="A parameter server: holds a share of one job's tensors and applies pushed "
+        description="A parameter server: stores a share of one job's tensors and applies pushed "
         "gradients to it.",
         epilog="Each flag can also be set by an environment variable: SHOAL_PS_SERVER_ and its "
         "name in capitals, with _ for -.",
     )
     for flag, metavar, text in (
         ("--coordinator", "HOST:PORT", "the coordinator"),
-        ("--job", "ID", "job whose tensors this server holds"),
+        ("--job", "ID", "id of the job whose tensors this server stores"),
         (
             "--server-id",
             "ID",
-            "id of this server, the same after a restart (default: this machine's name)",
+            "id of this server, which must be the same after a restart (default: this "
+            "machine's name)",
         ),
         (
             "--listen",
@@ -172,38 +178,55 @@ def command_line() -> argparse.ArgumentParser:
         (
             "--advertise",
             "HOST|INTERFACE",
-            "host under which workers reach this server (default: SHOAL_LOCAL_ADDR, or detected)",
+            "host or interface at which workers reach this server (default: "
+            "SHOAL_LOCAL_ADDR, or detected)",
         ),
         (
             "--data-dir",
             "DIR",
-            "directory of the journal and the snapshot, read at startup (default: keep neither)",
+            "directory for the journal and the snapshot, from which a restarted server "
+            "recovers (default: neither is written)",
         ),
         (
             "--fsync",
             "group|always|never",
-            "when to sync the journal before an answer: many changes at once (group), each one "
-            "(always), or never (default: group)",
+            "when to sync the journal to disk: before each acknowledgement, many changes at "
+            "once (group) or each separately (always), or never (default: group)",
         ),
         (
             "--journal-limit",
             "BYTES",
-            "size of the journal at which a snapshot replaces it (default: 512 MiB)",
+            "size of the journal in bytes above which a snapshot replaces it (default: 512 MiB)",
         ),
         (
             "--snapshot-interval",
             "DURATION",
-            "time between snapshots; 0s for one only at SIGTERM (default: 1m)",
+            "time between snapshots; 0s: only on request and at SIGTERM (default: 1m)",
         ),
         (
             "--staging-memory",
             "BYTES",
-            "memory for incoming pushes, of which one worker may use a quarter (default: 1 GiB)",
+            "bytes of memory for incoming pushes, of which one worker may use a quarter "
+            "(default: 1 GiB)",
         ),
-        ("--port-file", "FILE", "file for the bound addresses (JSON), written once serving"),
-        ("--drain-timeout", "DURATION", "how long calls may continue after SIGTERM (default: 10s)"),
+        (
+            "--port-file",
+            "FILE",
+            "JSON file to which the bound addresses are written once the server is serving "
+            "requests",
+        ),
+        (
+            "--drain-timeout",
+            "DURATION",
+            "how long calls in progress may continue after SIGTERM (default: 10s)",
+        ),
         ("--threads", "N", "number of torch threads (default: 1)"),
-        ("--log-level", "LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: INFO)"),
+        (
+            "--log-level",
+            "LEVEL",
+            "lowest level of messages to log: DEBUG, INFO, WARNING, ERROR or CRITICAL (default: "
+            "INFO)",
+        ),
     ):
         parser.add_argument(flag, metavar=metavar, help=text)
     add_service_flags(parser, calls=True)

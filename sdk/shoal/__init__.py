@@ -262,7 +262,7 @@ _HOMES = {
     "launch": "shoal_worker.launch",
     "plan": "shoal_worker.planning.planner",
 }
-"""Public name -> module that defines it; all other names are in the API module."""
+"""Public name -> module that defines it. The API module defines all names that are not listed."""
 
 # init_process_group("shoal_gloo") and init_process_group(init_method="redis://...") work from here
 # on.

@@ -1,4 +1,4 @@
-"""`python -m shoal`: equivalent to the command `shoal`."""
+"""Runs `python -m shoal`, which is equivalent to the command `shoal`."""
 
 from shoal.cli import main
 

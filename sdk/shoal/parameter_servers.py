@@ -1,14 +1,14 @@
-"""Reads a complete model from its parameter servers while it trains: for serving, evaluation and
-other read-only uses.
+"""Reads a complete model from its parameter servers while it is trained, for serving, evaluation
+and other read-only uses.
 
-Values have the names and shapes of the worker's `model.module.named_parameters()`. Tied parameters
-appear once, under the first name. Buffers (e.g. the running statistics of BatchNorm) belong to each
-worker and are not on the servers: save them with the checkpoint or recompute them. Sparse tables
-are excluded, since their rows are read by id.
+Values have the names and shapes of `model.module.named_parameters()` in the workers. Tied
+parameters appear once, under the first name. Buffers (e.g. the running statistics of BatchNorm)
+belong to each worker and are not on the servers; save them with the checkpoint or recompute them.
+Sparse tables are excluded, since their rows are read by id.
 
-Each partition (up to 8 MiB of the model) is consistent, and has a version: 1 plus the number of
-pushes applied to the partition. Different partitions are from slightly different moments, as for a
-worker that pulls while others push.
+Each partition (up to 8 MiB of the model) is consistent and has a version: 1 plus the number of
+pushes applied to it. Different partitions may be from slightly different times, as for a worker
+that pulls while others push.
 """
 
 from __future__ import annotations
@@ -43,28 +43,35 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 DEFAULT_PATIENCE: Final = timedelta(seconds=30)
 _LONGEST_BACKOFF_S: Final = 1.0
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Minimum transfer rate assumed in the deadline of a pull, in addition to a fixed minute."""
+"""Transfer rate on which the deadline of a pull is based. A fixed minute is added."""
 _CURABLE: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _PASSING: Final = frozenset(
     {"TENSORS_UNDECLARED", "STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN"}
 )
-"""Reasons of temporary refusals: the job is starting, or its servers change."""
+"""Reasons for temporary refusals: the job is starting, or its servers change."""
 
 
 class ModelReader:
-    """Reads a job's model from its parameter servers repeatedly; unchanged values are not sent
-    again.
+    """Reads a job's model from its parameter servers repeatedly. Values that have not changed are
+    not sent again.
 
-    A token of role reader is sufficient. Nobody waits for a reader, and it is not a member of the
-    job. Thread-safe; calls are serialized. Use it as a context manager.
+    A token with the role reader is sufficient. A reader is not a member of the job, and nothing
+    waits for it. Thread-safe; calls are serialized. Use it as a context manager.
     """
 
     def __init__(
         self, coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE
     ) -> None:
-        """Does not connect yet. `coordinator`: address of the coordinator, with the settings for
-        all services (token, TLS). `patience`: time for which a call retries while a server or the
-        coordinator is absent or there are no values yet."""
+        """Does not connect yet.
+
+        Args:
+            coordinator: address of the coordinator, with the settings for all services (token,
+            TLS).
+            job_id: id of the job whose model to read.
+            patience: how long a call keeps trying while a server or the coordinator is absent, or
+            while
+                there are no values yet.
+        """
         if not job_id:
             raise ConfigurationError("job_id='': expected the id of the job whose model to read")
         if patience < timedelta(0):
@@ -76,8 +83,8 @@ class ModelReader:
         self._coordinator = CoordinatorClient(coordinator)
         self._takeovers = TakeoverWatch(self._ask_where)
         self._reading = threading.Lock()
-        """Lock held by the running call, which owns the fields below. Only `_model` may be read
-        without it, since it is replaced atomically."""
+        """Lock held by the call in progress, to which the fields below belong. Only `_model` may be
+        read without the lock, since it is replaced atomically."""
         self._map: coordinator_pb2.ShardMap | None = None
         self._servers: dict[str, parameter_server.ParameterServerClient] = {}
         """Address -> client of the server."""
@@ -101,8 +108,8 @@ class ModelReader:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """Version of each partition in the last `state_dict`, by partition id; empty before the
-        first call."""
+        """Version of each partition in the last result of `state_dict`, by partition id; empty
+        before the first call."""
         return dict(self._model.versions)
 
     def close(self) -> None:
@@ -155,7 +162,8 @@ class ModelReader:
             self._closed.wait(min(wait_s, max(0.0, deadline - time.monotonic())))
 
     def _learn(self) -> None:
-        """Requests the servers' partitions and addresses from the coordinator."""
+        """Requests from the coordinator which server has which partitions, and the servers'
+        addresses."""
         shard_map = self._coordinator.get_shard_map(self._job_id).shard_map
         holders = {partition.primary for partition in shard_map.partitions}
         addresses = {
@@ -166,7 +174,8 @@ class ModelReader:
         missing = sorted(holders - addresses.keys())
         if missing:
             raise PreconditionError(
-                f"servers {missing} of job {self._job_id!r} are not registered; start them",
+                f"parameter servers {missing} of job {self._job_id!r} are not registered with "
+                "the coordinator; start them",
                 reason="SHARD_MAP_INCOMPLETE",
             )
         for address in self._servers.keys() - addresses.values():
@@ -178,7 +187,7 @@ class ModelReader:
                 replace(self._settings, address=address, attempts=1)
             )
             self._takeovers.add(client)
-            if self._closed.is_set():  # `close` may not have seen this client
+            if self._closed.is_set():  # `close` may have run before this client was registered
                 client.close()
         self._map = shard_map
 
@@ -189,7 +198,7 @@ class ModelReader:
             return None
 
     def _read(self) -> None:
-        """Replaces the model by the newest one. After an error, the model is unchanged."""
+        """Replaces the model by the newest one. If this fails, the model stays unchanged."""
         assert self._map is not None
         before = self._model
         if before.layout != (layout := _layout_of(self._map)):
@@ -214,11 +223,11 @@ class ModelReader:
     def _read_server(
         self, address: str, share: list[coordinator_pb2.Partition], making: _Making
     ) -> None:
-        """Reads the changed partitions of one server."""
+        """Reads those partitions of one server that have changed."""
         try:
             behind = self._pull(address, share, making, making.before.versions)
             if behind:
-                # The server has lost versions, so its current ones are read.
+                # The server has lost recent versions, so all its current values are read.
                 self._pull(
                     address, [each for each in share if each.partition_id in behind], making, {}
                 )
@@ -236,8 +245,8 @@ class ModelReader:
         making: _Making,
         held: Mapping[int, int],
     ) -> frozenset[int]:
-        """Pulls partitions. Returns the partitions for which the server has an older version than
-        `held`."""
+        """Pulls partitions from a server. Returns the partitions of which the server has an older
+        version than `held`, the version that this reader has."""
         assert self._map is not None
         request = pb.PullRequest(
             job_id=self._job_id,
@@ -278,8 +287,8 @@ _Layout = tuple[tuple[object, ...], ...]
 
 
 def _layout_of(shard_map: coordinator_pb2.ShardMap) -> _Layout:
-    """Returns a value that is equal for two shard maps with the same tensors in the same
-    partitions, on any servers."""
+    """Returns a value that is equal for two shard maps if they divide the same tensors into the
+    same partitions, on whatever servers."""
     tensors = tuple(
         (tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in shard_map.tensors
     )
@@ -292,7 +301,7 @@ def _layout_of(shard_map: coordinator_pb2.ShardMap) -> _Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """A model that has been read. Its tensors never change."""
+    """A model that has been read. Its tensors are never modified."""
 
     tensors: Mapping[str, torch.Tensor]
     versions: Mapping[int, int]
@@ -300,24 +309,24 @@ class _Model:
 
 
 class _Making:
-    """The next model, while threads that read from the servers assemble it."""
+    """The next model, while it is assembled by the threads that read from the servers."""
 
     def __init__(self, shard_map: coordinator_pb2.ShardMap, before: _Model) -> None:
         self.before = before
         self._map = shard_map
         self._versions = dict(before.versions)
         self._flat: dict[str, torch.Tensor] = {}
-        """Tensors with changed values, flattened."""
+        """Tensors with changed values, flattened to one dimension."""
         self._parts: dict[int, torch.Tensor] = {}
-        """Partitions that are being received, flattened."""
+        """Partitions that are being received, flattened to one dimension."""
         self._lock = threading.Lock()
 
     def bytes_of(self, partition: coordinator_pb2.Partition) -> int:
-        """Returns the bytes of a partition's values."""
+        """Returns the size of a partition's values in bytes."""
         return self._length(partition) * self._dtype(partition).itemsize
 
     def memory(self, header: pb.PullHeader) -> memoryview:
-        """Returns the memory into which a partition is received."""
+        """Returns the memory in which a partition is to be received."""
         partition = self._map.partitions[header.partition_id]
         part = torch.empty(self._length(partition), dtype=self._dtype(partition))
         with self._lock:
@@ -326,7 +335,7 @@ class _Making:
         return memory
 
     def take(self, headers: list[pb.PullHeader]) -> None:
-        """Adds partitions that a server has sent completely."""
+        """Adds partitions that have been received completely from a server."""
         with self._lock:
             for header in headers:
                 if not header.unchanged:
@@ -337,8 +346,8 @@ class _Making:
                     )
 
     def finished(self) -> _Model:
-        """Returns the finished model. Also creates tensors without elements, which no partition
-        contains."""
+        """Returns the finished model. Also creates tensors without elements, which are in no
+        partition."""
         dense = [tensor for tensor in self._map.tensors if not tensor.HasField("table")]
         shapes = {tensor.name: tuple(tensor.shape) for tensor in dense}
         empty = {

@@ -1,4 +1,4 @@
-"""Axes of plots whose ticks are labelled with plain numbers (0.6, not 6 x 10^-1)."""
+"""Labels the ticks of a plot's axes with plain numbers: 0.6 instead of 6 x 10^-1."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 _DECADES: Final = 3
-"""Maximum number of decades with ticks between the powers of ten."""
+"""Number of decades up to which an axis also has ticks between the powers of ten."""
 _WIDE: Final = 20
-"""Ratio of the largest to the smallest value above which a logarithmic axis is better."""
+"""Ratio of the largest to the smallest value above which a logarithmic axis is used."""
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Returns whether a logarithmic axis shows these values better."""
+    """Returns whether the range of these values is so wide that a logarithmic axis shows them
+    better."""
     return bool(values) and min(values) > 0 and max(values) >= _WIDE * min(values)
 
 
 def logarithmic(axes: Any, which: Literal["x", "y"], values: Sequence[float]) -> None:
-    """Makes one axis of matplotlib's `axes` logarithmic. `which`: "x" or "y". `values`: values to
+    """Makes an axis of matplotlib's `axes` logarithmic. `which`: "x" or "y". `values`: values to
     show, all above 0."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

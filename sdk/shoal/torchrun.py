@@ -1,13 +1,14 @@
-"""Rendezvous of torchrun's agents at Shoal's coordinator: `torchrun --rdzv-backend=shoal
+"""Lets torchrun's agents rendezvous at Shoal's coordinator: `torchrun --rdzv-backend=shoal
 --rdzv-endpoint=COORDINATOR:7000`.
 
-torchrun starts and restarts the workers; the coordinator determines the agents and their order. The
-death of an agent is detected at once by its broken connection. No agent is special, so any of them
-may die. torch finds this module through the entry point group `torchrun.handlers`.
+torchrun starts and restarts the workers; the coordinator determines which agents take part and in
+which order. The death of an agent is detected at once, because its connection breaks. Every agent
+may die, since none has a special role. torch finds this module through the entry point group
+`torchrun.handlers`.
 
 Agents are members of a separate job, `<run id>.torchrun`, like launchers of `shoal run`
-(`launcher/run/nodes.py`). Workers receive only torch's variables: `shoal.init()` requires `shoal
-run`.
+(`launcher/run/nodes.py`). The workers receive only torch's variables; scripts that call
+`shoal.init()` need `shoal run` instead.
 
 A handler belongs to the agent's thread; the session's thread only wakes the handler.
 """
@@ -54,14 +55,14 @@ _STORE_TIMEOUT: Final = timedelta(minutes=5)
 
 
 def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Returns the function that creates a handler from torchrun's parameters. This is the entry
-    point for torch."""
+    """Returns the function that creates a handler from torchrun's parameters. torch calls this
+    through the entry point."""
     return ShoalRendezvous
 
 
 class ShoalRendezvous(RendezvousHandler):
-    """Implements torch's RendezvousHandler. `--rdzv-conf` accepts `join_timeout` and
-    `last_call_timeout`, in seconds, like `shoal run`."""
+    """Rendezvous handler for torch. Like `shoal run`, it accepts `join_timeout` and
+    `last_call_timeout`, in seconds, in `--rdzv-conf`."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         """Connects to the coordinator. Raises ConfigurationError for an invalid endpoint or
@@ -70,8 +71,8 @@ class ShoalRendezvous(RendezvousHandler):
         self._parameters = parameters
         self._join_timeout_s = float(parameters.get("join_timeout", _JOIN_TIMEOUT_S))
         endpoint = parse_address(parameters.endpoint)
-        # torchrun's workers and its stores listen on all addresses: others may reach them at one
-        # that this machine does not have.
+        # torchrun's workers and stores listen on all addresses, because other machines may reach
+        # them at an address that is not one of this machine's own.
         everywhere = "0.0.0.0" if parameters.local_addr else None  # noqa: S104
         self._own_address = OwnAddress.find(
             parameters.local_addr, everywhere, towards=(endpoint.host, endpoint.port)
@@ -83,8 +84,8 @@ class ShoalRendezvous(RendezvousHandler):
             max_workers=parameters.max_nodes,
             join_grace=timedelta(seconds=float(parameters.get("last_call_timeout", _LAST_CALL_S))),
         )
-        # Every agent has a store, since any agent may become the first, through whose store torch's
-        # agents communicate.
+        # Torch's agents communicate through the store of the first agent. Any agent may become the
+        # first, so each one has a store.
         self._own_store = TCPStore(
             "0.0.0.0",  # noqa: S104
             0,
@@ -95,7 +96,7 @@ class ShoalRendezvous(RendezvousHandler):
         self._launcher_id = uuid.uuid4().hex
         self._session: NodeSession | None = None
         self._placed: tuple[str, ...] = ()
-        """Value of `Standing.starts` for the place in which the workers were last started."""
+        """Value of `Standing.starts` when the workers were last started."""
         self._changed = threading.Condition()
 
     def get_backend(self) -> str:
@@ -119,13 +120,13 @@ class ShoalRendezvous(RendezvousHandler):
                 is_master=False,
                 timeout=_STORE_TIMEOUT,
             )
-        # Specific to this start, so that data of older ones is ignored.
+        # The prefix is specific to this start, so that data of earlier starts is ignored.
         store = PrefixStore(hashlib.sha256("".join(self._placed).encode()).hexdigest()[:32], home)
         bootstrap = RendezvousStoreInfo.build(placement.node_rank, store, self._own_address)
         return RendezvousInfo(store, placement.node_rank, placement.node_count, bootstrap)
 
     def num_nodes_waiting(self) -> int:
-        """Returns a nonzero number if agents have joined or left. torchrun then restarts all
+        """Returns a number above 0 if agents have joined or left, on which torchrun restarts all
         workers."""
         standing = self._session.standing if self._session is not None else None
         return int(
@@ -141,7 +142,8 @@ class ShoalRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         with contextlib.suppress(ShoalError):
-            # e.g. the coordinator is unreachable: the other agents notice through their workers
+            # e.g. the coordinator is unreachable; the other agents notice the end through their
+            # workers
             self._client.stop_job(
                 self._job.job_id,
                 reason="torchrun ended on another machine",
@@ -149,8 +151,8 @@ class ShoalRendezvous(RendezvousHandler):
             )
 
     def shutdown(self) -> bool:
-        """Ends the rendezvous for all agents, like torch's own handlers. Each agent continues until
-        its workers have ended."""
+        """Ends the rendezvous for all agents, as torch's own handlers do. Each agent continues
+        until its workers have ended."""
         self.set_closed()
         if self._session is not None:
             self._session.leave(pb.Leave.REASON_FINISHED, "")
@@ -176,8 +178,8 @@ class ShoalRendezvous(RendezvousHandler):
                 return
 
     def _join(self) -> None:
-        """Joins the agents' job as a new member, since this agent's workers are new to the other
-        agents."""
+        """Joins the agents' job as a new member, which tells the other agents that this agent's
+        workers are new."""
         self._session = NodeSession(
             self._client,
             job_id=self._job.job_id,
@@ -196,8 +198,8 @@ class ShoalRendezvous(RendezvousHandler):
             self._changed.notify_all()
 
     def _place(self, deadline: float) -> NodePlacement:
-        """Waits for a place that differs from the last one, because of other agents or of a new
-        start of their workers."""
+        """Waits for a place that differs from the last one, because agents have joined or left or
+        have restarted their workers."""
         while True:
             session = self._session
             assert session is not None, "joined before"
@@ -213,8 +215,8 @@ class ShoalRendezvous(RendezvousHandler):
                 session.works_in = standing.generation
                 return standing.placement
             if standing.placement is not None:
-                # Workers failed here while the place is unchanged: to the other agents this must
-                # look like a death.
+                # Workers of this agent failed while its place is unchanged. To make the other
+                # agents restart their workers too, this agent joins as a new member.
                 session.leave(pb.Leave.REASON_FAILED, "its workers are being restarted")
                 self._join()
                 continue

@@ -71,8 +71,8 @@ def test_unreachable_addresses_are_reported_with_their_owner_and_the_flag_that_c
     pattern = re.compile(r"cannot reach rank \d \(host-\d\) at 10\.77\.0\.\d:\d+.*")
     line = job.eventually(lambda: pattern.search(job.said()), "a word on who cannot be reached")[0]
     assert (
-        "start its launcher with --local-addr (SHOAL_LOCAL_ADDR); this machine's own address is "
-        "10.77.0." in line
+        "start its launcher with --local-addr (SHOAL_LOCAL_ADDR). Other machines reach this "
+        "machine at 10.77.0." in line
     )
 
 

@@ -151,7 +151,7 @@ _DIVIDED = (
     "other numbers of ranks"
 )
 _COME_AND_GO = "its workers and servers are separate processes; start them with `shoal run`"
-_TWO_BLOCKS = "Bag has 2 blocks (bag, head); expected from 1 stage to one per block"
+_TWO_BLOCKS = "Bag has 2 blocks (bag, head); expected at least 1 stage and at most one per block"
 _SCALED = (
     "a GradScaler with a pipeline: train_step runs the backward passes of losses itself, so a "
     "scaler cannot scale them"

@@ -1,5 +1,5 @@
-"""Data workers and helper threads of this process. If one fails, no process that waits for it must
-hang."""
+"""Data workers and helper threads of this process. Ensures that no process hangs because it waits
+for one of them that has failed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ _LONGEST: Final = 107
 """Maximum length of a Unix socket's path, in bytes."""
 _SOCKET: Final = len("/pymp-12345678/listener-12345678")
 """Number of characters that multiprocessing appends to the temporary directory."""
-# multiprocessing creates its own directory in it, with mode 0700
+# multiprocessing creates a directory of its own in it, with mode 0700
 _SHORT: Final = "/tmp"  # noqa: S108
 
 
 def keep_socket_paths_short() -> None:
-    """Shortens the temporary directory before data workers start, if its name is too long: /tmp is
-    then used. Data workers pass tensors through sockets in that directory. With a longer path,
-    multiprocessing would lose each batch and print an error.
+    """Makes multiprocessing use /tmp if the name of the temporary directory is too long. Called
+    before data workers start, because they pass tensors through sockets in that directory. If a
+    socket's path is too long, multiprocessing loses each batch and only prints an error.
 
     Raises:
-        ConfigurationError: /tmp cannot be written to.
-    """
+        ConfigurationError: /tmp cannot be written to."""
     chosen = tempfile.gettempdir()
     if len(os.fsencode(chosen)) + _SOCKET <= _LONGEST:
         return
@@ -75,34 +74,34 @@ def explained_pickling(num_workers: int) -> Iterator[None]:
 
 
 def check_not_imported_again() -> None:
-    """Raises ConfigurationError in a data worker that imports the script before it works, as
-    with every start method except "fork". The script would otherwise train again inside the data
-    worker."""
+    """Raises ConfigurationError if this process is a data worker that is importing the script, as
+    happens with every start method except "fork". Otherwise the script would begin to train in the
+    data worker."""
     process = multiprocessing.process.current_process()
-    if getattr(process, "_inheriting", False):  # as in multiprocessing itself
+    if getattr(process, "_inheriting", False):  # same test as in multiprocessing itself
         raise ConfigurationError(
             f"process {process.name} is started with method "
             f"{multiprocessing.get_start_method()!r} (Python's default from 3.14 on is "
-            "'forkserver'), which imports the script again, but the script calls Shoal at its "
-            "top level. Move those calls below `if __name__ == '__main__':`, or call "
-            "multiprocessing.set_start_method('fork') first"
+            "'forkserver'), with which each data worker imports the script, but the script calls "
+            "Shoal at its top level. Move those calls below `if __name__ == '__main__':`, or "
+            "call multiprocessing.set_start_method('fork') first"
         )
 
 
 def end_if_a_batch_is_lost() -> None:
-    """Makes a data worker exit if it cannot send a batch, so that the rank raises within seconds.
-    By default multiprocessing prints an error and continues, and the rank would wait for the batch
-    forever."""
+    """Makes a data worker exit if it cannot send a batch, so that the rank raises an error within
+    seconds. By default multiprocessing prints an error and continues, and the rank would wait for
+    the batch forever."""
 
     def end(error: BaseException, _batch: Any) -> None:
         traceback.print_exception(error)
-        # for the rank's log
+        # printed for the rank's log
         print(  # noqa: T201
             "shoal: a data worker could not send its batch and exited", file=sys.stderr, flush=True
         )
         os._exit(1)
 
-    # a hook, for concurrent.futures
+    # a hook for concurrent.futures
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # type: ignore[attr-defined]
 
 
@@ -124,8 +123,8 @@ for them."""
 
 
 def report_dead_threads(report: Callable[[str], object]) -> None:
-    """Sets a function that is called when one of Shoal's own threads ends with an exception, after
-    the traceback was printed."""
+    """Sets the function that is called when one of Shoal's own threads has ended with an exception,
+    after the traceback was printed."""
     before = threading.excepthook
 
     def note(arguments: threading.ExceptHookArgs) -> None:

@@ -101,7 +101,7 @@ class ShardingConfiguration:
             raise ConfigurationError(
                 f'loss_reduction={self.loss_reduction!r}: expected "mean" or "sum"'
             )
-        if isinstance(self.offload, Path):  # the script may change its directory
+        if isinstance(self.offload, Path):  # the script may change its working directory later
             object.__setattr__(self, "offload", self.offload.absolute())
         if not (self.offload in (None, "cpu") or isinstance(self.offload, Path)):
             raise ConfigurationError(
@@ -177,7 +177,7 @@ class ShardingConfiguration:
 
     @property
     def blocks_ahead(self) -> int:
-        """Effective value of `prefetch_blocks`."""
+        """Value of `prefetch_blocks`, or its default."""
         return 1 if self.prefetch_blocks is None else self.prefetch_blocks
 
     @classmethod

@@ -23,9 +23,10 @@ T = TypeVar("T")
 
 _TIMEOUT: Final = timedelta(seconds=300)
 _INTERRUPTED: Final = timedelta(seconds=0.5)
-"""Time for which Ctrl-C waits for ranks to reach a collective, in which they end."""
+"""Time for which Ctrl-C waits until the ranks have reached a collective, which then raises an error
+and ends them."""
 _INTERRUPTED_COMPUTING: Final = timedelta(seconds=5)
-"""Time for which Ctrl-C then waits for computing ranks, which it interrupts."""
+"""Time for which Ctrl-C then waits for ranks that are still computing, after interrupting them."""
 
 
 def launch(
@@ -65,8 +66,8 @@ def launch(
     """
     if backend != "inmemory":
         raise ConfigurationError(
-            f"launch(backend={backend!r}): its ranks are processes; start them with `shoal run`, "
-            "or use 'inmemory'"
+            f"launch(backend={backend!r}): launch runs ranks as threads, but this backend needs "
+            "processes; start them with `shoal run`, or use 'inmemory'"
         )
     if world_size < 1:
         raise ConfigurationError(f"launch(world_size={world_size}): expected at least 1")
@@ -78,7 +79,7 @@ def launch(
 
 
 class _Ranks:
-    """The threads that run the ranks of one launch."""
+    """Starts the threads that are the ranks of one launch, and waits for them."""
 
     def __init__(self, fn: Callable[[], Any], size: int, timeout: timedelta) -> None:
         self._fn, self._size, self._timeout = fn, size, timeout
@@ -86,7 +87,7 @@ class _Ranks:
         self._turns = Turns(size)
         self._results: list[Any] = [None] * size
         self._failed: tuple[int, BaseException] | None = None
-        """The first rank that failed on its own, and its error."""
+        """The rank that failed first, and its error."""
         self._failing = threading.Event()
         self._ended = [threading.Event() for _ in range(size)]
         self._threads = [
@@ -126,7 +127,7 @@ class _Ranks:
         deadline = time.monotonic() + limit.total_seconds()
         running = []
         for rank, ended in enumerate(self._ended):
-            if self._threads[rank].ident is None:  # Ctrl-C came before it was started
+            if self._threads[rank].ident is None:  # Ctrl-C came before the thread was started
                 continue
             # A `join` interrupted by Ctrl-C considers its thread finished, so it is not used for a
             # thread that may run long.
@@ -137,7 +138,7 @@ class _Ranks:
         return running
 
     def _interrupt(self, interruption: BaseException) -> None:
-        """Ends all ranks, including those that compute. If a rank were inside torch when the
+        """Ends all ranks, including those that compute. If a rank were still inside torch when the
         interpreter finalizes, the process would end with SIGABRT."""
         self._turns.end_all(f"the launch was interrupted: {type(interruption).__name__}")
         for rank in self._still_running(_INTERRUPTED):
@@ -148,7 +149,7 @@ class _Ranks:
     def _be(self, rank: int) -> None:
         try:
             self._run(rank)
-        except BaseException as error:  # ending the rank failed, or was interrupted
+        except BaseException as error:  # ending the rank failed or was interrupted
             self._failed = self._failed or (rank, error)
             self._failing.set()
         finally:

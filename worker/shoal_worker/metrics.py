@@ -29,109 +29,119 @@ class WorkerMetrics:
         self._period_followers: tuple[PeriodFollower, ...] = ()
         self.generation = Gauge(
             "shoal_worker_generation",
-            "Number of the generation this worker works in.",
+            "Number of this worker's current generation.",
             registry=self.registry,
         )
-        self.rank = Gauge("shoal_worker_rank", "Rank in that generation.", registry=self.registry)
+        self.rank = Gauge(
+            "shoal_worker_rank", "This worker's rank in its generation.", registry=self.registry
+        )
         self.info = Gauge(
             "shoal_worker_info",
-            "1, under the member id and the rank that this process has now: its other series stay "
-            "the same when those change.",
+            "Always 1; its labels are the current member id and rank of this worker, which the "
+            "other series do not contain.",
             ("member_id", "rank"),
             registry=self.registry,
         )
         self.world_size = Gauge(
-            "shoal_worker_world_size", "Ranks in that generation.", registry=self.registry
+            "shoal_worker_world_size",
+            "Number of ranks in this worker's generation.",
+            registry=self.registry,
         )
         self.steps_committed = Counter(
-            "shoal_worker_steps_committed", "Steps applied on this worker.", registry=self.registry
+            "shoal_worker_steps_committed",
+            "Steps committed on this worker.",
+            registry=self.registry,
         )
         self.steps_lost = Counter(
             "shoal_worker_steps_lost",
-            "Steps that a fault aborted on this worker.",
+            "Steps of this worker that were aborted by a fault.",
             registry=self.registry,
         )
         self.samples = Counter(
             "shoal_worker_samples",
-            "Samples of this worker that committed steps counted.",
+            "Samples of this worker in committed steps.",
             registry=self.registry,
         )
         self.loss = Gauge(
             "shoal_worker_loss",
-            "Loss that train_step or shoal.report told last; NaN: none.",
+            "Loss that train_step or shoal.report reported last; NaN: none yet.",
             registry=self.registry,
         )
         self.step_seconds = Histogram(
             "shoal_worker_step_seconds",
-            "Time from one commit to the next.",
+            "Time from one committed step to the next.",
             buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
             registry=self.registry,
         )
         self.wait_seconds = Counter(
             "shoal_worker_wait_seconds",
-            "Time in which this worker waited for its peers in collectives. The one that waits "
-            "least holds the others back.",
+            "Time that this worker waited for its peers in collectives. The worker that waits "
+            "least delays the others.",
             registry=self.registry,
         )
         self.share = Gauge(
             "shoal_worker_step_share",
-            "Micro-batches of this worker in each step relative to an equal part, if they are "
-            "dealt by speed; 0 if they are not.",
+            "This worker's micro-batches per step, relative to an equal share, if they are dealt "
+            "by speed; 0 if they are dealt evenly.",
             registry=self.registry,
         )
         self.reform_seconds = Histogram(
             "shoal_worker_reform_seconds",
-            "Time to form a generation and reconcile state in it, once announced or awaited.",
+            "Time to form a new generation and reconcile the state of its ranks.",
             buckets=_PAUSES,
             registry=self.registry,
         )
         self.recovery_seconds = Histogram(
             "shoal_worker_recovery_seconds",
-            "Pause of training at a failure: from noticing it to the next committed step.",
+            "Pause of training at a failure, from its detection to the next committed step.",
             buckets=_PAUSES,
             registry=self.registry,
         )
         self.join_seconds = Histogram(
             "shoal_worker_join_seconds",
-            "Pause of training at a join: from the step boundary to the joiners' having their "
-            "state.",
+            "Pause of training at a join, from the step boundary until the joiners have received "
+            "their state.",
             buckets=_PAUSES,
             registry=self.registry,
         )
         self.transfer_bytes = Counter(
             "shoal_worker_state_received_bytes",
-            "State received from peers.",
+            "Bytes of state received from peers.",
             registry=self.registry,
         )
         self.transfer_seconds = Counter(
-            "shoal_worker_state_receive_seconds", "Time spent receiving it.", registry=self.registry
+            "shoal_worker_state_receive_seconds",
+            "Time spent receiving state from peers.",
+            registry=self.registry,
         )
         self.staleness = Histogram(
             "shoal_worker_staleness",
-            "Versions that were applied between a pull and the push that followed it (async_sgd).",
+            "Number of versions that other workers' pushes created between a pull and the "
+            "following push (async_sgd).",
             buckets=_STALENESS,
             registry=self.registry,
         )
 
         self.checkpoints = Counter(
             "shoal_worker_checkpoints",
-            "Checkpoints, or this worker's parts of them, by what became of them: written, "
-            "failed, or given_up (another worker went away before it had written its part).",
+            "Checkpoints, or this worker's parts of them, by outcome: written, failed, or "
+            "given_up (another worker left before it had written its part).",
             ("outcome",),
             registry=self.registry,
         )
         for outcome in ("written", "failed", "given_up"):
-            # from 0 on, so that the first failure is an increase
+            # starts at 0, so that the first failure is an increase
             self.checkpoints.labels(outcome)
         self.checkpoint_seconds = Histogram(
             "shoal_worker_checkpoint_seconds",
-            "Time to write a checkpoint, or this worker's part of it, beside the training.",
+            "Time to write a checkpoint, or this worker's part of it, in the background of "
+            "training.",
             buckets=_DISKS,
             registry=self.registry,
         )
         self.checkpoint_timestamp = Gauge(
             "shoal_worker_checkpoint_timestamp_seconds",
-            "When this worker last wrote a checkpoint or its part of one; 0: never.",
+            "Time at which this worker last wrote a checkpoint or its part of one; 0: never.",
             registry=self.registry,
         )
         self.uploads = Counter(
@@ -167,15 +177,15 @@ class WorkerMetrics:
         )
         self.transports_lost = Counter(
             "shoal_worker_transports_lost",
-            "Times that a transport to a parameter server (memory or tcp) could not be had and the "
-            "next one took its place.",
+            "Number of times that a transport to a parameter server (memory or tcp) was not "
+            "available and the next one was used.",
             ("transport",),
             registry=self.registry,
         )
         self.pushes_lost = Counter(
             "shoal_worker_pushes_lost",
-            "Updates of this worker, by partition, that a server acknowledged and lost: it came "
-            "back from an older snapshot.",
+            "Acknowledged pushes of this worker, counted per partition, that a server lost "
+            "because it restarted from older data.",
             registry=self.registry,
         )
 
@@ -205,7 +215,7 @@ class WorkerMetrics:
         self.world_size.set(world_size)
 
     def placed(self, *, member_id: str, rank: int) -> None:
-        """Records this worker's current identity."""
+        """Exports this worker's member id and rank, which may have changed."""
         self.info.clear()
         self.info.labels(member_id, str(rank)).set(1)
 

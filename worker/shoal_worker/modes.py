@@ -1,6 +1,6 @@
-"""Training and evaluation mode of modules. The mode is set through the modules' own methods,
-because some modules do more in `train()` and `eval()` than set `training`: LoRA layers merge their
-weights, for example."""
+"""Training and evaluation mode of modules. The mode is set by calling the modules' own `train()`
+and `eval()`, because some modules do more there than set `training`. LoRA layers, for example,
+merge their weights."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Modes = Sequence[tuple[nn.Module, bool]]
 
 
 def modes_of(model: nn.Module) -> Modes:
-    """Returns the modes of `model` and of all its submodules."""
+    """Returns `model` and all its submodules, each with True if it is in training mode."""
     return [(module, module.training) for module in model.modules()]
 
 
 def set_modes(modes: Modes) -> None:
-    """Sets each module's mode: first by `train(mode)` of the outermost module, then by
-    `train(mode)` of each module whose mode still differs."""
+    """Sets the mode of each module. Calls `train(mode)` of the outermost module first, and then of
+    each module whose mode still differs."""
     for number, (module, mode) in enumerate(modes):
         if number == 0 or module.training != mode:
             module.train(mode)
     for module, mode in modes:
-        module.training = mode  # another module's train() may set it, or its own may not
+        module.training = mode  # another module's train() may leave it unchanged, or its own may
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets `model` to evaluation mode within the context. Afterwards each submodule has its
-    previous mode again: users freeze some, such as BatchNorms, by calling only their `.eval()`,
-    which `model.train()` would undo."""
+    """Context in which `model` is in evaluation mode. Afterwards each submodule has its previous
+    mode again. `model.train()` would not restore it, because users put some submodules, such as
+    BatchNorms, into evaluation mode permanently."""
     modes = modes_of(model)
     model.eval()
     try:

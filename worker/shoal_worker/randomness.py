@@ -5,10 +5,10 @@ NumPy and Python are seeded from it before the batch is handed out. A repeated s
 the same numbers, on any rank, and no generator state needs to be restored. (EasyScale, OSDI 2022,
 section 3: "EasyScaleThread".)
 
-Generators created by the script are the script's own: register those that should be restored. The
-same holds for the global generators in a loop without a Shoal loader, which has no keys. However,
-if several ranks together hold a model, they must draw the same numbers, and are seeded by the step.
-"""
+Generators that the script creates are not seeded or restored, unless the script registers them. In
+a loop without a Shoal loader, there are no keys, and the global generators are not seeded either.
+There is one exception: ranks that together hold one model must draw the same numbers, and are
+seeded in each step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def derive_seed(key: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restores the states of the generators that `seed_generators` seeds at the end of the context.
-    Takes 0.1 ms, because NumPy's state is slow to save."""
+    """Context at whose end the generators that `seed_generators` seeds get back their previous
+    states. Takes 0.1 ms, because NumPy's state is slow to save."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     device_state = torch.cuda.default_generators[device].get_state() if device is not None else None
     torch_state, numpy_state, python_state = (

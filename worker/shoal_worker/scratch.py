@@ -1,12 +1,11 @@
-"""Reusable memory for collectives: buffers from which they send and into which they receive, kept
-from step to step.
+"""Reusable memory for collectives: buffers for sending and receiving that are kept from step to
+step.
 
 Newly allocated memory of this size costs a page fault for every 4 KiB, which takes longer than
 compressing data into it.
 
 Also selects between two implementations: for some operations the CPU has faster ones than torch's
-general operations, which a device needs.
-"""
+general operations, which a device needs."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ def in_host_memory(device: torch.device) -> bool:
 
 
 class ScratchMemory:
-    """Pool of unused blocks of memory. Thread-safe."""
+    """Pool of memory blocks that are currently unused. Thread-safe."""
 
     def __init__(self, *, most: int | None = None) -> None:
-        """Creates an empty pool. `most`: maximum number of blocks kept; None: as many as were ever
-        in use at once."""
+        """`most`: maximum number of blocks that the pool keeps; None: as many as were ever in use
+        at once."""
         self._most = most
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
@@ -42,7 +41,7 @@ class ScratchMemory:
                 for index, one in enumerate(self._free)
                 if one.nbytes >= size and one.device == device
             )
-            index = next(fitting, None)  # they are sorted by size
+            index = next(fitting, None)  # blocks are sorted by size
             block = self._free.pop(index) if index is not None else None
         if block is None:
             block = torch.empty(size, dtype=torch.uint8, device=device)

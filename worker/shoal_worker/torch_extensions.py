@@ -30,8 +30,8 @@ BACKENDS: Final = {
     "shoal_mpi": ("shoal_worker.backends.mpi.backend:create_group", ("cpu",)),
 }
 """Functions that create process groups, as "module:name", and the device types of their tensors, by
-backend name. (No name is "gloo", because torch ignores what is registered under the name of one of
-its own backends.)"""
+backend name. (None of the names is "gloo", because torch ignores backends that are registered under
+the name of one of its own.)"""
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ def _tell_init_methods(module: ModuleType) -> None:
             module.register_rendezvous_handler(scheme, _Deferred(home))
         elif known != _Deferred(home):
             _log.warning(
-                "another package has already registered the init method %s://, so Shoal's is not "
-                "available",
+                "another package has already registered the init method %s://, so Shoal's own is "
+                "not available",
                 scheme,
             )
 
@@ -95,8 +95,8 @@ class _Deferred:
 
 
 class _Finder(MetaPathFinder):
-    """Import finder that calls a function with each of some modules once the module is loaded.
-    Other finders find the modules."""
+    """Import finder that calls a function for certain modules as soon as they are loaded. It leaves
+    finding the modules to other finders."""
 
     def __init__(self, awaited: dict[str, Callable[[ModuleType], None]]) -> None:
         self._awaited = awaited

@@ -1,2 +1,2 @@
-"""Code shared by both ends of the parameter servers' bulk channel: framing, shared memory, and the
-names of the transports."""
+"""Code for both ends of the parameter servers' bulk channel: framing, shared memory, and the names
+of the transports."""

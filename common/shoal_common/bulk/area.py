@@ -1,13 +1,13 @@
 """Memory shared by a client and a server on one machine: a ring of pieces that one side fills and
 the other empties.
 
-The server creates the memory, makes the kernel allocate all of its pages, and seals its size before
-a client sees it. A client therefore cannot cause a SIGBUS in the server by truncating the memory,
-and the server never maps memory created by a client. The server copies a piece before inspecting
-it, so a client cannot change a value after it was checked.
+The server creates the memory, makes the kernel allocate all its pages, and seals its size before a
+client sees it. A client therefore cannot cause a SIGBUS in the server by truncating the memory, and
+the server never maps memory that a client has created. The server copies a piece before it inspects
+it, so that the client cannot change a value after it was checked.
 
-The pages last as long as the connection. Fresh memory for each partition, sealed against writing,
-would save the server's copy but cost three times as much in page faults
+The pages live as long as the connection. Allocating new memory for each partition, sealed against
+writing, would save the server's copy but cost three times as much in page faults
 (docs/explanation/parameter-servers.md#transport).
 """
 
@@ -23,15 +23,15 @@ from shoal_common.bulk.frames import DATA_BYTES
 from shoal_common.errors import CorruptDataError
 
 PIECES: Final = 3
-"""Number of pieces. One is filled and one emptied at a time; the third keeps both sides from
-waiting. All three together fit into a processor's cache."""
+"""Number of pieces. One is being filled and one emptied; the third keeps the two sides from waiting
+for each other. All three together fit into a processor's cache."""
 AREA_BYTES: Final = PIECES * DATA_BYTES
 
 _SIZE_SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW of fcntl(2)
 
 
 class SharedArea:
-    """One side's view of the shared pieces of a connection. Must be closed."""
+    """One side's view of the pieces that a connection shares. It must be closed."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -41,13 +41,14 @@ class SharedArea:
 
     @classmethod
     def make(cls) -> tuple[Self, int]:
-        """Creates an area. Returns the area and its file descriptor, which the other side maps and
-        the caller must close. Raises OSError if there is no memory or the system lacks memfd."""
+        """Creates an area. Returns it and its file descriptor, which the other side maps and the
+        caller must close. Raises OSError if there is no memory or the system lacks memfd."""
         if not is_supported():
             raise OSError("this system cannot seal shared memory (memfd_create is missing)")
         descriptor = os.memfd_create("shoal-bulk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # raises an error here; writing to an unavailable page would raise a signal
+            # raises an error if there is no memory; writing to an unallocated page would instead
+            # raise a signal
             os.posix_fallocate(descriptor, 0, AREA_BYTES)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
             return cls(mmap.mmap(descriptor, AREA_BYTES)), descriptor
@@ -57,7 +58,7 @@ class SharedArea:
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Self:
-        """Maps an area created by the server; takes ownership of `descriptor`. Raises
+        """Maps an area that the server has created. Takes ownership of `descriptor`. Raises
         CorruptDataError if the area is invalid, and OSError if it cannot be mapped."""
         try:
             size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -78,7 +79,7 @@ class SharedArea:
 
     @property
     def in_use(self) -> int:
-        """Number of pieces that hold data."""
+        """Number of pieces that contain data."""
         return self._filled - self._emptied
 
     def fill(self, data: memoryview) -> None:
@@ -89,15 +90,15 @@ class SharedArea:
         self._filled += 1
 
     def next_filled(self, nbytes: int) -> memoryview:
-        """Returns a view of the next piece filled by the other side, which may still change the
-        bytes. Copy them before the next call of `next_filled` or `fill`."""
+        """Returns a view of the next piece that the other side has filled. The other side may still
+        change the bytes: copy them before calling `next_filled` or `fill` again."""
         start = self._filled % PIECES * DATA_BYTES
         self._filled += 1
         self._emptied += 1
         return self._view[start : start + nbytes]
 
     def freed(self) -> bool:
-        """Marks the oldest piece as read by the other side. Returns False if no piece holds
+        """Records that the other side has read the oldest piece. Returns False if no piece contains
         data."""
         if not self.in_use:
             return False
@@ -108,11 +109,10 @@ class SharedArea:
         """Releases the mapping once no view is alive. Idempotent."""
         self._view.release()
         with contextlib.suppress(BufferError):
-            # a view is still in use, e.g. by an error's traceback
+            # a view is still in use, e.g. in the traceback of an error
             self._memory.close()
 
 
 def is_supported() -> bool:
-    """Returns whether this system supports shared memory that can be sealed, i.e. whether it is
-    Linux."""
+    """Returns whether this system supports sealed shared memory, which only Linux does."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")

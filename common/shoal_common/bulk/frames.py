@@ -1,29 +1,29 @@
-"""Framing of a bulk channel: the bytes sent, their order and the size limits. Contains no I/O and
-is used by both ends.
+"""Framing of a bulk channel: which bytes are sent, in which order, and the size limits. Contains no
+I/O and is used by both ends.
 
-The client opens a connection with `greeting`: a magic number and the ticket returned by OpenData.
-From then on both sides send frames. A frame is a head of 8 bytes (kind, three zeros, length as a
-big-endian u32), followed by content that depends on the kind:
+The client opens a connection with `greeting`: a magic number and the ticket that OpenData returned.
+From then on both sides send frames. A frame consists of a head of 8 bytes (kind, three zeros,
+length as a big-endian u32) and content that depends on the kind:
 
     READY      server   length: bytes of the connection's shared memory; 0: none. The memory's
-               descriptor is attached (SCM_RIGHTS)
+                        descriptor is attached (SCM_RIGHTS)
     INITIALIZE client   starts an upload of first values; length 0
     PUSH       client   starts an upload of gradients; length 0
     PULL       client   a PullRequest
     PARTITION  both     starts a partition: a PushHeader or a PullHeader; the payload follows in
-               DATA frames
+                        DATA frames
     DATA       both     `length` bytes of payload: after the head or, with shared memory, at the
-               start of the next piece
-    END        both     the upload, or the answer to a pull, is complete; length 0
+                        start of the next piece
+    END        both     the upload, or the response to a pull, is complete; length 0
     RESULT     server   a PushResponse, after END
-    ERROR      server   a google.rpc.Status, in place of RESULT or at any point of the answer to a
-               pull. After an ERROR during an upload the client sends END as its next frame, and
-               the server discards all frames up to END
+    ERROR      server   a google.rpc.Status, in place of RESULT or at any point of the response to a
+                        pull. After an ERROR during an upload the client sends END as its next
+                        frame, and the server discards all frames up to END
     FREE       both     with shared memory: the oldest filled piece has been read and may be
-               written again; length 0
+                        written again; length 0
 
-A connection carries one stream (an upload or a pull) at a time. The side that sends uses the pieces
-of shared memory in turn. Any violation of these rules ends the connection.
+A connection carries one stream (an upload or a pull) at a time. The sender uses the pieces of
+shared memory in turn. Any violation of these rules ends the connection.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ZEROS: Final = bytes(3)
 
 
 class Kind(enum.IntEnum):
-    """Kind of a frame."""
+    """Kind of frame."""
 
     READY = 1
     INITIALIZE = 2
@@ -90,7 +90,8 @@ def greeting(ticket: bytes) -> bytes:
 
 
 def ticket_of(greeted: bytes) -> bytes | None:
-    """Returns the ticket in a greeting of GREETING_BYTES; None if the greeting is invalid."""
+    """Returns the ticket in a greeting, which has GREETING_BYTES bytes; None if the greeting is
+    invalid."""
     return greeted[len(MAGIC) :] if greeted.startswith(MAGIC) else None
 
 
@@ -100,8 +101,8 @@ def head(kind: Kind, length: int = 0) -> bytes:
 
 
 def parse_head(data: bytes | bytearray | memoryview) -> Frame:
-    """Parses a frame's head. Raises InvalidRequestError / STREAM_MALFORMED for an invalid head, or
-    if the length exceeds the limit for this kind of frame."""
+    """Parses the head of a frame. Raises InvalidRequestError / STREAM_MALFORMED if it is invalid,
+    or if the length exceeds the limit for frames of this kind."""
     number, zeros, length = _HEAD.unpack(data)
     try:
         kind = Kind(number)
@@ -117,7 +118,7 @@ def parse_head(data: bytes | bytearray | memoryview) -> Frame:
 
 
 def malformed(what: str) -> InvalidRequestError:
-    """Returns the error for a peer that violates the bulk channel's protocol."""
+    """Returns the error to raise if the peer violates the protocol of the bulk channel."""
     return InvalidRequestError(
         f"bulk channel: {what}; the peer uses another protocol, or the data was corrupted",
         reason="STREAM_MALFORMED",

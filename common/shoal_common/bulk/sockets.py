@@ -1,4 +1,5 @@
-"""Socket setup for both ends of a bulk channel, and the check of the peer of a local connection."""
+"""Configures the sockets at both ends of a bulk channel, and checks who is at the other end of a
+local connection."""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def connect(host: str, port: int, until: float) -> socket.socket:
-    """Opens a TCP connection to the first address of `host` that accepts one. `until`: deadline on
-    the monotonic clock. Raises OSError."""
+    """Opens a TCP connection to the first address of `host` that accepts one. Raises OSError.
+
+    `until`: deadline, by the monotonic clock.
+    """
     failure = OSError(f"host {host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
@@ -41,13 +44,13 @@ def connect(host: str, port: int, until: float) -> socket.socket:
 
 
 def left_s(until: float) -> float:
-    """Returns the seconds until a time on the monotonic clock, at least 0.001, since some functions
-    treat 0 as unlimited or non-blocking."""
+    """Returns the seconds until a time of the monotonic clock, at least 0.001, because some
+    functions treat 0 as unlimited or non-blocking."""
     return max(0.001, until - time.monotonic())
 
 
 def configure(connected: socket.socket) -> None:
-    """Sets the options of a TCP connection. Does nothing for a Unix socket."""
+    """Sets options of a TCP connection. Does nothing for a Unix socket."""
     if connected.family == socket.AF_UNIX:
         return
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -59,7 +62,7 @@ def configure(connected: socket.socket) -> None:
 
 def is_own_user(connected: socket.socket) -> bool:
     """Returns whether the process at the other end of a Unix socket belongs to this user or to
-    root. The check is needed because abstract socket names are open to every user."""
+    root. Abstract socket names are open to every user, so the peer must be checked."""
     _, user, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )

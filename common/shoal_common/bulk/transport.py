@@ -1,4 +1,4 @@
-"""Transports for tensors between a worker and a parameter server."""
+"""Transports of tensors between a worker and a parameter server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import enum
 
 
 class Transport(enum.StrEnum):
-    """Transport of pushes and pulls. All transports carry the same messages with the same
-    checks."""
+    """Transport of pushes and pulls. All transports carry the same messages and check them in the
+    same way."""
 
     AUTO = "auto"
-    """The fastest available: shared memory on one machine, otherwise TCP, otherwise gRPC."""
+    """The fastest one available: shared memory on the same machine, otherwise TCP, otherwise
+    gRPC."""
     MEMORY = "memory"
-    """Shared memory only."""
+    """Only shared memory."""
     TCP = "tcp"
-    """A separate TCP connection only, with TLS if the RPCs use it."""
+    """Only a separate TCP connection, with TLS if the RPCs use TLS."""
     GRPC = "grpc"
-    """The RPCs' connection only."""
+    """Only the connection of the RPCs."""

@@ -1,10 +1,10 @@
-"""Client end of the bulk channel: opens connections with tickets, and chooses between the bulk
-channel and gRPC for each push or pull.
+"""Client end of the bulk channel: opens connections with tickets, and chooses for each push or pull
+between the bulk channel and gRPC.
 
-Sockets block, each call at most until the stream's deadline. Payloads are sent from the caller's
-buffers and received straight into them; shared memory costs one copy on each side. A connection is
-reused after a stream that succeeded or was refused by the server; any other failure closes the
-connection.
+Sockets block, at most until the deadline of the stream. Payloads are sent from the caller's buffers
+and received directly into them; shared memory costs one copy on each side. After a stream that
+succeeded, or that the server refused, the connection is used again; after any other failure it is
+closed.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ from shoal_common.settings import parse_address
 _log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 3.0
-"""Maximum time for a connection, its TLS handshake and the server's answer. A port blocked by a
-firewall occasionally costs this much."""
+"""Maximum time in seconds for a connection, its TLS handshake and the server's first response. If a
+firewall blocks the port, a call occasionally takes this much longer."""
 _AGAIN_AFTER_S: Final = 60.0
-"""Interval after which an unavailable transport is tried again."""
+"""Seconds after which an unavailable transport is tried again."""
 _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 MessageT = TypeVar("MessageT", pb.PushResponse, pb.PullHeader)
 
 OpenData = Callable[[str, str, timedelta], pb.OpenDataResponse]
-"""Function (job, member, deadline) -> ticket."""
+"""Function that requests a ticket: (job, member, deadline) -> ticket."""
 
 
 class OpenedConnection:
-    """One connection of the bulk channel. Used by one thread at a time; any thread may call
-    `cut`."""
+    """One connection of the bulk channel. Only one thread at a time may use it, but any thread may
+    call `cut`."""
 
     def __init__(self, connected: socket.socket, address: str, member_id: str) -> None:
-        """Takes ownership of `connected`. `address`: server address for error messages."""
+        """Takes ownership of `connected`. `address`: address of the server, for error messages."""
         self.member_id = member_id
         self.is_usable = True
-        """True if the next stream can begin."""
+        """True if another stream can begin on this connection."""
         self._socket = connected
         self._is_plain = not isinstance(connected, ssl.SSLSocket)
         self._address = address
         self._area: SharedArea | None = None
         self._until = 0.0
-        """Time by which the current stream must have ended, on the monotonic clock."""
+        """Deadline of the current stream, by the monotonic clock."""
 
     @classmethod
     def open(
@@ -92,9 +92,11 @@ class OpenedConnection:
         *,
         until: float,
     ) -> OpenedConnection:
-        """Connects, sends the ticket and waits for the server's answer. `until`: deadline on
-        the monotonic clock. Raises OSError, or the error with which the server refuses the
-        connection."""
+        """Connects, sends the ticket, and waits for the server's response. Raises OSError, or the
+        error with which the server refuses the connection.
+
+        `until`: deadline, by the monotonic clock.
+        """
         until = min(until, time.monotonic() + _CONNECT_S)
         host = parse_address(settings.address).host
         connected = (
@@ -170,22 +172,24 @@ class OpenedConnection:
 
     @property
     def is_alive(self) -> bool:
-        """True if the server has not closed this idle connection."""
+        """True unless the server has closed this idle connection."""
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
-        # an idle server sends nothing, so only the end of the connection makes it readable
+        # between streams the server sends nothing, so the socket becomes readable only when the
+        # connection ends
         return not ready.poll(0)
 
     def cut(self) -> None:
         """Aborts the current stream. Idempotent."""
         with suppress(OSError):
-            # Not SSLSocket's own method: a thread that is sending would continue without TLS.
+            # SSLSocket's own method is not used, because a thread that is sending would continue
+            # without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Closes the connection. Idempotent."""
         self.is_usable = False
-        self.cut()  # a forked child may hold the socket as well
+        self.cut()  # a forked child may have the socket too
         self._socket.close()
         if self._area is not None:
             self._area.close()
@@ -194,8 +198,8 @@ class OpenedConnection:
 
     @contextmanager
     def _stream(self, method: str, until: float) -> Iterator[None]:
-        """Runs one stream in the enclosed block. The connection stays usable only if the block
-        succeeds or the server refuses the stream."""
+        """Performs one stream within the block. Afterwards the connection is usable only if the
+        block succeeded or the server refused the stream."""
         self._until = until
         self.is_usable = False
         call = f"{method} at {self._address}"
@@ -240,8 +244,8 @@ class OpenedConnection:
     def _send_partitions(
         self, partitions: Iterable[tuple[pb.PushHeader, memoryview]]
     ) -> bytes | None:
-        """Sends partitions. If the server sends an ERROR frame meanwhile, stops and returns its
-        message."""
+        """Sends partitions. If the server sends an ERROR frame meanwhile, stops and returns the
+        frame's message."""
         for header, payload in partitions:
             message = header.SerializeToString()
             self._send(head(Kind.PARTITION, len(message)), message, more=True)
@@ -253,7 +257,7 @@ class OpenedConnection:
 
     def _last_word(self) -> bytes | None:
         """Returns the message of the ERROR frame that the server sent before it closed the
-        connection; None without one."""
+        connection; None if it sent none."""
         with suppress(_Lost, InvalidRequestError):
             while (frame := self._frame_that_came()) is not None:
                 if (refusal := self._refusal_or_free(frame)) is not None:
@@ -261,8 +265,11 @@ class OpenedConnection:
         return None
 
     def _answer(self, refusal: bytes | None) -> bytes:
-        """Waits for the server's answer to an upload and returns the encoded PushResponse.
-        `refusal`: message of an ERROR frame received during the upload. Raises _Refused."""
+        """Waits for the server's response to an upload, and returns the encoded PushResponse.
+        Raises _Refused.
+
+        `refusal`: message of an ERROR frame that arrived during the upload.
+        """
         answer: bytes | None = None
         while answer is None and refusal is None:
             frame = self._next_frame()
@@ -277,8 +284,8 @@ class OpenedConnection:
         return answer
 
     def _refusal_or_free(self, frame: Frame) -> bytes | None:
-        """Processes a frame received during an upload. Returns the message of an ERROR frame, or
-        None for a FREE frame, which frees a piece of shared memory."""
+        """Handles a frame that arrives during an upload. Returns the message of an ERROR frame.
+        Returns None for a FREE frame, which frees a piece of shared memory."""
         if frame.kind is Kind.ERROR:
             return self._message(frame)
         if frame.kind is not Kind.FREE or self._area is None or not self._area.freed():
@@ -288,8 +295,8 @@ class OpenedConnection:
     # ---------------------------------------------------------------------------------------- bytes
 
     def _send_data(self, data: memoryview) -> bytes | None:
-        """Sends one DATA frame. If the server has sent an ERROR frame, returns its message
-        instead."""
+        """Sends one DATA frame. If the server has sent an ERROR frame, returns that frame's message
+        and sends nothing."""
         while (frame := self._frame_that_came()) is not None or (
             self._area is not None and self._area.is_full
         ):
@@ -304,7 +311,7 @@ class OpenedConnection:
         return None
 
     def _frame_that_came(self) -> Frame | None:
-        """Returns the next frame if at least its first byte has arrived; otherwise None."""
+        """Returns the next frame if its first byte has already arrived; otherwise None."""
         data = bytearray(HEAD_BYTES)
         try:
             self._socket.settimeout(0)
@@ -364,8 +371,8 @@ class OpenedConnection:
 
     @contextmanager
     def _allowed(self) -> Iterator[None]:
-        """Limits one socket call to the time left for the stream. Converts OSErrors to _Lost, since
-        code that produces payloads may raise OSErrors of its own."""
+        """Limits a socket call to the time that the stream has left. Converts its OSErrors to
+        _Lost, to distinguish them from OSErrors raised by the code that produces payloads."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise _Lost(TimeoutError())
@@ -377,7 +384,7 @@ class OpenedConnection:
 
 
 class BulkChannel:
-    """All connections of one client to one server. Thread-safe."""
+    """All bulk connections of one client to one server. Thread-safe."""
 
     def __init__(
         self,
@@ -387,14 +394,14 @@ class BulkChannel:
         transport: Transport,
         fell_back: Callable[[Transport], None],
     ) -> None:
-        """`fell_back`: called with a transport that fails unexpectedly when another transport
-        replaces it."""
+        """`fell_back`: called with a transport that has failed unexpectedly, if another one is used
+        in its place."""
         self._settings = settings
         self._open_data = open_data
         self._transport = transport
         self._fell_back = fell_back
         self._not_before: dict[Transport, float] = {}
-        """Unavailable transport -> time of the next attempt, on the monotonic clock."""
+        """Unavailable transport -> time of the next attempt, by the monotonic clock."""
         self._idle: list[OpenedConnection] = []
         self._used: set[OpenedConnection] = set()
         self._closed = False
@@ -405,12 +412,12 @@ class BulkChannel:
     def connection(
         self, job_id: str, member_id: str, until: float
     ) -> Iterator[OpenedConnection | None]:
-        """Yields a connection for calls on behalf of `member_id`, or None if gRPC should be used.
-        With an empty `member_id` the connection may only pull.
+        """Yields a connection for calls on behalf of `member_id`; None if gRPC should be used. With
+        an empty `member_id`, the connection may only pull.
 
-        Raises UnavailableError / CLIENT_CLOSED, the errors of OpenData, DeadlineError at `until` on
-        the monotonic clock, and UnavailableError / TRANSPORT_UNAVAILABLE if the only allowed
-        transport is unavailable.
+        Raises UnavailableError / CLIENT_CLOSED; the errors of OpenData; DeadlineError at `until`,
+        by the monotonic clock; and UnavailableError / TRANSPORT_UNAVAILABLE if only one transport
+        is allowed and it is unavailable.
         """
         connection = self._take(member_id) or self._open(job_id, member_id, until)
         if connection is None:
@@ -471,8 +478,9 @@ class BulkChannel:
         if self._transport in (Transport.AUTO, Transport.GRPC):
             return None
         raise UnavailableError(
-            f"cannot reach {self._settings.address} with transport={self._transport}, and no "
-            "other transport is allowed; see the log for the cause",
+            f"cannot reach the parameter server at {self._settings.address} with "
+            f"transport={self._transport}, the only transport allowed; see the log for the "
+            "cause",
             reason="TRANSPORT_UNAVAILABLE",
         )
 
@@ -487,7 +495,7 @@ class BulkChannel:
             raise _Unsuitable(str(error), expected=False) from error
         except ShoalError as error:
             if error.reason != "UNIMPLEMENTED":
-                raise  # as gRPC's push or pull would
+                raise  # the same error as that of a push or pull over gRPC
             raise _Unsuitable(
                 "the server does not support the bulk channel", expected=False
             ) from error
@@ -499,7 +507,7 @@ class BulkChannel:
             )
         except (OSError, ShoalError) as error:
             if time.monotonic() >= until:
-                # the caller's deadline, which does not show whether the transport works
+                # the caller's deadline has passed, which does not show whether the transport works
                 raise DeadlineError(
                     f"bulk connection to {self._settings.address}: Deadline Exceeded"
                 ) from error
@@ -535,8 +543,8 @@ class BulkChannel:
 
 
 class _Unsuitable(Exception):
-    """A transport is unavailable. `expected`: True if the failure was expected, e.g. for shared
-    memory with a server on another machine."""
+    """Raised if a transport is unavailable. `expected`: True if this was to be expected, as for
+    shared memory if the server is on another machine."""
 
     def __init__(self, message: str, *, expected: bool) -> None:
         super().__init__(message)
@@ -544,7 +552,7 @@ class _Unsuitable(Exception):
 
 
 class _Lost(Exception):
-    """The connection broke, or the stream's deadline passed."""
+    """Raised if the connection breaks, or the deadline of the stream passes."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause) or type(cause).__name__)
@@ -552,7 +560,7 @@ class _Lost(Exception):
 
 
 class _Refused(Exception):
-    """The server refused the stream; the connection remains usable."""
+    """Raised if the server refuses the stream. The connection stays usable."""
 
     def __init__(self, error: ShoalError) -> None:
         super().__init__(str(error))

@@ -1,4 +1,4 @@
-"""Code shared by the clients of both services: calls and response streams that have deadlines and
+"""Code shared by the clients of both services: calls and response streams with deadlines, which
 raise ShoalErrors."""
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _RENEW_EVERY_S: Final = 0.5
 
 
 class Caller:
-    """One channel to one server, with its stub. Thread-safe; `close()` cancels calls in progress.
+    """A channel to one server, and the stub of its service. Thread-safe; `close()` cancels calls in
+    progress.
 
-    If the server's address is a host name (`is_name`), a call that fails to reach the server makes
-    later calls use a new channel. Calls in progress stay on the old channel.
+    If the server's address contains a host name (`is_name`) and a call does not reach the server,
+    later calls use a new channel. Calls in progress stay on the old one.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Caller:
         interceptors: Sequence[Any],
         stub: Callable[[grpc.Channel], Any],
     ) -> None:
-        """`stub`: function that creates the service's stub for a channel."""
+        """`stub`: creates the service's stub for a channel."""
         self._interceptors = interceptors
         self._make_stub = stub
         self._settings = settings
@@ -46,7 +47,7 @@ class Caller:
         self._channel = channel(settings, interceptors=interceptors)
         self._made_at = time.monotonic()
         self.stub = stub(self._channel)
-        """Methods of the service on the newest channel; read this attribute for each call."""
+        """The service's methods on the newest channel. Read this attribute anew for each call."""
         self._streams: weakref.WeakSet[ResponseStream[Any]] = weakref.WeakSet()
         """Open streams, possibly on earlier channels."""
         self._closed = False
@@ -60,8 +61,11 @@ class Caller:
         *,
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> ResponseT:
-        """Makes a unary call. `deadline`: maximum duration; None: the default of the settings.
-        `metadata`: entries for this call only. Raises DeadlineError after the deadline."""
+        """Makes a call with one request and one response. Raises DeadlineError after the deadline.
+
+        `deadline`: maximum duration; None: the default of the settings. `metadata`: entries for
+        this call only.
+        """
         with self.errors(method):
             answer: ResponseT = getattr(self.stub, method)(
                 request, timeout=self.seconds(deadline), metadata=metadata
@@ -71,8 +75,8 @@ class Caller:
     def stream(
         self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None
     ) -> ResponseStream[ResponseT]:
-        """Makes a streaming call. Without `deadline` the stream may stay open indefinitely;
-        keepalive pings detect a lost server."""
+        """Makes a call with a stream of responses. Without a `deadline`, the stream may stay open
+        indefinitely; keepalive pings detect a lost server."""
         with self.errors(method):
             call = getattr(self.stub, method)(
                 request, timeout=None if deadline is None else deadline.total_seconds()
@@ -81,13 +85,13 @@ class Caller:
         with self._lock:
             self._streams.add(stream)
             closed = self._closed
-        if closed:  # closed between the start of the call and its registration
+        if closed:  # the client was closed between the start of the call and its registration
             call.cancel()
         return stream
 
     def find_obstacle(self) -> Obstacle | None:
-        """Tries to reach the server again and returns the obstacle; None if the server can be
-        reached. Blocks for a few seconds at most."""
+        """Tries to reach the server. Returns what prevents this; None if the server can be reached.
+        Blocks for some seconds at most."""
         return find_obstacle(self._settings)
 
     def seconds(self, deadline: timedelta | None) -> float:
@@ -95,13 +99,13 @@ class Caller:
 
     @contextmanager
     def errors(self, method: str) -> Iterator[None]:
-        """Converts gRPC errors raised in the enclosed block to ShoalErrors that name the call and
-        the server."""
+        """Converts gRPC errors raised in the block to ShoalErrors that name the call and the
+        server."""
         call = f"{method} at {self._settings.address}"
         try:
             yield
         except (grpc.RpcError, ValueError) as error:
-            # gRPC raises ValueError for calls started on a closed channel, and cancels those in
+            # For a closed channel, gRPC raises ValueError in new calls, and cancels calls in
             # progress.
             if self._closed:
                 raise UnavailableError(
@@ -134,8 +138,8 @@ class Caller:
 
 
 class ResponseStream(Generic[ResponseT]):
-    """Responses of a streaming call. One thread iterates over the responses; `cancel()` from any
-    thread ends the iteration without an error."""
+    """Responses of a streaming call. One thread iterates over them. `cancel()`, called on any
+    thread, ends the iteration without an error."""
 
     def __init__(self, call: Any, caller: Caller, method: str) -> None:
         self._call = call
@@ -157,7 +161,7 @@ class ResponseStream(Generic[ResponseT]):
             return response
 
     def end(self) -> None:
-        """Ends the call; the iterating thread raises a ShoalError."""
+        """Ends the call with an error: the iterating thread raises a ShoalError."""
         self._call.cancel()
 
     def cancel(self) -> None:

@@ -1,12 +1,12 @@
-"""Client of the coordinator: one method per RPC of shoal.v1.Coordinator, with the same names in
+"""Client of the coordinator: one method for each RPC of shoal.v1.Coordinator, with the same name in
 snake_case.
 
 Clients are synchronous and thread-safe; never use a client in a forked child. Every method raises
 ShoalErrors: those documented for each RPC in the .proto, and UnavailableError or DeadlineError if
-the coordinator cannot be reached. `deadline` overrides ChannelSettings.deadline. Requests are built
-here and validated by the coordinator.
+the coordinator cannot be reached. `deadline` replaces ChannelSettings.deadline. This module builds
+requests; the coordinator validates them.
 
-A caller that belongs to a run of a job sets `run`; all its requests then refer to that run.
+A caller that belongs to a run of a job sets `run`. All its requests then refer to that run.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from shoal_common.security.authentication import MEMBER_KEY
 
 
 class CoordinatorClient:
-    """Synchronous client of the coordinator, as a context manager. The first call opens the
+    """Synchronous client of the coordinator. A context manager. The first call opens the
     connection."""
 
     def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
         self._caller = Caller(settings, interceptors, CoordinatorStub)
         self.address = settings.address
-        """host:port of the coordinator."""
+        """Address (host:port) of the coordinator."""
         self.run: pb.RunId | None = None
         """Run to which all requests refer; None: the newest run."""
 
     def find_obstacle(self) -> Obstacle | None:
-        """Tries to reach the coordinator again and returns the obstacle, to explain an
-        UnavailableError. Returns None if the coordinator can be reached."""
+        """Tries to reach the coordinator. Returns what prevents this, to explain an
+        UnavailableError; None if the coordinator can be reached."""
         return self._caller.find_obstacle()
 
     # ----------------------------------------------------------------------------------------- jobs
@@ -52,11 +52,18 @@ class CoordinatorClient:
         follow: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.CreateJobResponse:
-        """Creates the job, joins its current run, or starts its next run. `number`: the only run to
-        accept. `resume`: True to continue a run that failed or was stopped. `follow`: True for the
-        launchers' own job, which follows the runs of another job; `self.run` is then the run to
-        follow. Raises UnavailableError with reason RUN_ENDING until the members of the previous run
-        have left; retry."""
+        """Creates the job, joins its current run, or begins its next run. Raises UnavailableError
+        with reason RUN_ENDING until all members of the previous run have left; retry then.
+
+        Args:
+            spec: specification of the job.
+            number: number of the only run that the caller accepts; 0: any.
+            resume: True to continue a run that has failed or was stopped.
+            follow: True for the launchers' own job, which follows the runs of another job;
+            `self.run` is then
+                the run to follow.
+            deadline: maximum duration of the call.
+        """
         run = pb.RunId(number=number) if number else self.run
         request = pb.CreateJobRequest(spec=spec, run=run, resume=resume, follow=follow)
         return self._caller.unary("CreateJob", request, pb.CreateJobResponse, deadline)
@@ -69,8 +76,8 @@ class CoordinatorClient:
         below_step: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.GetJobResponse:
-        """Returns a job's state. `member_id`: the only member to include. `below_step`: include
-        only members behind this step."""
+        """Returns a job's state. `member_id`: include only this member. `below_step`: include only
+        members that have committed fewer steps."""
         request = pb.GetJobRequest(
             job_id=job_id, run=self.run, member_id=member_id, below_step=below_step
         )
@@ -91,9 +98,18 @@ class CoordinatorClient:
         finished: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.ReportExitResponse:
-        """Reports the exit of a process. `key`: key of the member, if it has one; an admin needs
-        none. `failure`: if not empty, the job fails for this reason. `finished`: True if the script
-        finished."""
+        """Reports the exit of a process.
+
+        Args:
+            job_id: id of the job.
+            member_id: id of the process as a member.
+            key: key of the member, if it has one; an admin needs none.
+            exit_code: exit code of the process.
+            signal: signal that ended the process; 0 if there was none.
+            failure: if not empty, the job fails for this reason.
+            finished: True if the member's script finished.
+            deadline: maximum duration of the call.
+        """
         request = pb.ReportExitRequest(
             job_id=job_id,
             member_id=member_id,
@@ -117,7 +133,8 @@ class CoordinatorClient:
         reason: str = "",
         deadline: timedelta | None = None,
     ) -> pb.ReportMachineResponse:
-        """Reports the condition of a machine. `host`: name with which its members join."""
+        """Reports the condition of a machine. `host`: host name that its members report when they
+        join."""
         request = pb.ReportMachineRequest(
             job_id=job_id, host=host, condition=condition, reason=reason, run=self.run
         )
@@ -132,7 +149,7 @@ class CoordinatorClient:
         reason: str = "",
         deadline: timedelta | None = None,
     ) -> pb.DrainMemberResponse:
-        """Drains the member with this `member_id` or `rank`."""
+        """Asks a member to leave; pass its `member_id` or its `rank`."""
         request = pb.DrainMemberRequest(
             job_id=job_id, member_id=member_id, rank=rank, reason=reason, run=self.run
         )
@@ -141,8 +158,8 @@ class CoordinatorClient:
     def drain_server(
         self, job_id: str, server_id: str, *, reason: str = "", deadline: timedelta | None = None
     ) -> pb.DrainServerResponse:
-        """Drains a parameter server. Returns at once; `ServerStatus.draining` is true until the
-        server has handed over everything and has ended."""
+        """Asks a parameter server to hand over its partitions and exit. Returns at once;
+        `ServerStatus.draining` is true until the server has exited."""
         request = pb.DrainServerRequest(
             job_id=job_id, server_id=server_id, reason=reason, run=self.run
         )
@@ -156,7 +173,8 @@ class CoordinatorClient:
         ending: pb.JobEnding = pb.JOB_ENDING_UNSPECIFIED,
         deadline: timedelta | None = None,
     ) -> pb.StopJobResponse:
-        """Stops a job. `ending`: outcome of a plain script's run, which has no members."""
+        """Stops a job. `ending`: outcome to record for the run of a plain script, which has no
+        members."""
         request = pb.StopJobRequest(job_id=job_id, reason=reason, run=self.run, ending=ending)
         return self._caller.unary("StopJob", request, pb.StopJobResponse, deadline)
 
@@ -165,8 +183,8 @@ class CoordinatorClient:
     def join_session(
         self, messages: Iterator[pb.MemberMessage]
     ) -> ResponseStream[pb.MemberDirective]:
-        """Opens a member's session. A gRPC thread reads `messages`, which may block and must end
-        after the stream has ended."""
+        """Opens a member's session. gRPC iterates over `messages` on a thread of its own; the
+        iterator may block, but must end when the stream has ended."""
         return self._caller.stream("JoinSession", messages, pb.MemberDirective, None)
 
     def get_ranks(
@@ -178,7 +196,7 @@ class CoordinatorClient:
         ranks: Iterable[int] = (),
         deadline: timedelta | None = None,
     ) -> pb.GetRanksResponse:
-        """Returns the given ranks of a generation; all if `ranks` is empty. Raises
+        """Returns the given ranks of a generation; all ranks if `ranks` is empty. Raises
         StaleGenerationError if `generation` is not the newest."""
         request = pb.GetRanksRequest(job_id=job_id, generation=generation, nonce=nonce, ranks=ranks)
         return self._caller.unary("GetRanks", request, pb.GetRanksResponse, deadline)
@@ -186,8 +204,8 @@ class CoordinatorClient:
     def server_session(
         self, messages: Iterator[pb.ServerMessage]
     ) -> ResponseStream[pb.ServerDirective]:
-        """Opens a parameter server's session. A gRPC thread reads `messages`, which may block and
-        must end after the stream has ended."""
+        """Opens a parameter server's session. gRPC iterates over `messages` on a thread of its own;
+        the iterator may block, but must end when the stream has ended."""
         return self._caller.stream("ServerSession", messages, pb.ServerDirective, None)
 
     # ----------------------------------------------------------------------------------------- data
@@ -196,7 +214,7 @@ class CoordinatorClient:
         self, job_id: str, tensors: Iterable[pb.TensorSpec], *, deadline: timedelta | None = None
     ) -> pb.DeclareTensorsResponse:
         """Declares a model's tensors. Raises UnavailableError with reason NO_SERVERS until the
-        job's parameter servers have registered; retry."""
+        job's parameter servers have registered; retry then."""
         request = pb.DeclareTensorsRequest(job_id=job_id, tensors=tensors, run=self.run)
         return self._caller.unary("DeclareTensors", request, pb.DeclareTensorsResponse, deadline)
 
@@ -226,8 +244,9 @@ class CoordinatorClient:
         batch_ms: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.LeaseBatchesResponse:
-        """Leases batches. gRPC does not retry this call. After an UnavailableError, repeat the call
-        with the same `sequence`; otherwise leases unknown to the caller may remain."""
+        """Leases batches. gRPC does not retry this call. After an UnavailableError, repeat it with
+        the same `sequence`; otherwise batches may stay leased to the caller without its
+        knowledge."""
         request = pb.LeaseBatchesRequest(
             job_id=job_id,
             member_id=member_id,
@@ -253,7 +272,7 @@ class CoordinatorClient:
         deadline: timedelta | None = None,
     ) -> ResponseStream[pb.Event]:
         """Streams a job's events, oldest first. With `follow`, the stream continues until it is
-        cancelled. There is no default deadline."""
+        cancelled. The call has no default deadline."""
         request = pb.WatchEventsRequest(
             job_id=job_id, after_event_id=after_event_id, follow=follow, run=self.run
         )

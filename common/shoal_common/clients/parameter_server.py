@@ -1,15 +1,15 @@
-"""Client of one parameter server: one method per RPC of shoal.v1.ParameterServer, with the same
-names in snake_case.
+"""Client of one parameter server: one method for each RPC of shoal.v1.ParameterServer, with the
+same name in snake_case.
 
 Tensors travel over a bulk channel (shoal_common.clients.bulk) if one is available, otherwise over
 gRPC (shoal_common.formats.wire). In both cases payloads are sent from the caller's buffers, and
-pulled payloads are written straight into them. Clients are synchronous and thread-safe; never use a
+pulled payloads are written directly into them. Clients are synchronous and thread-safe; never use a
 client in a forked child. Every method raises ShoalErrors: those documented for each RPC in the
-.proto, and UnavailableError or DeadlineError if the server cannot be reached. `deadline` overrides
+.proto, and UnavailableError or DeadlineError if the server cannot be reached. `deadline` replaces
 ChannelSettings.deadline.
 
-The caller must know the server of each partition. It repeats failed pushes, which is safe because
-pushes have sequence numbers.
+The caller must know which server has which partition. It repeats failed pushes, which is safe
+because pushes have sequence numbers.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ checksum in each header."""
 
 
 class _Stub:
-    """Methods of the service. Methods that carry tensors use Shoal's own codec instead of the
-    generated one."""
+    """Methods of the service. Methods that carry tensors use Shoal's own serialization instead of
+    the generated one."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._generated = ParameterServerStub(channel)
@@ -81,8 +81,8 @@ class _Stub:
         self.read_rows = channel.unary_stream(
             f"/{SERVICE}/ReadRows", request_serializer=pb.ReadRowsRequest.SerializeToString
         )
-        # Chunks are decoded by the reader, which can identify a malformed one; for a failing
-        # deserializer, gRPC only reports that it failed.
+        # The reader decodes the chunks, so that it can identify a malformed one. If a deserializer
+        # failed, gRPC would report only that.
         self.pull = channel.unary_stream(
             f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString
         )
@@ -92,7 +92,7 @@ class _Stub:
 
 
 class ParameterServerClient:
-    """Synchronous client of one parameter server, as a context manager. The first call opens the
+    """Synchronous client of one parameter server. A context manager. The first call opens the
     connection.
 
     The first client in a process configures malloc to keep freed memory
@@ -108,18 +108,25 @@ class ParameterServerClient:
         member_id: str = "",
         fell_back: Callable[[Transport], None] = lambda transport: None,
     ) -> None:
-        """`transport`: transport for tensors. With AUTO, an unavailable transport is skipped,
-        logged once and retried after a minute. Any other value is the only transport allowed; if it
-        is unavailable, calls raise UnavailableError / TRANSPORT_UNAVAILABLE. `member_id`: member on
-        whose behalf most calls are made; connections for other members are opened on demand.
-        `fell_back`: called with each transport that fails unexpectedly."""
+        """Args:
+        settings: address of the server, and options for calling it.
+        interceptors: interceptors of the calls, e.g. for metrics.
+        transport: transport of tensors. With AUTO, an unavailable transport is skipped, logged
+        once, and
+            tried again after a minute. Any other value is the only transport allowed; if it is
+            unavailable, calls raise UnavailableError / TRANSPORT_UNAVAILABLE.
+        member_id: member on whose behalf most calls are made. Connections for other members are
+        opened when
+            they are needed.
+        fell_back: called with each transport that fails unexpectedly.
+        """
         keep_freed_memory()
         self._member_id = member_id
         self.address = settings.address
         """Address of the server."""
         self._lock = threading.Lock()
         self._calls: dict[object, float] = {}
-        """Start of each call in progress on the monotonic clock. Guarded by `_lock`."""
+        """Start of each call in progress, by the monotonic clock. Guarded by `_lock`."""
         self._closed = False
         self._caller = Caller(settings, interceptors, _Stub)
         self._bulk = BulkChannel(
@@ -140,13 +147,13 @@ class ParameterServerClient:
 
     @property
     def oldest_call_s(self) -> float:
-        """Seconds since the start of the oldest call in progress; 0 if there is none."""
+        """Seconds since the start of the oldest call in progress; 0 if no call is in progress."""
         with self._lock:
             return time.monotonic() - min(self._calls.values()) if self._calls else 0.0
 
     def answers(self, deadline: timedelta) -> bool:
-        """Returns whether the server answers a health check within `deadline`, whatever the answer.
-        The health check does not count as a call in progress."""
+        """Returns whether the server responds to a health check within `deadline`, whatever the
+        response is. The health check does not count as a call in progress."""
         try:
             self._caller.stub.health.Check(
                 health_pb2.HealthCheckRequest(), timeout=deadline.total_seconds()
@@ -156,7 +163,7 @@ class ParameterServerClient:
                 is_unreachable(error)
                 or error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
             )
-        except ValueError:  # the channel was closed
+        except ValueError:  # the channel is closed
             return False
         return True
 
@@ -182,8 +189,8 @@ class ParameterServerClient:
     def initialize(
         self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
     ) -> list[pb.PartitionResult]:
-        """Sends first values of partitions; the first writer of each partition wins. Returns one
-        result per partition, in order."""
+        """Sends the first values of partitions. For each partition, the first sender wins. Returns
+        one result per partition, in order."""
         with self._in_progress():
             return self._upload(Kind.INITIALIZE, self._caller.stub.initialize, partitions, deadline)
 
@@ -192,10 +199,10 @@ class ParameterServerClient:
     ) -> list[pb.PartitionResult]:
         """Pushes gradients. Returns one result per partition, in order.
 
-        After an error some partitions may have been applied. Push all of them again with the same
+        After an error, some partitions may have been applied. Push all of them again with the same
         sequence numbers: the server acknowledges partitions that it has already applied, but does
         not apply them twice. Buffers must not change until the call returns. `partitions` may be
-        read on another thread.
+        iterated over on another thread.
         """
         with self._in_progress():
             return self._upload(Kind.PUSH, self._caller.stub.push, partitions, deadline)
@@ -207,13 +214,13 @@ class ParameterServerClient:
         *,
         deadline: timedelta | None = None,
     ) -> list[pb.PullHeader]:
-        """Pulls partitions and returns their headers in the order sent. `into`: function that
-        returns the destination buffer for a header; None discards the payload.
+        """Pulls partitions, and returns their headers in the order in which they were sent.
 
-        `into` is not called for `unchanged` partitions. Buffers must be writable, C-contiguous and
-        of exactly `payload_bytes`. After an error, buffers may contain incomplete partitions; pull
-        all of them again. Raises CorruptDataError for truncated or damaged payloads. `deadline`:
-        None means 60 s more than the request's wait_ms.
+        `into`: returns the buffer for the payload of a partition, given its header; None discards
+        the payload. It is not called for `unchanged` partitions. Buffers must be writable,
+        C-contiguous and exactly `payload_bytes` long. After an error, buffers may contain
+        incomplete partitions; pull all of them again. `deadline`: None means 60 s more than the
+        request's wait_ms. Raises CorruptDataError for payloads that are truncated or damaged.
         """
         if deadline is None:
             deadline = DEFAULT_STREAM_DEADLINE + timedelta(milliseconds=request.wait_ms)
@@ -245,8 +252,8 @@ class ParameterServerClient:
         *,
         deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RowsHeader:
-        """Reads one bucket of a sparse table as a file, and passes the file to `write` in pieces.
-        Returns the header; size and checksum of the file match it.
+        """Reads one bucket of a sparse table as a file, which is passed to `write` piece by piece.
+        Returns the header, whose size and checksum have been verified.
 
         Raises CorruptDataError (PAYLOAD_TRUNCATED, CHECKSUM_MISMATCH) if the file is damaged.
         """
@@ -281,8 +288,8 @@ class ParameterServerClient:
         *,
         deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RestoreRowsResponse:
-        """Replaces a bucket of a sparse table with the content of a file. `payload`: the file's
-        bytes, in pieces of at most 4 MiB."""
+        """Replaces a bucket of a sparse table by the contents of a file. `payload`: bytes of the
+        file, in pieces of at most 4 MiB."""
         outgoing = chain([(header, memoryview(b""))], ((None, piece) for piece in payload))
         with self._in_progress(), self._caller.errors("RestoreRows"):
             answer: pb.RestoreRowsResponse = self._caller.stub.restore_rows(
@@ -299,7 +306,9 @@ class ParameterServerClient:
     ) -> list[pb.PartitionResult]:
         until = time.monotonic() + deadline.total_seconds()
         coming = iter(partitions)
-        if (first := next(coming, None)) is not None:  # contains the job and member of the upload
+        if (
+            first := next(coming, None)
+        ) is not None:  # the first header contains the job and the member of the upload
             coming = chain((first,), coming)
             with self._bulk.connection(first[0].job_id, first[0].member_id, until) as connection:
                 if connection is not None:
@@ -347,8 +356,8 @@ class ParameterServerClient:
     def open_data(
         self, job_id: str, member_id: str = "", *, deadline: timedelta | None = None
     ) -> pb.OpenDataResponse:
-        """Requests a ticket for the bulk channel. `push`, `initialize` and `pull` request tickets
-        by themselves."""
+        """Requests a ticket for the bulk channel. `push`, `initialize` and `pull` do this by
+        themselves."""
         request = pb.OpenDataRequest(job_id=job_id, member_id=member_id)
         return self._unary("OpenData", request, pb.OpenDataResponse, deadline)
 
@@ -364,9 +373,11 @@ class ParameterServerClient:
         shard_map_epoch: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.AdvanceClockResponse:
-        """Reports that the member has finished iteration `clock`. With `has_read`, reports instead
-        that the member has read the values at the end of that iteration (bsp). `place`,
-        `generation`, `shard_map_epoch`: as in AdvanceClockRequest."""
+        """Reports that the member has finished iteration `clock` or, with `has_read`, that it has
+        read the values at the end of that iteration (bsp).
+
+        `place`, `generation`, `shard_map_epoch`: as in AdvanceClockRequest.
+        """
         request = pb.AdvanceClockRequest(
             job_id=job_id,
             member_id=member_id,
@@ -388,8 +399,8 @@ class ParameterServerClient:
     def get_server(
         self, *, member_id: str = "", deadline: timedelta | None = None
     ) -> pb.GetServerResponse:
-        """Returns the server's state. With `member_id`, each partition also has the last sequence
-        number applied for that member."""
+        """Returns the server's state. With `member_id`, the state of each partition contains the
+        last sequence number of that member."""
         return self._unary(
             "GetServer", pb.GetServerRequest(member_id=member_id), pb.GetServerResponse, deadline
         )
@@ -413,8 +424,8 @@ class ParameterServerClient:
 
 
 class _Outgoing:
-    """Chunks of an upload, and the error raised while producing the chunks. gRPC reports only that
-    such an error occurred, not the error itself."""
+    """Chunks of an upload, and the error that occurred while they were produced. gRPC reports only
+    that there was an error, not which one."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions

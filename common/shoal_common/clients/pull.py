@@ -12,9 +12,11 @@ from shoal_common.formats.wire import as_bytes, checksum
 
 
 class PullReceiver:
-    """State of one Pull, used by the thread that reads the stream. Either call `receive` for
-    each chunk, or call `begin` for each partition and copy its payload into `room`. Then call
-    `finish`."""
+    """State of one Pull. Belongs to the thread that reads the stream.
+
+    Call `receive` for each chunk, or call `begin` for each partition and write its payload into
+    `room`. At the end, call `finish`.
+    """
 
     def __init__(self, into: Callable[[pb.PullHeader], memoryview | None]) -> None:
         self._into = into
@@ -24,20 +26,20 @@ class PullReceiver:
 
     def receive(self, header: pb.PullHeader | None, payload: memoryview) -> None:
         """Adds one chunk. A chunk with a header starts a partition; a chunk without one continues
-        the previous partition."""
+        it."""
         if header is not None:
             self.begin(header)
         room = self.room(payload.nbytes)
-        if room:  # an empty buffer may be read-only
+        if room:  # an empty buffer need not be writable
             room[:] = payload
         self.came(payload.nbytes)
 
     def room(self, nbytes: int) -> memoryview | None:
-        """Returns the memory for the next `nbytes` of the payload, or None if the payload is
-        discarded. Call `came` after filling the memory."""
+        """Returns the memory for the next `nbytes` of the payload; None if the payload is
+        discarded. Call `came` once the memory is filled."""
         if not self._headers:
             raise CorruptDataError(
-                "the server's stream does not begin with a header", reason="STREAM_MALFORMED"
+                "the first chunk of the server's stream has no header", reason="STREAM_MALFORMED"
             )
         end = self._received + nbytes
         expected = self._headers[-1].payload_bytes
@@ -54,7 +56,7 @@ class PullReceiver:
         self._received += nbytes
 
     def finish(self) -> list[pb.PullHeader]:
-        """Returns all headers after the end of the stream. Raises CorruptDataError if the last
+        """Returns all headers. Called at the end of the stream. Raises CorruptDataError if the last
         partition is incomplete."""
         self._check_complete()
         return self._headers

@@ -1,12 +1,12 @@
-"""Detects that an unresponsive parameter server was replaced by its backup, and ends the calls that
-wait for it.
+"""Detects that a backup has replaced an unresponsive parameter server, and ends the calls that wait
+for the old server.
 
-A stopped process (SIGSTOP, a frozen virtual machine) keeps its connections open, so a call to it
-lasts until its deadline of a minute or more. The coordinator is faster: it promotes the backup as
-soon as the server's lease has expired. A thread of this module checks long calls. It asks the
-coordinator only while a server does not answer a health check, and closes that server's client once
-the shard map contains another address for the server. The calls then fail and are repeated with the
-same sequence numbers at the new address.
+A process that is stopped (SIGSTOP, a frozen virtual machine) keeps its connections open, so a call
+to it would last until its deadline of a minute or more. The coordinator is faster: it promotes the
+backup as soon as the server's lease has expired. A thread of this module watches calls that take
+long. Only while a server does not respond to a health check, the thread asks the coordinator. Once
+the shard map has another address for the server, it closes the client of the old one. The calls
+then fail and are repeated with the same sequence numbers at the new address.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.25
 _LONG_S: Final = 1.0
-"""Duration after which a call may be waiting for a stopped server."""
+"""Duration in seconds after which a call may be waiting for a stopped server."""
 _CHECK_EVERY_TICKS: Final = 4
 _CHECK_DEADLINE: Final = timedelta(seconds=0.5)
 
 
 class TakeoverWatch:
-    """Watches the clients of one job's parameter servers in one process. Thread-safe."""
+    """Watches one process's clients of a job's parameter servers. Thread-safe."""
 
     def __init__(self, shard_map: Callable[[], pb.ShardMap | None]) -> None:
-        """`shard_map`: function that asks the coordinator for the servers' addresses, called on the
-        watch's thread. Returns None if the addresses are unknown."""
+        """`shard_map`: asks the coordinator for the servers' addresses; returns None if they are
+        unknown. Called on the watch's thread."""
         self._shard_map = shard_map
         self._lock = threading.Lock()
         self._clients: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
         self._silent: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
-        """Clients of servers that did not answer a health check and have answered no call since."""
+        """Clients whose servers did not respond to a health check and have completed no call
+        since."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -71,8 +72,8 @@ class TakeoverWatch:
             self._wake.wait(_TICK_S)
 
     def _open_clients(self) -> list[ParameterServerClient]:
-        """Returns the open clients. Without any, the watch's thread ends; adding a client starts
-        another thread."""
+        """Returns the clients that are open. If there are none, the watch's thread ends; adding a
+        client starts a new one."""
         with self._lock:
             clients = [client for client in self._clients if not client.is_closed]
             self._clients = weakref.WeakSet(clients)
@@ -83,7 +84,7 @@ class TakeoverWatch:
     def _end_replaced(self, silent: list[ParameterServerClient]) -> None:
         try:
             shard_map = self._shard_map()
-        except ShoalError as error:  # whoever made the call hears of it when the call ends
+        except ShoalError as error:  # the caller learns of the error when its call ends
             _log.debug(
                 "could not get the parameter servers' addresses from the coordinator: %s", error
             )
@@ -91,7 +92,7 @@ class TakeoverWatch:
         if shard_map is None:
             return
         addresses = {server.address for server in shard_map.servers}
-        if "" in addresses:  # a new primary has not said yet where it listens
+        if "" in addresses:  # a new primary has not reported its address yet
             return
         for client in silent:
             if client.address not in addresses:

@@ -1,2 +1,2 @@
-"""Formats that processes share: tensors and compressed gradients on the wire, rank tables, and
-tallies in files."""
+"""Formats that several processes use: tensors and compressed gradients on the wire, rank tables,
+and tallies in files."""

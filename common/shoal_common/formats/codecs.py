@@ -1,4 +1,5 @@
-"""Compressed gradients as bytes: the layout of each `shoal.v1.Codec`, read and written with numpy.
+"""Compressed gradients as bytes: the layout of each `shoal.v1.Codec`, which this module reads and
+writes with numpy.
 
 Only this module defines the layouts. Parameter servers decode pushes with it, and clients without
 torch encode with it. The worker's compressors (shoal_worker.compression) write the same bytes from
@@ -9,10 +10,10 @@ Every codec encodes float32 values. All numbers are little-endian. A payload is 
 bytes to a multiple of 4. n: number of values.
 
     RAW       float32[n]                       (other dtypes if a header says so; this module does
-              not handle those)
+                                               not handle those)
     FLOAT16   float16[n]
     BFLOAT16  uint16[n]                        the upper halves of the float32s, rounded to nearest
-              even
+                                               even
     INT8      float32[ceil(n / 256)]           a scale per block of 256 values
               int8[n]                          value = scale * int8
     SIGN      float32[ceil(n / 1024)]          a magnitude per block of 1024 values
@@ -30,14 +31,14 @@ For POWERSGD the values are pieces of tensors, and `shapes` contains the rows an
 piece (`piece_shape`). For the other codecs the values are one vector.
 
 A NaN or infinite value is decoded as NaN or infinite. With INT8 and SIGN the rest of its block
-becomes NaN or infinite too, with POWERSGD the rest of its piece. RANDOMK might omit the value and
-therefore sends NaN for all values.
+becomes NaN or infinite too, with POWERSGD the rest of its piece. RANDOMK might omit such a value
+and therefore sends NaN for all values.
 
 Decoding writes into memory provided by the caller, so no payload can cause further allocations.
-Every machine decodes equal payloads to equal bits: a push is decoded again by a recovering server,
-by the server's backup, and by the sender, which keeps the omitted remainder. The products of
-POWERSGD are therefore added one by one, since the rounding of a BLAS matrix product depends on the
-processor.
+Every machine decodes equal payloads to equal bits. This is necessary because a push is decoded
+again by a server that recovers, by the server's backup, and by the sender, which keeps what the
+codec has omitted. The products of POWERSGD are therefore added one by one: the rounding of a BLAS
+matrix product depends on the processor.
 """
 
 from __future__ import annotations
@@ -64,22 +65,22 @@ RANDOMK: Final[int] = pb.CODEC_RANDOMK
 POWERSGD: Final[int] = pb.CODEC_POWERSGD
 
 FOR_VALUES: Final = (FLOAT16, BFLOAT16, INT8)
-"""Codecs allowed in pulls: the error of each value is proportional to it, or to the largest one of
-its block. The other codecs omit values that later pushes make up for; a pull has no such
-successor."""
+"""Codecs allowed in pulls. Their error in each value is proportional to that value or to the
+largest value of its block. The other codecs omit values; in pushes, later pushes make up for that,
+but pulls could not."""
 INT8_BLOCK: Final = 256
 INT8_LARGEST: Final = 127
 SIGN_BLOCK: Final = 1024
 TOPK_BLOCK: Final = 65536
 RANDOMK_HEADER_BYTES: Final = 16
 POWERSGD_LARGEST_RANK: Final = 64
-"""Maximum rank of a piece. Decoding takes this many passes over a piece, during which a server does
-nothing else."""
+"""Maximum rank of a piece. Decoding makes this many passes over a piece, and a server does nothing
+else meanwhile."""
 _TILE: Final = 1 << 16
 """Number of values processed at a time, so that they stay in the processor's cache."""
 
 Shapes = Sequence[tuple[int, int]]
-"""Rows and columns of each piece."""
+"""Number of rows and columns of each piece."""
 Values = NDArray[np.float32]
 
 _F4, _F2, _U2, _U4, _U8, _I1 = (
@@ -89,23 +90,28 @@ _NAN_BFLOAT16: Final = 0x7FC0
 
 
 def blocks(length: int, block: int) -> int:
-    """Returns the number of blocks that `length` values occupy. `block`: number of values per
-    block."""
+    """Returns the number of blocks into which `length` values are divided. `block`: number of
+    values per block."""
     return -(-length // block)
 
 
 def piece_shape(*, offset: int, length: int, row: int) -> tuple[int, int]:
-    """Returns the rows and columns of a range of elements of a flattened tensor. `row`: number of
-    elements selected by one index of the tensor's first dimension. A range that splits a row counts
-    as one row. Any range of a vector counts as one row too: factoring it would gain nothing."""
+    """Returns the number of rows and columns of a range of elements of a flattened tensor. A range
+    that splits a row counts as one row. So does any range of a vector, since factoring it would
+    gain nothing.
+
+    `row`: number of elements per index of the tensor's first dimension.
+    """
     return (
         (length // row, row) if row > 1 and offset % row == 0 and length % row == 0 else (1, length)
     )
 
 
 def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
-    """Returns the size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK. For
-    POWERSGD call `powersgd_bytes`, since the size depends on the ranks.
+    """Returns the size of the payload of `length` values. For POWERSGD call `powersgd_bytes`, since
+    the size depends on the ranks.
+
+    `kept`: k, for TOPK and RANDOMK.
 
     Raises:
         InvalidRequestError (CODEC_UNSUPPORTED): not one of the codecs above, or POWERSGD.
@@ -138,18 +144,19 @@ def powersgd_bytes(shapes: Shapes, ranks: Sequence[int]) -> int:
 
 
 def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes = ()) -> None:
-    """Writes the values of a payload into `out`, a contiguous float32 array with the known length
-    of the tensor. `shapes`: for POWERSGD, the shapes of the pieces in `out`; empty: a single
-    vector.
+    """Writes the values of a payload to `out`, a contiguous float32 array with the known length of
+    the tensor. After an error, the contents of `out` are undefined. The caller must check that the
+    values are finite.
 
-    The caller must check that the values are finite. After an error the contents of `out` are
-    undefined.
+    `shapes`: for POWERSGD, the shapes of the pieces in `out`; empty: a single vector.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED; PAYLOAD_SIZE_MISMATCH if the payload does not match
-            `out`'s length; PAYLOAD_INVALID for indices outside of the tensor, duplicate indices,
-            and ranks that a piece cannot have. Transports protect payloads with a checksum, so such
-            errors were made by the sender.
+        `out`'s
+            length; PAYLOAD_INVALID for indices outside of the tensor, duplicate indices, and ranks
+            that a
+            piece cannot have. Transports protect payloads with a checksum, so the sender has made
+            such errors.
     """
     if out.dtype != np.float32 or out.ndim != 1 or not out.flags.c_contiguous:
         raise ConfigurationError(
@@ -159,8 +166,8 @@ def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes 
     shapes = shapes or ((1, out.size),)
     if sum(rows * columns for rows, columns in shapes) != out.size:
         raise ConfigurationError(
-            f"cannot decode pieces of shapes {shapes} into {out.size} values; expected as many "
-            "values as the pieces hold"
+            f"cannot decode pieces of shapes {shapes} into {out.size} values; expected as "
+            "many values as the pieces have"
         )
     data = as_bytes(memoryview(payload))
     check_size(codec, data.nbytes, out.size, len(shapes))
@@ -172,8 +179,8 @@ def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes 
 
 def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
     """Checks that a payload of `length` values in `pieces` pieces may have `size` bytes. A sparse
-    codec may keep any number of the values. The exact size for POWERSGD is known only after the
-    ranks are read.
+    codec may keep any number of values. For POWERSGD, the exact size is known only after the ranks
+    have been read.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED or PAYLOAD_SIZE_MISMATCH.
@@ -197,8 +204,8 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
 
 
 def _kept(codec: int, size: int, length: int) -> int:
-    """Computes how many values a payload of `size` bytes contains. The caller verifies the size
-    afterwards."""
+    """Computes how many values a payload of `size` bytes contains. The caller must then verify the
+    size."""
     if codec == TOPK:
         return max(0, size - 4 * blocks(length, TOPK_BLOCK)) // 6
     return max(0, size - RANDOMK_HEADER_BYTES) // 4 if codec == RANDOMK else 0
@@ -249,8 +256,8 @@ def _decode_topk(data: memoryview, out: Values) -> None:
     kept = (data.nbytes - 4 * count) // 6
     if int(counts.sum(dtype=np.uint64)) != kept:
         raise InvalidRequestError(
-            f"the block counts of a TOPK payload add up to {counts.sum(dtype=np.uint64)} values, "
-            f"but it holds {kept}",
+            f"the block counts of a TOPK payload add up to {counts.sum(dtype=np.uint64)} "
+            f"values, but it contains {kept}",
             reason="PAYLOAD_INVALID",
         )
     places = np.repeat(np.arange(count, dtype=np.int64) * TOPK_BLOCK, counts)
@@ -312,8 +319,8 @@ def _decode_powersgd(data: memoryview, out: Values, shapes: Shapes) -> None:
 
 
 def _multiply(left: NDArray[Any], right: NDArray[Any], out: Values) -> None:
-    """Computes the matrix product of `left` and `right`. The products are added in the order of the
-    rank, so that each operation rounds according to IEEE 754 on any machine."""
+    """Writes the matrix product of `left` and `right` to `out`. The products are added in the order
+    of the rank, so that each operation is rounded according to IEEE 754 on any machine."""
     rows, columns = out.shape
     step = max(1, _TILE // columns)
     product = np.empty((min(step, rows), columns), np.float32)
@@ -344,10 +351,9 @@ _DECODERS: Final[Mapping[int, Callable[[memoryview, Values], None]]] = {
 
 
 def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memoryview:
-    """Encodes a one-dimensional float32 array. `kept`: k, for TOPK and RANDOMK. `seed`: seed for
-    INT8's rounding and RANDOMK's indices.
+    """Encodes a one-dimensional float32 array. For POWERSGD call `encode_powersgd`.
 
-    For POWERSGD call `encode_powersgd`.
+    `kept`: k, for TOPK and RANDOMK. `seed`: seed for INT8's rounding and RANDOMK's indices.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED; or `kept` is not between 0 and the number of values.
@@ -398,8 +404,8 @@ def _encode_int8(values: Values, kept: int, random: np.random.Generator) -> list
         scales = np.where(
             np.isfinite(largest), largest / np.float32(INT8_LARGEST), np.float32(np.nan)
         ).astype(_F4)
-        # A magnitude so small that its scale has hardly a bit left becomes zero: the division would
-        # not stay within int8.
+        # A magnitude so small that its scale would lose almost all of its precision becomes zero.
+        # Otherwise the quotient would not fit into int8.
         scales[largest < np.finfo(np.float32).tiny * 256] = 0
         inverse = np.where(scales > 0, 1 / scales, 0)[:, None].astype(np.float32)
         levels = np.floor(rows * inverse + random.random(rows.shape, np.float32))
@@ -448,8 +454,8 @@ _ENCODERS: Final[Mapping[int, Callable[[Values, int, np.random.Generator], list[
 
 
 def randomk_draw(random: np.random.Generator, length: int) -> tuple[int, int]:
-    """Draws a start and a stride for RANDOMK over `length` values. For any k, each index is equally
-    likely to be among the first k."""
+    """Draws a start and a stride for RANDOMK over `length` values, so that for any k, each index is
+    equally likely to be among the first k."""
     if length < 2:
         return 0, 1
     start = int(random.integers(length))
@@ -466,7 +472,7 @@ def randomk_places(start: int, stride: int, kept: int, length: int) -> NDArray[n
 
 
 def _in_blocks(values: Values, block: int) -> Values:
-    """Returns the values as an array with one block per row; the last block is padded with
+    """Returns the values as an array with one block per row. The last block is padded with
     zeros."""
     rows = np.zeros((blocks(values.size, block), block), np.float32)
     rows.reshape(-1)[: values.size] = values

@@ -1,9 +1,9 @@
-"""Rank table of a generation, as shared by coordinator and members: its digest, and the changes
-from one table to the next.
+"""Rank table of a generation, as coordinator and members know it: its digest, and the changes from
+one table to the next.
 
 Members of a generation of thousands of ranks receive only the changes since the previous
-generation, with a digest of the full table. Only this module defines the contents of the digest and
-the meaning of a change; the coordinator decides which members receive a change.
+generation, and a digest of the full table. Only this module defines what the digest covers and what
+a change means; the coordinator decides which members receive a change.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from shoal_common.errors import CorruptDataError
 T = TypeVar("T")
 
 MOST_SENT_WHOLE: Final = 64
-"""Maximum world size for which the full table is always sent. A table of this size has a few
-kilobytes, and members need not request it."""
+"""Maximum world size at which the full table is always sent. Such a table has a few kilobytes, and
+members need not request it."""
 DIGEST_BYTES: Final = 16
 
 
 def line(member_id: str, host: str, donor_address: str, donor_key: str) -> str:
-    """Returns the line of the digest's input for one rank. None of the four values may contain a
-    line break."""
+    """Returns the line of text that represents one rank in the digest. None of the four values may
+    contain a line break."""
     return f"{member_id}\t{host}\t{donor_address}\t{donor_key}"
 
 
 def digest(lines: Iterable[str]) -> bytes:
-    """Returns the digest of a rank table. `lines`: results of `line` for all ranks, in rank
+    """Returns the digest of a rank table. `lines`: the result of `line` for each rank, in rank
     order."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int, T]]) -> list[T]:
-    """Applies a change to a rank table and returns the new table. `removed`: ranks in the old
+    """Applies a change to a rank table, and returns the new table. `removed`: ranks in the old
     table, ascending. `added`: pairs of new rank and entry, ascending.
 
     Raises:
@@ -68,7 +68,8 @@ def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int
 
 
 def runs(ranks: Iterable[int]) -> list[int]:
-    """Encodes ascending ranks as runs: the first rank and the length of each run, alternately."""
+    """Encodes ascending ranks as runs of consecutive ranks: first rank and length of each run,
+    alternately."""
     found: list[int] = []
     for rank in ranks:
         if found and rank == found[-2] + found[-1]:

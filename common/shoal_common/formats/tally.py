@@ -1,14 +1,14 @@
-"""A worker's counts of committed work, in a fixed-size file that its launcher reads. The counts are
-exact even if the worker is killed.
+"""A worker's counts of committed work, in a file of fixed size that its launcher reads. The counts
+are exact even if the worker is killed.
 
 The worker maps the file into its memory and writes a few numbers at each commit, without a system
 call; the kernel keeps them if the process receives SIGKILL. The file has two slots with checksums.
 Each commit overwrites the older slot, so that one slot is always complete. A *span* is a period in
 which the worker committed step after step in one generation; training may have paused between two
-spans. Times are from `time.monotonic_ns`, a clock shared by all processes of a machine.
+spans. Times are from `time.monotonic_ns`, a clock that all processes of a machine share.
 
-Progress reports to the coordinator are `shoal.v1.Progress`; this file is only for the launcher on
-the same machine.
+The coordinator gets progress reports separately (`shoal.v1.Progress`); this file is only for the
+launcher on the same machine.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 LONG_GAP_NS: Final = 500_000_000
-"""Minimum time between two commits of one generation that separates spans, e.g. because of an
-evaluation or a lost parameter server."""
+"""Minimum time in nanoseconds between two commits of one generation that ends a span, e.g. because
+of an evaluation or a lost parameter server."""
 MOST_SPANS: Final = 64
-"""Maximum number of finished spans in a tally; the newest are kept."""
+"""Maximum number of ended spans in a tally; the newest are kept."""
 
 _MAGIC: Final = b"shoaltal"
 _SPAN: Final = struct.Struct("<qqqqq")
@@ -41,7 +41,7 @@ _KNOWN: Final = struct.Struct("<Qqq")
 _KNOWN_AT: Final = _RING_AT + MOST_SPANS * _SPAN.size
 _MOST_KNOWN: Final = 256
 MOST_METRICS: Final = 16
-"""Maximum number of reported numbers in a tally, besides the loss."""
+"""Maximum number of reported numbers in a tally, in addition to the loss."""
 _METRIC: Final = struct.Struct("<256sd")
 _METRICS_AT: Final = _KNOWN_AT + _MOST_KNOWN * _KNOWN.size
 _STRATEGY_AT: Final = _METRICS_AT + MOST_METRICS * _METRIC.size
@@ -54,9 +54,9 @@ class Span(NamedTuple):
 
     generation: int
     began_after: int
-    """Committed steps of the run before the span's first commit."""
+    """Number of committed steps of the run before the span's first commit."""
     steps: int
-    """Committed steps of the run after the span's last commit."""
+    """Number of committed steps of the run after the span's last commit."""
     first_ns: int
     """Time of the first commit."""
     last_ns: int
@@ -64,43 +64,44 @@ class Span(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Totals over all spans. Samples are counted over all ranks, or only for this worker if
-    `asynchronous`."""
+    """Totals over all spans. Samples are counted over all ranks or, if `asynchronous`, for this
+    worker only."""
 
     commits: int = 0
-    """Commits of this process."""
+    """Number of commits of this process."""
     samples: int = 0
     """Samples of the run's committed steps; 0 if the script distributes its samples itself."""
     samples_before: int = 0
-    """Value of `samples` before this process's first commit; not 0 for a joiner or a resumed
-    run."""
+    """Value of `samples` before this process's first commit. It is above 0 in a joiner and in a
+    resumed run."""
     steps_before: int = 0
-    """Steps of the run before this process's first commit."""
+    """Number of steps of the run before this process's first commit."""
     steps_in_all: int = 0
-    """Total number of steps of the run, according to its loop over epochs; 0 if unknown."""
+    """Total number of steps of the run, as its loop over epochs determines; 0 if unknown."""
     epoch: int = 0
     lost_steps: int = 0
-    """Steps aborted here because of a fault."""
+    """Number of steps that were aborted in this process because of a fault."""
     losses: int = 0
-    """Number of losses in `loss_sum`."""
+    """Number of losses added up in `loss_sum`."""
     loss_sum: float = 0.0
-    """Sum of the finite losses reported."""
+    """Sum of the finite losses that were reported."""
     loss: float = math.nan
     """Loss reported last; NaN if none was."""
     asynchronous: bool = False
-    """True if each worker makes its own steps (async_sgd): the run's steps and samples are then the
-    sum over the workers."""
+    """True if each worker makes steps of its own (async_sgd), so that the run's steps and samples
+    are the sum over the workers."""
     batch: int = 0
-    """Key of the batch whose push was committed last; 0 if pushes have none."""
+    """Key of the batch whose push was committed last; 0 if pushes have no batch."""
     unpushed_steps: int = 0
-    """Inner steps since the last push, included in `commits`: the servers do not have them yet."""
+    """Number of inner steps since the last push. They are included in `commits`, but the servers do
+    not have them yet."""
     unpushed_samples: int = 0
     """Samples of the `unpushed_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Counts of a worker's committed work at one moment."""
+    """A worker's counts at one moment."""
 
     counts: Counts
     spans: tuple[Span, ...]
@@ -108,42 +109,43 @@ class Tally:
     spans_before: int
     """Number of earlier spans."""
     in_doubt: int = 0
-    """Key of a batch whose push has started and is not counted as a commit; 0 if there is none. If
-    the worker dies, the push may have reached the servers."""
+    """Key of a batch whose push has begun and is not counted as a commit yet; 0 if there is none.
+    If the worker dies, the push may have reached the servers."""
     known: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Key -> steps and samples of batches that the servers had already received from another
-    worker. These batches are not among the commits: the other worker has either counted them or has
-    them `in_doubt`."""
+    """Key -> steps and samples of batches that another worker had already pushed. These are not
+    among the commits: the other worker has counted them, or has them `in_doubt`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Last values of the numbers that the script reports besides the loss, by name; finite."""
+    """Last value of each number that the script reports in addition to the loss, by name;
+    finite."""
     strategy: str = ""
     """Name of the worker's strategy."""
 
     @property
     def steps(self) -> int:
-        """Committed steps of the run, or of this worker if it is asynchronous."""
+        """Number of committed steps of the run or, if it is asynchronous, of this worker."""
         return self.spans[-1].steps
 
     @property
     def own_steps(self) -> int:
-        """Steps of this worker that the servers have received."""
+        """Number of this worker's steps that the servers have received."""
         return self.steps - self.counts.steps_before - self.counts.unpushed_steps
 
     @property
     def own_samples(self) -> int:
-        """Samples of this worker that the servers have received."""
+        """Number of samples in this worker's steps that the servers have received."""
         return self.counts.samples - self.counts.samples_before - self.counts.unpushed_samples
 
 
 class TallyWriter:
-    """Writer of a worker's tally file. Used only by the worker's training thread."""
+    """Writes the tally file of a worker. Only the worker's training thread uses it."""
 
     def __init__(self, path: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         """Creates the tally file. Raises OSError if there is no space for the file or its directory
         does not exist."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # raises an error here; writing to an unavailable page would raise a signal
+            # raises an error if there is no space; writing to an unallocated page would instead
+            # raise a signal
             os.posix_fallocate(descriptor, 0, _SIZE)
             self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
@@ -156,12 +158,12 @@ class TallyWriter:
         self._known = 0
 
     def pushing(self, batch: int) -> None:
-        """Records the start of a push. `batch`: key of the batch; 0: no push is in progress."""
+        """Records that a push has begun. `batch`: key of the batch; 0: no push is in progress."""
         struct.pack_into("<Q", self._memory, _PUSHING_AT, batch)
 
     def known(self, batch: int, steps: int, samples: int) -> None:
-        """Records that the servers had already received a batch, or a round of `steps` steps, from
-        another worker. `batch`: key of the batch or the round."""
+        """Records that another worker had already pushed a batch, or a round of `steps` steps.
+        `batch`: key of the batch or round."""
         self.pushing(0)
         _KNOWN.pack_into(
             self._memory, _KNOWN_AT + self._known % _MOST_KNOWN * _KNOWN.size, batch, steps, samples
@@ -169,8 +171,8 @@ class TallyWriter:
         self._known += 1
 
     def committed(self, counts: Counts, *, generation: int, steps: int) -> None:
-        """Records a step committed in `generation`. `steps`: committed steps of the run, including
-        this one."""
+        """Records that a step was committed in `generation`. `steps`: number of committed steps of
+        the run, including this one."""
         now, span = self._clock_ns(), self._span
         if (
             span is not None
@@ -190,8 +192,8 @@ class TallyWriter:
         self.recount(counts)
 
     def metrics(self, values: Iterable[tuple[str, float]]) -> None:
-        """Overwrites the reported metrics. `values`: at most `MOST_METRICS` names and values in an
-        order that never changes, with new names at the end."""
+        """Overwrites the reported numbers. `values`: at most `MOST_METRICS` names and values, in an
+        order that never changes; new names are added at the end."""
         for place, (name, value) in enumerate(values):
             encoded = name.encode()[:256]
             _METRIC.pack_into(self._memory, _METRICS_AT + place * _METRIC.size, encoded, value)
@@ -202,7 +204,7 @@ class TallyWriter:
         self._memory[_STRATEGY_AT : _STRATEGY_AT + len(encoded)] = encoded
 
     def recount(self, counts: Counts) -> None:
-        """Updates the counts without a new commit."""
+        """Updates the counts although no step was committed."""
         span = self._span
         if span is None:
             return
@@ -218,7 +220,7 @@ class TallyWriter:
 
 
 def read_tally(path: Path) -> Tally | None:
-    """Reads a worker's tally from its file; returns None if the file does not exist or contains no
+    """Reads a worker's tally from its file. Returns None if the file does not exist or records no
     commits."""
     try:
         content = path.read_bytes()
@@ -235,7 +237,7 @@ def read_tally(path: Path) -> Tally | None:
     if newest is None:
         return None
     _, counts, span, finished = newest
-    # the oldest one may be being overwritten
+    # the writer may be overwriting the oldest one
     kept = range(max(0, finished - MOST_SPANS + 1), finished)
     ring = [
         Span(*_SPAN.unpack_from(content, _RING_AT + number % MOST_SPANS * _SPAN.size))

@@ -1,15 +1,14 @@
-"""Tensors on the wire: PushChunk and PullChunk in protobuf's own encoding, without protobuf's
-copies of their payload.
+"""Tensors on the wire: PushChunk and PullChunk in protobuf's encoding, but without the copies that
+protobuf makes of their payload.
 
-A generated class copies a `bytes` field when it is set, when it is serialized, when it is parsed
-and when it is read. Here protobuf handles only the header, and the payload stays a memoryview: one
-copy to encode (gRPC sends only `bytes`), none to decode. Other clients exchange the same bytes with
-their generated classes: valid but unusual encodings (unknown fields, other orders) are left to
-protobuf itself.
+A generated class copies a `bytes` field when it is set, serialized, parsed and read. Here protobuf
+handles only the header, and the payload stays a memoryview: encoding copies once (gRPC sends only
+`bytes`), decoding never. Clients with generated classes exchange the same bytes: encodings that are
+valid but unusual (unknown fields, another order) are left to protobuf itself.
 
-The functions are gRPC serializers and deserializers: they convert `(header or None, payload)` to
-`bytes` and back. The module needs only numpy; bfloat16, which numpy lacks, is represented as
-uint16. Receivers check headers against payloads; this module does not.
+The functions are serializers and deserializers for gRPC: they convert `(header or None, payload)`
+to `bytes` and back. The module needs only numpy; bfloat16, which numpy lacks, is represented as
+uint16. This module does not check headers against payloads; receivers do.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_common.errors import CorruptDataError, InvalidRequestError, ShoalError
 
 CHUNK_BYTES: Final = 1 << 20
-"""Payload of one chunk: streams are fastest between 256 KiB and 4 MiB."""
+"""Size of one chunk's payload. Streams are fastest between 256 KiB and 4 MiB."""
 
 LARGEST_CHUNK_BYTES: Final = 4 << 20
-"""Maximum size allowed in PushChunk."""
+"""Maximum size of a PushChunk's payload."""
 
 LARGEST_PAYLOAD_BYTES: Final = 16 << 20
-"""Maximum size of a push or a pull for one partition."""
+"""Maximum size of the payload of one partition, in a push or a pull."""
 
 HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader, pb.RowsHeader)
 
@@ -42,16 +41,16 @@ HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader, pb.R
 
 @dataclass(frozen=True)
 class DtypeInfo:
-    """Properties of one element type."""
+    """One element type in its different representations."""
 
     dtype: int
-    """shoal.v1.Dtype."""
+    """Value of shoal.v1.Dtype."""
 
     name: str
     """Name in TensorSpec.dtype."""
 
     numpy: np.dtype[Any]
-    """Little-endian; uint16 for bfloat16."""
+    """numpy dtype, little-endian; uint16 for bfloat16."""
 
     @property
     def item_bytes(self) -> int:
@@ -73,8 +72,8 @@ _BY_NAME: Final = {info.name: info for info in DTYPES.values()}
 
 
 def dtype_info(dtype: int | str) -> DtypeInfo:
-    """Returns the properties of a shoal.v1.Dtype, given by number or by name ("bfloat16"). Raises
-    InvalidRequestError / DTYPE_UNSUPPORTED for an unknown type."""
+    """Returns the properties of a shoal.v1.Dtype, which is given by its number or its name
+    ("bfloat16"). Raises InvalidRequestError / DTYPE_UNSUPPORTED for an unknown type."""
     info = _BY_NAME.get(dtype) if isinstance(dtype, str) else DTYPES.get(dtype)
     if info is None:
         raise InvalidRequestError(
@@ -100,8 +99,7 @@ def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
 def framed(
     header: HeaderT, payload: memoryview, size: int = CHUNK_BYTES
 ) -> Iterator[tuple[HeaderT | None, memoryview]]:
-    """Yields the chunks that carry one partition: the first one with the header, the others
-    without."""
+    """Yields the chunks in which one partition is sent. The first one has the header."""
     opening: HeaderT | None = header
     for piece in chunks(payload, size):
         yield opening, piece
@@ -122,7 +120,7 @@ def as_bytes(buffer: memoryview) -> memoryview:
             "the buffer is not C-contiguous; convert it with numpy.ascontiguousarray or "
             "Tensor.contiguous"
         )
-    # A view without elements cannot be cast if it has more than one dimension.
+    # A view without elements can be cast only if it has one dimension.
     return buffer.cast("B") if buffer.nbytes else memoryview(b"")
 
 
@@ -225,8 +223,8 @@ def _decode(
 def _decode_canonical(
     data: bytes, header_type: type[HeaderT]
 ) -> tuple[HeaderT | None, memoryview] | None:
-    """Decodes the encoding used by every protobuf library: the header, then the payload, each at
-    most once. Returns None for any other encoding."""
+    """Decodes the encoding that every protobuf library produces: the header, then the payload, each
+    at most once. Returns None for any other valid or invalid encoding."""
     view = memoryview(data)
     end = len(data)
     position = 0
@@ -248,8 +246,8 @@ def _decode_canonical(
 
 
 def _field(data: bytes, position: int) -> tuple[int, int] | None:
-    """Returns the start and end of the field whose encoded length begins at `position`; None if the
-    field exceeds `data`."""
+    """Returns the start and end of a field's contents, whose length is encoded at `position`; None
+    if they exceed `data`."""
     length = 0
     for shift in range(0, 35, 7):
         if position >= len(data):

@@ -1,1 +1,2 @@
-"""Optimizers that torch lacks, and declarations of the optimizers of parameter servers."""
+"""Optimizers that torch lacks, and declarations of the optimizers that parameter servers
+support."""

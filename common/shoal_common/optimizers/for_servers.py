@@ -1,9 +1,9 @@
 """Declarations of the optimizers that parameter servers support, by name.
 
-A worker uses the declaration to extract the settings of a user's torch optimizer, and a server to
-create an optimizer from them. Hyperparameters are sent as numbers by name; a pair in torch
-(`betas`) becomes two names, a switch becomes 0 or 1. This module imports no torch: classes are
-given by name and imported on use.
+With a declaration, a worker extracts the settings of a user's torch optimizer, and a server creates
+an optimizer from them. Hyperparameters are sent as numbers by name; a pair in torch (`betas`)
+becomes two names, a switch becomes 0 or 1. This module does not import torch: classes are given by
+name and imported when they are used.
 """
 
 from __future__ import annotations
@@ -23,57 +23,56 @@ class Unit(enum.Enum):
     """Granularity at which an optimizer updates values."""
 
     ELEMENT = "element"
-    """Each element separately, so that adjacent tensors can be merged."""
+    """Every element is updated by itself, so that adjacent tensors can be merged."""
     ROW = "row"
-    """The part selected by one index of a tensor's first dimension; the state has one number per
-    row. Rows must not be split."""
+    """The elements at one index of a tensor's first dimension are updated together; the state has
+    one number per such row. Rows must not be split."""
     TENSOR = "tensor"
-    """A tensor or, if it is split, each of its pieces."""
+    """The elements of a tensor or, if it is split, of each piece are updated together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerDeclaration:
-    """Declaration of one optimizer: its hyperparameters, and their names in torch."""
+    """Declaration of one optimizer: its hyperparameters, and how torch represents them."""
 
     name: str
     torch_class: str
-    """Name of the class that computes the update. Subclasses of it are different optimizers, since
-    they may override the update."""
+    """Name of the class that computes the update. Its subclasses count as different optimizers,
+    since they may override the update."""
     module: str = "torch.optim"
-    """Module of that class."""
+    """Module that contains the class."""
     unit: Unit = Unit.ELEMENT
-    """Granularity of the update, which limits how a tensor may be split."""
+    """Granularity of the update, which determines how a tensor may be split."""
     defaults: Hyperparameters
-    """Default value of each hyperparameter: torch's own."""
+    """Default value of each hyperparameter, which is torch's."""
     switches: frozenset[str] = frozenset()
     """Hyperparameters that are 0 or 1."""
     structural: frozenset[str] = frozenset()
-    """Hyperparameters that determine which state the optimizer keeps and therefore cannot change
-    once it runs."""
+    """Hyperparameters that determine which state the optimizer keeps. They cannot change once the
+    optimizer runs."""
     below_one: frozenset[str] = frozenset()
     """Hyperparameters that must lie in [0, 1)."""
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Keys of a torch parameter group that contain two hyperparameters."""
+    """Keys of a torch parameter group whose value consists of two hyperparameters."""
     state: frozenset[str]
     """Names of the state tensors that the optimizer may keep for a parameter."""
     state_tensors: Callable[[Hyperparameters], int]
-    """Returns the number of state tensors for given hyperparameters; each is as large as the
-    parameter, or has one number per row."""
+    """Returns how many state tensors there are with the given hyperparameters. Each is as large as
+    the parameter, or has one number per row."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a torch parameter group for which only one value is allowed."""
+    """Keys of a torch parameter group that must have the given value."""
     fused_from_bytes: int | None = None
-    """torch's fused implementation is used for values of at least this many bytes each; None:
-    never."""
+    """Number of bytes of values from which on torch's fused implementation is used; None: never."""
     not_for: frozenset[str] = frozenset()
-    """Dtypes whose values the optimizer turns into NaN, by numpy's names."""
+    """Dtypes for which the optimizer produces NaN, by numpy's names."""
     always_tried: Callable[[Hyperparameters], bool] = lambda values: False
-    """Returns whether a valid update may produce NaN, so that each update is first tried on a
-    copy."""
+    """Returns whether a valid update may produce NaN with these hyperparameters. Each update is
+    then first tried on a copy."""
     growth: Callable[[Hyperparameters], float] = lambda values: 1.0
-    """Returns the largest factor by which one update may multiply the norm of a parameter, for
-    given hyperparameters; 1: an update only adds the gradient times the learning rate."""
+    """Returns the largest factor by which one update may multiply the norm of a parameter, with
+    these hyperparameters; 1 if an update only adds the gradient times the learning rate."""
     contradiction: Callable[[Hyperparameters], str] = lambda values: ""
-    """Returns the problem of a combination of values that are individually valid; empty if there is
+    """Returns the problem of values that are valid one by one but not together; empty if there is
     none."""
 
     def optimizer_class(self) -> Any:
@@ -81,13 +80,16 @@ class OptimizerDeclaration:
         return getattr(import_module(self.module), self.torch_class)
 
     def cuts_rows(self, *, row: int, offset: int, length: int) -> bool:
-        """Returns whether a piece of a tensor contains an incomplete row although this optimizer
-        needs complete rows. `row`: number of elements per row. `offset`, `length`: position and
-        size of the piece, in elements."""
+        """Returns whether a piece of a tensor has an incomplete row although this optimizer needs
+        complete rows.
+
+        `row`: number of elements per row. `offset`, `length`: position and size of the piece, in
+        elements.
+        """
         return self.unit is Unit.ROW and bool(offset % row or length % row)
 
     def arguments(self, values: Hyperparameters) -> dict[str, Any]:
-        """Converts hyperparameters to keys of a torch parameter group."""
+        """Converts hyperparameters to the keys of a torch parameter group."""
         paired = {name for names in self.pairs.values() for name in names}
         single = {
             name: bool(values[name]) if name in self.switches else values[name]
@@ -99,7 +101,7 @@ class OptimizerDeclaration:
         }
 
     def read(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Extracts the hyperparameters from a torch parameter group. Inverse of `arguments`."""
+        """Returns the hyperparameters in a torch parameter group. Inverse of `arguments`."""
         pairs = {
             name: value
             for key, names in self.pairs.items()
@@ -126,8 +128,8 @@ def _so_many_gradients(values: Hyperparameters) -> str:
 
 
 _EPS_VANISHES: Final = frozenset({"float16"})
-"""Dtypes in which the usual eps of Adagrad and RMSprop rounds to zero, so that torch divides zero
-by zero for a zero gradient."""
+"""Dtypes in which the usual eps of Adagrad and RMSprop is rounded to zero, so that torch computes 0
+/ 0 for a gradient of zero."""
 
 
 def _moments(values: Hyperparameters) -> int:
@@ -178,7 +180,8 @@ SERVER_OPTIMIZERS: Final = {
             state=frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
             state_tensors=_moments,
             fixed=MappingProxyType({"decoupled_weight_decay": True}),
-            # 4 times faster here, and the only variant whose eps survives in float16.
+            # The fused variant is 4 times as fast here, and the only one whose eps is not rounded
+            # to zero in float16.
             fused_from_bytes=0,
         ),
         OptimizerDeclaration(
@@ -244,7 +247,8 @@ SERVER_OPTIMIZERS: Final = {
             state=frozenset({"step", "square_avg", "momentum_buffer", "grad_avg"}),
             state_tensors=lambda values: 1 + int(values["momentum"] > 0) + int(values["centered"]),
             not_for=_EPS_VANISHES,
-            # It takes the root of a difference, which rounding can make negative.
+            # It computes the square root of a difference, which can be negative because of
+            # rounding.
             always_tried=lambda values: bool(values["centered"]),
         ),
         OptimizerDeclaration(
@@ -267,8 +271,8 @@ SERVER_OPTIMIZERS: Final = {
             pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
             state=frozenset({"step", "exp_avg", "exp_avg_sq"}),
             state_tensors=lambda _: 2,
-            # The length of a step is the learning rate times the values' norm, however small the
-            # gradient.
+            # The norm of a step is the learning rate times the norm of the values, however small
+            # the gradient is.
             growth=lambda values: 1 + values["lr"],
         ),
         OptimizerDeclaration(
@@ -334,7 +338,7 @@ Shoal's row-wise ones."""
 
 
 def in_words() -> str:
-    """Returns a readable list of the supported optimizer classes: "torch.optim.SGD and
+    """Returns a human-readable list of the supported optimizer classes: "torch.optim.SGD and
     shoal.optim.LAMB"."""
     # modules under which users import them
     homes = {"shoal_common.optimizers.for_torch": "shoal.optim"}

@@ -1,14 +1,13 @@
-"""Optimizers that torch lacks, as subclasses of `torch.optim.Optimizer`, exported as `shoal.optim`.
-Workers accept them from users, and parameter servers run them.
+"""Optimizers that torch lacks, as subclasses of `torch.optim.Optimizer`. `shoal.optim` exports
+them. Workers accept them from users, and parameter servers run them.
 
-The only module of this package that imports torch. `LAMB` combines all elements of a tensor, and
-`RowWiseAdagrad` all elements of a row. Both are therefore correct only for unsplit tensors (on a
-single process, or under strategies that replicate the model), and strategies that split tensors
-refuse them.
+`LAMB` combines all elements of a tensor, and `RowWiseAdagrad` all elements of a row. Both are
+therefore correct only for tensors that are not split (in a single process, or under strategies that
+replicate the model); strategies that split tensors refuse them.
 
 Values and state of 16-bit types are computed in float32 and rounded once. Norms do not depend on
-the number of threads, so that a parameter server recovered on another machine computes the same
-bits (`torch.linalg.vector_norm` guarantees that, `sum` does not).
+the number of threads, so that a parameter server that recovers on another machine computes the same
+bits (`torch.linalg.vector_norm` guarantees this, `sum` does not).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from shoal_common.errors import ConfigurationError
 
 
 class _OwnOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers in this module."""
+    """Base class of the optimizers in this module."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. `closure`: recomputes the loss, which `step`
-        returns.
+        """Updates all parameters that have a gradient. Returns the loss if `closure`, which
+        recomputes it, is given.
 
         Raises:
             ConfigurationError: a gradient is sparse.
@@ -66,13 +65,13 @@ class _OwnOptimizer(torch.optim.Optimizer):
         gradients: list[torch.Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        """Updates parameters of one device and type. `gradients`: descent directions in the type
-        used for computation; read only."""
+        """Updates parameters of one device and dtype. `gradients`: directions of descent in the
+        dtype used for computation; they must not be modified."""
         raise NotImplementedError
 
 
 class LAMB(_OwnOptimizer):
-    """Adam that scales the step of each tensor to the learning rate times the tensor's own norm.
+    """Adam whose step for each tensor is scaled to the learning rate times the norm of the tensor.
 
     Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
     minutes", ICLR 2020, with its bias correction and phi(z) = z: with r = m' / (sqrt(v') + eps) and
@@ -80,7 +79,7 @@ class LAMB(_OwnOptimizer):
     If either norm is zero, the ratio is 1. Put tensors without weight decay (biases, norms) into a
     parameter group with `weight_decay=0`.
 
-    State per tensor: two tensors of its shape and type (`exp_avg`, `exp_avg_sq`), and `step`.
+    State per tensor: two tensors of its shape and dtype (`exp_avg`, `exp_avg_sq`), and `step`.
     """
 
     def __init__(
@@ -93,7 +92,8 @@ class LAMB(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """The arguments are those of `torch.optim.Adam`; `maximize` ascends instead of descending.
+        """The arguments are those of `torch.optim.Adam`. `maximize`: True to ascend instead of
+        descend.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -178,8 +178,8 @@ class RowWiseAdagrad(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """The arguments are those of `torch.optim.Adagrad`; `maximize` ascends instead of
-        descending.
+        """The arguments are those of `torch.optim.Adagrad`. `maximize`: True to ascend instead of
+        descend.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -202,8 +202,8 @@ class RowWiseAdagrad(_OwnOptimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state without rounding the sums to the parameters' type, which
-        `torch.optim.Optimizer.load_state_dict` alone would do."""
+        """Loads the state without rounding the sums to the parameters' dtype, as
+        `torch.optim.Optimizer.load_state_dict` would."""
         super().load_state_dict(state_dict)
         numbers: Iterable[int] = (
             number for group in state_dict["param_groups"] for number in group["params"]

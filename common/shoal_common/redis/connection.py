@@ -1,9 +1,10 @@
-"""Connections to a running Redis-protocol server.
+"""Connections to a running Redis server (or a compatible one, such as Valkey).
 
-`connect` and `connect_async` return once the server has answered a PING, or raise one ShoalError
-that names the server (without its password) and the remedy. Replies are bytes: Shoal stores
-protobuf in Redis. This module does not start servers (see embedded.py) and defines no keys.
-redis-py's clients are thread-safe; the asynchronous client belongs to the loop that created it.
+`connect` and `connect_async` return once the server has responded to a PING. Otherwise they raise
+one ShoalError with the server's address (without its password) and the remedy. Replies are bytes,
+because Shoal stores protobuf in Redis. This module does not start servers (embedded.py does) and
+defines no keys. redis-py's clients are thread-safe; the asynchronous client belongs to the loop
+that created it.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ class RedisSettings:
     """redis://[user:password@]host:port[/db], rediss:// (TLS) or unix:///path."""
 
     connect_timeout: timedelta = timedelta(seconds=5)
-    """Maximum wait for a TCP connection and for the first answer."""
+    """Maximum wait for the TCP connection and for the first response."""
 
     command_timeout: timedelta | None = timedelta(seconds=10)
-    """Maximum wait for any single answer; None for clients that send blocking commands (XREAD
-    BLOCK, BLPOP) without a limit."""
+    """Maximum wait for the response to a command. None: for clients whose commands (XREAD BLOCK,
+    BLPOP) block without limit."""
 
     retries: int = 3
-    """Number of times a command is repeated after a broken connection. Commands must be idempotent,
-    or this must be 0."""
+    """Number of times that a command is repeated if its connection breaks. Commands must be
+    idempotent, or this must be 0."""
 
     def __post_init__(self) -> None:
         scheme = _split(self.url).scheme
         if scheme == EMBEDDED_SCHEME:
             raise ConfigurationError(
-                f"{self.url!r} does not name a running server; start one with "
+                f"{self.url!r} is not the URL of a running server; start one with "
                 "EmbeddedRedis.from_url() and use its .url"
             )
         if scheme not in _SCHEMES:
@@ -72,10 +73,10 @@ def connect(
     connect_timeout: timedelta | None = None,
     command_timeout: timedelta | None = None,
 ) -> redis.Redis:
-    """Connects to Redis and returns a synchronous client once the server has answered.
+    """Returns a synchronous Redis client once the server has responded.
 
-    Raises ConfigurationError (bad URL), AuthenticationError (refused credentials), UnavailableError
-    (no answer).
+    Raises ConfigurationError (invalid URL), AuthenticationError (credentials rejected),
+    UnavailableError (no response).
     """
     settings = _settings(url, connect_timeout, command_timeout)
     backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
@@ -94,8 +95,8 @@ async def connect_async(
     connect_timeout: timedelta | None = None,
     command_timeout: timedelta | None = None,
 ) -> redis.asyncio.Redis:
-    """Connects to Redis and returns an asyncio client once the server has answered. Close it with
-    `await client.aclose()`."""
+    """Returns an asyncio Redis client once the server has responded. Close it with `await
+    client.aclose()`."""
     settings = _settings(url, connect_timeout, command_timeout)
     backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
     client: redis.asyncio.Redis = _from_url(
@@ -110,8 +111,9 @@ async def connect_async(
 
 
 def with_authority(url: str, authority: Path | None) -> str:
-    """Adds `authority` as the CA of a TLS server to a rediss:// URL; returns other URLs unchanged.
-    With None, the CA in the URL or the system's CAs remain in use."""
+    """Adds a certificate authority to a rediss:// URL, by which the server is verified. Returns
+    other URLs unchanged. None: the authority in the URL or the system's authorities remain in
+    use."""
     parts = _split(url)
     if authority is None or parts.scheme != "rediss" or "ssl_ca_certs=" in parts.query:
         return url
@@ -120,7 +122,7 @@ def with_authority(url: str, authority: Path | None) -> str:
 
 
 def redacted(url: str) -> str:
-    """Returns a Redis URL without its password, for messages and logs."""
+    """Returns a Redis URL without its password, for use in messages and logs."""
     parts = _split(url)
     if "@" not in parts.netloc:
         return url

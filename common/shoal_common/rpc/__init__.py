@@ -1,1 +1,1 @@
-"""gRPC for Shoal: statuses, channels, servers, interceptors."""
+"""Shoal's use of gRPC: statuses, channels, servers, interceptors and metrics."""

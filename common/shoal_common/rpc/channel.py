@@ -1,9 +1,9 @@
-"""Client channels: TLS, bearer token, keepalive, message limits, retries; the same for synchronous
-and asyncio callers.
+"""Client channels for gRPC, with TLS, bearer token, keepalive, message limits and retries.
+Synchronous and asyncio callers use the same settings.
 
-Deadlines are per call and belong to the clients (shoal_common.clients). Synchronous channels may be
-shared between threads and must never be used in a forked child; asynchronous channels belong to the
-running loop.
+Each call has its own deadline, which the clients set (shoal_common.clients). Synchronous channels
+may be shared between threads and must never be used in a forked child; an asyncio channel belongs
+to the loop in which it was created.
 """
 
 from __future__ import annotations
@@ -31,42 +31,43 @@ from shoal_common.settings import parse_address
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSettings:
-    """Address of one server, and options for calling it."""
+    """Address of a server, and options for calling it."""
 
     address: str
-    """host:port."""
+    """Address (host:port) of the server."""
 
     tls: TlsSettings | None = None
-    """TLS settings; None: plain text, for loopback and trusted networks."""
+    """TLS settings; None: no TLS, for loopback and trusted networks."""
 
     token: str | None = field(default=None, repr=False)
-    """Bearer token sent with every call; None if there is none."""
+    """Bearer token sent with every call; None: no token."""
 
     member_key: str | None = field(default=None, repr=False)
     """Key that proves a member's identity to the services, sent with every call. None: the caller
     is not a member."""
 
     server_name: str | None = None
-    """Expected name in the server's certificate, if it is not the host of `address`."""
+    """Name expected in the server's certificate, if it is not the host of `address`."""
 
     deadline: timedelta = timedelta(seconds=10)
     """Default deadline of a client's unary calls."""
 
     keepalive: timedelta = timedelta(seconds=20)
-    """Interval without traffic after which a ping is sent, to detect peers that vanished without
-    closing."""
+    """Time without traffic after which a ping is sent, to detect a peer that has vanished without
+    closing the connection."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
-    """Time for which a ping may remain unanswered before the connection is abandoned."""
+    """Maximum time for the response to a ping. After that, the connection is given up."""
 
     max_message_bytes: int = 16 << 20
     """Maximum size of a message sent or received."""
 
     attempts: int = 4
-    """Total number of attempts for an idempotent call on UNAVAILABLE; 1 to 5. 1: no retries."""
+    """Total number of attempts of an idempotent call that fails with UNAVAILABLE, 1 to 5. 1: no
+    retries."""
 
     first_backoff: timedelta = timedelta(milliseconds=100)
-    """Wait before the second attempt. The wait doubles with each attempt and has jitter."""
+    """Wait before the second attempt. It doubles with each further attempt and has jitter."""
 
     longest_backoff: timedelta = timedelta(seconds=2)
     """Maximum wait between two attempts."""
@@ -148,15 +149,16 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.keepalive_time_ms", milliseconds(settings.keepalive)),
         ("grpc.keepalive_timeout_ms", milliseconds(settings.keepalive_timeout)),
-        # In grpc 1.85 the timeout above has no effect while this one, 60 s by default, is longer.
+        # In grpc 1.85, the timeout above has no effect while this one is longer, which is 60 s by
+        # default.
         ("grpc.http2.ping_timeout_ms", milliseconds(settings.keepalive_timeout)),
-        # An idle session must detect a vanished peer too.
+        # Pings are sent without calls too, so that an idle session detects a vanished peer.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Channels to one address share a connection by default; one client's close or token would
         # then affect another's.
         ("grpc.use_local_subchannel_pool", 1),
-        # A restarted server is found within seconds, not minutes.
+        # Short backoffs, so that a restarted server is found within seconds instead of minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
@@ -178,11 +180,11 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
 
 
 def is_name(address: str) -> bool:
-    """Returns whether the host of `address`, host:port, is a name and not an IP address.
+    """Returns whether the host of `address` (host:port) is a name rather than an IP address.
 
-    A channel that failed to resolve a name waits up to two minutes before its next attempt, which
-    no option shortens. A container has no name while it restarts, and another address afterwards.
-    Callers that use a name therefore create a new channel after a failure.
+    A channel that failed to resolve a name waits up to two minutes before it tries again, and no
+    option shortens this. A container has no name while it restarts, and has another address
+    afterwards. Callers that use a name therefore create a new channel after a failure.
     """
     try:
         ipaddress.ip_address(parse_address(address).host.strip("[]"))

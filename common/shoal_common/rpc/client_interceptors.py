@@ -1,8 +1,8 @@
 """Interceptors of outgoing calls. They add the caller's credentials to each call (the bearer token,
-and a member's key), and report finished calls to followers.
+and a member's key), and report finished calls to callbacks.
 
-gRPC's own call credentials require TLS; an interceptor also works on insecure loopback, as used by
-tests and local clusters.
+gRPC's own call credentials require TLS. Interceptors also work over unencrypted loopback, which
+tests and local clusters use.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Entries = tuple[tuple[str, str], ...]
 
 
 def with_entries(metadata: Any, entries: Entries) -> Entries:
-    """Returns a call's metadata with these entries added; entries set by the call itself take
-    precedence."""
+    """Returns the metadata of a call with these entries added. Entries that the call itself sets
+    take precedence."""
     given = tuple(metadata or ())
     names = {name for name, _ in given}
     return (*given, *(entry for entry in entries if entry[0] not in names))
 
 
 class _SyncDetails(grpc.ClientCallDetails):
-    """Details of a call with additional metadata entries."""
+    """Details of a call, with further metadata entries."""
 
     def __init__(self, details: Any, entries: Entries) -> None:
         self.method = details.method
@@ -98,8 +98,8 @@ def sync_metadata(entries: Entries) -> grpc.UnaryUnaryClientInterceptor:
 
 
 def async_metadata(entries: Entries) -> tuple[grpc.aio.ClientInterceptor, ...]:
-    """Returns interceptors for asyncio channels that add `entries` to calls. There are four, since
-    grpc.aio uses an interceptor only for the first kind of call that it recognizes."""
+    """Returns interceptors for asyncio channels that add `entries` to calls. There is one for each
+    kind of call, since grpc.aio uses an interceptor only for the first kind that it recognizes."""
     return (
         _AsyncUnaryUnary(entries),
         _AsyncUnaryStream(entries),
@@ -110,10 +110,10 @@ def async_metadata(entries: Entries) -> tuple[grpc.aio.ClientInterceptor, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientCall:
-    """A finished call, as the client saw it."""
+    """A finished call, as seen by the client."""
 
     method: str
-    """Such as /shoal.v1.Coordinator/GetJob."""
+    """Full method name, such as /shoal.v1.Coordinator/GetJob."""
     seconds: float
     code: str
     """Name of the gRPC status code, such as DEADLINE_EXCEEDED."""
@@ -125,7 +125,7 @@ class FinishedCalls(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Reports the finished calls of synchronous channels to followers, which may be added while the
+    """Reports finished calls of synchronous channels to callbacks, which may be added while the
     channels are in use. Thread-safe."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Access to the function behind a grpc.aio method handler of any kind."""
+"""Access to the function inside a grpc.aio method handler of any kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 
 
 def behaviour_of(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
-    """Returns the servicer's method behind a handler of any of the four kinds."""
+    """Returns the servicer's method inside a handler of any of the four kinds."""
     behaviour: Callable[..., Any] = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
@@ -22,11 +22,11 @@ def with_behaviour(
     *,
     request_deserializer: Callable[[bytes], Any] | None,
 ) -> grpc.RpcMethodHandler:
-    """Returns a handler of the same kind that calls `behaviour`. Without `request_deserializer`,
-    requests are passed as bytes.
+    """Returns a handler of the same kind that calls `behaviour` instead. Without
+    `request_deserializer`, requests are passed as bytes.
 
-    grpc.aio determines the kind by inspecting the function: a coroutine function returns one
-    response, or writes a stream of them through the context; an async generator function yields a
+    grpc.aio determines the kind by inspecting the function. A coroutine function returns one
+    response, or writes a stream of them through the context. An async generator function yields a
     stream.
     """
     make = {

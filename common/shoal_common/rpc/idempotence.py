@@ -1,7 +1,7 @@
-"""RPCs that are safe to retry if it is unknown whether the first attempt arrived, and the service
-config that makes gRPC retry them.
+"""Lists which RPCs are safe to retry if it is unknown whether the first attempt arrived, and
+creates the service config by which gRPC retries them.
 
-A test compares the tables with the services' descriptors: every RPC is listed exactly once.
+A test compares the lists with the descriptors of the services: every RPC is in exactly one list.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
 """Methods, by service, that gRPC itself retries on UNAVAILABLE."""
 
 NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
-    # Sessions and events have state that the caller must rebuild. A lost answer to LeaseBatches
-    # would lease the batches twice.
+    # Sessions and event streams have state that the caller must rebuild. If a response to
+    # LeaseBatches were lost, a retry would lease more batches.
     "shoal.v1.Coordinator": frozenset(
         {"JoinSession", "ServerSession", "LeaseBatches", "WatchEvents"}
     ),
-    # Uploads are safe to repeat because of their sequence numbers, but gRPC would have to keep the
-    # entire stream in memory: the caller repeats them. Follow begins with the primary's state at
-    # that time.
+    # Uploads have sequence numbers and are safe to repeat, but gRPC would have to keep the entire
+    # stream in memory, so the caller repeats them. A Follow stream begins with the primary's
+    # current state.
     "shoal.v1.ParameterServer": frozenset(
         {"Initialize", "Push", "RestoreRows", "Follow", "TakePartitions"}
     ),
@@ -59,8 +59,8 @@ NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
 
 
 def service_config(*, attempts: int, first_backoff: timedelta, longest_backoff: timedelta) -> str:
-    """Returns gRPC's JSON service config: idempotent methods get `attempts` attempts (2 to 5) in
-    total, on UNAVAILABLE only."""
+    """Returns gRPC's service config as JSON: idempotent methods get `attempts` attempts (2 to 5) in
+    total, and are repeated only on UNAVAILABLE."""
     names = [
         {"service": service, "method": method}
         for service, methods in IDEMPOTENT.items()

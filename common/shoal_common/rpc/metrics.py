@@ -1,12 +1,12 @@
-"""Metrics of gRPC calls, on servers and in clients, with the names of grpc-ecosystem, so that
-existing dashboards and alerts fit.
+"""Metrics of gRPC calls, on servers and in clients. The names are those of grpc-ecosystem, so that
+existing dashboards and alerts can be used.
 
 Server: grpc_server_started_total, grpc_server_handled_total, grpc_server_msg_received_total,
 grpc_server_msg_sent_total, grpc_server_handling_seconds. Client: the same with grpc_client_,
-without the message counts. Labels grpc_type, grpc_service, grpc_method, and grpc_code spelled as in
-Go ("OK", "InvalidArgument"). Messages that a handler exchanges through its context (context.read,
-context.write) are not counted. Only existing methods are counted, so strangers cannot create new
-label values. Server-side counting is in server_interceptor.py.
+without the message counts. Labels: grpc_type, grpc_service, grpc_method, and grpc_code, spelled as
+in Go ("OK", "InvalidArgument"). Messages that a handler exchanges through its context
+(context.read, context.write) are not counted. Only existing methods are counted, so that callers
+without access cannot create new label values. server_interceptor.py does the counting on servers.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _GO_CODES: Final[Mapping[int | None, str]] = {
 
 
 class ServerMetrics:
-    """Metrics of a server's calls. Create one object per registry."""
+    """Metrics of a server's calls. Create only one object per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(f"grpc_server_{name}", text, (*_CALL_LABELS, *more), registry=registry)
 
-        self._started = counter("started", "RPCs begun on the server.")
+        self._started = counter("started", "RPCs started on the server.")
         self._handled = counter(
             "handled", "RPCs completed on the server, by status code.", "grpc_code"
         )
@@ -65,7 +65,7 @@ class ServerMetrics:
         self._sent = counter("msg_sent", "Messages sent by the server.")
         self._seconds = Histogram(
             "grpc_server_handling_seconds",
-            "Time from an RPC's start to its end on the server, in seconds.",
+            "Duration of RPCs on the server, in seconds.",
             _CALL_LABELS,
             registry=registry,
             buckets=_BUCKETS_S,
@@ -73,7 +73,7 @@ class ServerMetrics:
 
     def of(self, method: str, handler: grpc.RpcMethodHandler) -> MethodMetrics:
         """Returns the metrics of one method. The caller must have verified that the method exists,
-        since names sent by strangers must not become label values."""
+        because names sent by unauthenticated clients must not become label values."""
         labels = (
             _TYPES[bool(handler.request_streaming), bool(handler.response_streaming)],
             *split_method(method),
@@ -89,7 +89,7 @@ class ServerMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodMetrics:
-    """Metrics of one gRPC method, with its labels bound."""
+    """Metrics of one gRPC method, with their label values set."""
 
     started: Counter
     handled: Callable[[str], Counter]
@@ -107,12 +107,12 @@ class ClientMetricsInterceptor(
     """Counts the calls of synchronous channels: `channel(settings,
     interceptors=[ClientMetricsInterceptor(registry)])`.
 
-    Create one interceptor per registry and share it between the process's channels. Thread-safe.
+    Create one interceptor per registry, and use it for all channels of the process. Thread-safe.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._started = Counter(
-            "grpc_client_started", "RPCs begun by the client.", _CALL_LABELS, registry=registry
+            "grpc_client_started", "RPCs started by the client.", _CALL_LABELS, registry=registry
         )
         self._handled = Counter(
             "grpc_client_handled",
@@ -122,7 +122,7 @@ class ClientMetricsInterceptor(
         )
         self._seconds = Histogram(
             "grpc_client_handling_seconds",
-            "Time from an RPC's start to its end as the client sees it, in seconds.",
+            "Duration of RPCs as measured by the client, in seconds.",
             _CALL_LABELS,
             registry=registry,
             buckets=_BUCKETS_S,
@@ -181,6 +181,6 @@ def split_method(method: str) -> tuple[str, str]:
 
 
 def go_code(code: grpc.StatusCode | int | None) -> str:
-    """Returns a status code in Go's spelling. grpc.aio's contexts use numbers."""
+    """Returns a status code in the spelling of Go. The contexts of grpc.aio use numbers instead."""
     number = code.value[0] if isinstance(code, grpc.StatusCode) else code
     return _GO_CODES.get(number, "Unknown")

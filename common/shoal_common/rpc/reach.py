@@ -1,8 +1,8 @@
-"""Finds out why a gRPC server cannot be reached; in most cases gRPC itself reports only
+"""Finds out why a gRPC server cannot be reached, since gRPC itself in most cases reports only
 UNAVAILABLE.
 
 The probe performs the steps of a gRPC connection one by one on a plain socket: name lookup, TCP
-connection, TLS handshake, and the first HTTP/2 frames. It sends no call and no token.
+connection, TLS handshake, and the first HTTP/2 frames. It makes no call and sends no token.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shoal_common.security.authentication import TlsSettings
 from shoal_common.settings import Address, parse_address
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-"""An HTTP/2 client's first bytes (RFC 9113, section 3.4): the preface and an empty SETTINGS
-frame."""
+"""First bytes that an HTTP/2 client sends (RFC 9113, section 3.4): the preface and an empty
+SETTINGS frame."""
 _OF_CERTIFICATES: Final = ("certificate", "unknown ca")
-"""Substrings of the names of TLS alerts about a client's certificate. A proxy sends other alerts
-while its server restarts."""
+"""Words that occur in the names of TLS alerts about a client's certificate. Other alerts are not
+about certificates; a proxy sends them while its server restarts."""
 _FRAME_HEADER: Final = 9
 _SETTINGS: Final = 4
 
@@ -33,18 +33,18 @@ class Obstacle:
     """Reason why a server cannot be reached."""
 
     cause: str
-    """Description for people, with the remedy if there is one."""
+    """Human-readable description, with the remedy if there is one."""
     permanent: bool
-    """True if retrying is useless until somebody changes a setting or a certificate."""
+    """True if retrying does not help until someone changes a setting or a certificate."""
 
 
 def find_obstacle(
     settings: ChannelSettings, *, timeout: timedelta = timedelta(seconds=2)
 ) -> Obstacle | None:
-    """Tries to reach the server. Returns what prevents it, or None if the server answers with
+    """Tries to reach the server. Returns what prevents this; None if the server responds with
     HTTP/2.
 
-    Blocks for the system's name lookup and then for at most `timeout` per step.
+    Blocks for the system's name lookup, and then for at most `timeout` per step.
     """
     address = parse_address(settings.address)
     host = address.host.strip("[]")
@@ -117,7 +117,7 @@ def _try_tls(connection: socket.socket, tls: TlsSettings, name: str) -> Obstacle
     try:
         with context.wrap_socket(connection, server_hostname=name) as secured:
             secured.sendall(_PREFACE)
-            # with TLS 1.3 a server refuses this side's certificate only after the handshake
+            # with TLS 1.3, a server rejects the client's certificate only after the handshake
             answer = _receive(secured)
     except ssl.SSLCertVerificationError as error:
         return Obstacle(cause=_distrusted(error, tls, name), permanent=True)
@@ -187,8 +187,8 @@ def _unwanted_certificate(tls: TlsSettings) -> str:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """Returns the first bytes of the server's answer, at least a frame's header. Returns fewer
-    bytes if the server hangs up."""
+    """Returns the first bytes of the server's response, at least the header of a frame. Returns
+    fewer bytes if the server closes the connection."""
     answer = b""
     while len(answer) < _FRAME_HEADER:
         try:

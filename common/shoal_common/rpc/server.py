@@ -1,9 +1,9 @@
-"""gRPC server of every Shoal service: TLS, bearer tokens, health, reflection, metrics, errors as
-statuses, graceful drain.
+"""gRPC server of all Shoal services: TLS, bearer tokens, health checks, reflection, metrics, errors
+as statuses, and a graceful shutdown.
 
 A service provides its servicer and the roles that may call each method; its handlers report errors
-by raising ShoalErrors. All objects belong to the event loop that called `start`. Signals are
-handled by the service's main, which calls `drain_and_stop`.
+by raising ShoalErrors. All objects belong to the event loop that called `start`. The main function
+of the service handles signals and calls `drain_and_stop`.
 """
 
 from __future__ import annotations
@@ -46,36 +46,38 @@ at once, e.g. after a restart of the coordinator."""
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Address of a server, and its authentication."""
+    """Address of a server, and how it authenticates callers."""
 
     listen: str
-    """host:port; port 0: chosen by the operating system and returned by `RpcServer.start`."""
+    """Address (host:port) to listen on. Port 0: the operating system chooses a port, which
+    `RpcServer.start` returns."""
 
     tls: TlsSettings | None = None
-    """TLS settings; None: plain text."""
+    """TLS settings; None: no TLS."""
 
     tokens: TokenTable = field(default_factory=TokenTable.open)
-    """Tokens with their roles. An open table lets every caller do everything."""
+    """Accepted tokens with their roles. An open table allows every caller to do everything."""
 
     insecure: bool = False
-    """Allows a `listen` address that other machines can reach without TLS or without tokens."""
+    """True to allow a `listen` address that other machines can reach without TLS or without
+    tokens."""
 
     drain_timeout: timedelta = timedelta(seconds=10)
-    """Time for which calls in progress may continue after a drain has begun."""
+    """Maximum time for which calls in progress may continue once a shutdown has begun."""
 
     max_message_bytes: int = 16 << 20
-    """Maximum size of a message received or sent; longer ones get RESOURCE_EXHAUSTED."""
+    """Maximum size of a message, received or sent. Larger ones fail with RESOURCE_EXHAUSTED."""
 
     keepalive: timedelta = timedelta(seconds=20)
-    """Interval without traffic after which a ping is sent, to detect clients that vanished without
-    closing and end their streams."""
+    """Time without traffic after which a ping is sent, to detect a client that has vanished without
+    closing the connection, and end its streams."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
-    """Time for which a ping may remain unanswered before the connection is abandoned."""
+    """Maximum time for the response to a ping. After that, the connection is given up."""
 
     shortest_keepalive: timedelta = timedelta(seconds=5)
-    """Minimum interval between a client's pings; clients that ping more often are disconnected. At
-    most the clients' `ChannelSettings.keepalive`."""
+    """Minimum interval between a client's pings. Clients that ping more often are disconnected, so
+    this must not exceed the clients' `ChannelSettings.keepalive`."""
 
     def __post_init__(self) -> None:
         address = parse_address(self.listen)
@@ -107,7 +109,7 @@ class ServerSettings:
 
 
 class RpcServer:
-    """One service on one port. Call `start` once and `drain_and_stop` once, both on the same event
+    """One service on one port. Call `start` once and `drain_and_stop` once, on the same event
     loop."""
 
     def __init__(
@@ -120,15 +122,27 @@ class RpcServer:
         metrics_registry: CollectorRegistry,
         job: str | None = None,
     ) -> None:
-        """`service_name`: e.g. "shoal.v1.Coordinator". `register`: function that adds the servicer
-        to the server. `allowed_roles`: full method name, e.g. "/shoal.v1.Coordinator/CreateJob" ->
-        roles besides ADMIN that may call the method. Raises ConfigurationError unless
-        `allowed_roles` names exactly the service's methods, so that no method is open or closed by
-        oversight. `job`: the service's only job; tokens for other jobs are refused. None: the
-        service is for many jobs, and its handlers check `caller()`."""
+        """Args:
+            settings: address and authentication.
+            service_name: e.g. "shoal.v1.Coordinator".
+            register: adds the servicer to the server.
+            allowed_roles: full method name, e.g. "/shoal.v1.Coordinator/CreateJob" -> roles besides
+            ADMIN that may
+                call the method. It must contain exactly the methods of the service, so that none is
+                open or
+                closed by mistake.
+            metrics_registry: registry for the metrics of calls.
+            job: the only job of the service; tokens for other jobs are rejected. None: the service
+            is for many jobs,
+                and its handlers check `caller()`.
+
+        Raises:
+            ConfigurationError: `allowed_roles` does not match the methods of the service.
+        """
         _check_completeness(service_name, allowed_roles)
         self.draining = asyncio.Event()
-        """Set when a drain begins: long-lived streams should then end by themselves."""
+        """Event that is set when a shutdown begins. Long-lived streams should then end by
+        themselves."""
         self._settings = settings
         self._service_name = service_name
         self._register = register
@@ -140,8 +154,8 @@ class RpcServer:
         self._expiry_check: asyncio.TimerHandle | None = None
 
     async def start(self) -> int:
-        """Starts the server, reports SERVING, and returns the port. Raises ConfigurationError if
-        the address cannot be bound."""
+        """Starts the server, reports SERVING to health checks, and returns the port. Raises
+        ConfigurationError if the address cannot be bound."""
         if self._server is not None:
             raise RuntimeError("this RpcServer was already started; create a new one")
         server = grpc.aio.server(
@@ -162,8 +176,8 @@ class RpcServer:
         return port
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets the answer to health checks, for the service and the entire server. Must not be
-        called after a drain has begun."""
+        """Sets the response to health checks, for the service and for the entire server. Must not
+        be called once a shutdown has begun."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving
@@ -173,8 +187,8 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def drain_and_stop(self) -> None:
-        """Reports NOT_SERVING, refuses new calls, waits up to `drain_timeout` for calls in
-        progress, and then cancels them. Idempotent."""
+        """Reports NOT_SERVING to health checks, rejects new calls, waits up to `drain_timeout` for
+        calls in progress, then cancels them. Idempotent."""
         if self._server is None:
             return
         self.draining.set()
@@ -184,10 +198,11 @@ class RpcServer:
         await self._server.stop(self._settings.drain_timeout.total_seconds())
 
     def _watch_expiry(self) -> None:
-        """Logs a warning while the certificate has expired or soon will, now and once a day.
+        """Checks now and once a day whether the certificate has expired or will soon, and logs a
+        warning in that case.
 
-        Checks the certificate that was read at the start, even if its file has been renewed
-        meanwhile.
+        The certificate is the one that was read at the start, even if its file has been renewed
+        since.
         """
         tls = self._settings.tls
         if tls is None or tls.certificate is None:
@@ -251,7 +266,8 @@ def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
-        # Otherwise two servers share a port silently, each getting some of the calls.
+        # Otherwise two servers could share a port without an error, and each would get some of the
+        # calls.
         ("grpc.so_reuseport", 0),
         # Clients ping idle connections (ChannelSettings.keepalive); more frequent pings than this
         # end the connection with GOAWAY. The C name of this option is
@@ -260,7 +276,8 @@ def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", milliseconds(settings.keepalive)),
         ("grpc.keepalive_timeout_ms", milliseconds(settings.keepalive_timeout)),
-        # In grpc 1.85 the timeout above has no effect while this one, 60 s by default, is longer.
+        # In grpc 1.85, the timeout above has no effect while this one is longer, which is 60 s by
+        # default.
         ("grpc.http2.ping_timeout_ms", milliseconds(settings.keepalive_timeout)),
         ("grpc.http2.max_pings_without_data", 0),
         *ALL_AT_ONCE,

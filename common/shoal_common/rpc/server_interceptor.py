@@ -1,9 +1,9 @@
 """Wraps every handler of an RpcServer: counts calls, authenticates callers, and converts errors to
 statuses.
 
-A single interceptor does all of this and creates the wrapper of a method only once, because ten
-thousand sessions that begin or end at once pay for each layer and each message. Everything runs on
-the server's event loop.
+A single interceptor does all this, and creates the wrapper of a method only once, because ten
+thousand sessions may begin or end at once and each layer costs time for each of them and for each
+message. Everything runs on the server's event loop.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ _member_key: ContextVar[str] = ContextVar("member_key", default="")
 
 
 def caller() -> Holder:
-    """Returns the caller of the current RPC. Valid only within a handler."""
+    """Returns the identity of the current RPC's caller. May be called only within a handler."""
     return _caller.get()
 
 
 def member_key() -> str:
-    """Returns the member key sent with the current RPC; empty if there is none. Valid only within a
-    handler."""
+    """Returns the member key sent with the current RPC; empty if none was sent. May be called only
+    within a handler."""
     return _member_key.get()
 
 
 class Admission:
-    """Admits a call if its bearer token's role permits the method. Health checks need no token;
-    reflection requires any known token. With an open token table every caller may do everything."""
+    """Admits a call if the role of its bearer token may call the method. Health checks need no
+    token; reflection needs any known token. With an open token table, every caller may do
+    everything."""
 
     def __init__(
         self,
@@ -62,14 +63,14 @@ class Admission:
         *,
         job: str | None = None,
     ) -> None:
-        """`job`: the service's only job; None: the service is for many jobs."""
+        """`job`: the only job of the service; None: the service is for many jobs."""
         self._tokens = tokens
         self._allowed_roles = allowed_roles
         self._job = job
 
     def admit(self, method: str, context: grpc.aio.ServicerContext) -> None:
-        """Authenticates a call, and sets the values of `caller` and `member_key` in its task.
-        Raises AuthenticationError, PermissionDeniedError."""
+        """Authenticates a call, and sets what `caller` and `member_key` return in its task. Raises
+        AuthenticationError, PermissionDeniedError."""
         if method.startswith(_HEALTH):
             return
         metadata = context.invocation_metadata() or ()
@@ -105,14 +106,14 @@ class Admission:
 
 
 class ServerInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that counts calls, authenticates callers and converts errors. It is the server's
-    only interceptor."""
+    """Interceptor that counts calls, authenticates callers and converts errors. It is the only
+    interceptor of the server."""
 
     def __init__(self, metrics: ServerMetrics, admission: Admission) -> None:
         self._metrics = metrics
         self._admission = admission
         self._served: dict[str, grpc.RpcMethodHandler] = {}
-        """Full name of a method of the service -> its wrapped handler."""
+        """Full name of a method of the service -> its handler with the wrapper."""
 
     async def intercept_service(
         self,
@@ -129,10 +130,12 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return served
 
     def _serve(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns the wrapped handler of a method. Requests are decoded only after admission. A
-        single request is decoded explicitly, so that a malformed one receives a proper status
-        (grpc.aio itself answers UNKNOWN). Streamed requests are decoded while the handler reads
-        them."""
+        """Returns the handler of a method with the wrapper.
+
+        Requests are decoded only after the call is admitted. A single request is decoded here, so
+        that a malformed one gets a meaningful status (grpc.aio itself would respond with UNKNOWN).
+        Streamed requests are decoded while the handler reads them.
+        """
         behaviour, metrics, admission = (
             behaviour_of(handler),
             self._metrics.of(method, handler),
@@ -143,7 +146,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
 
         async def failed(error: Exception, context: grpc.aio.ServicerContext) -> NoReturn:
             if isinstance(error, NotImplementedError):
-                # Generated servicers raise this for methods that are not overridden.
+                # Generated servicers raise NotImplementedError in methods that are not overridden.
                 await context.abort(
                     grpc.StatusCode.UNIMPLEMENTED, f"this server does not implement {method}"
                 )

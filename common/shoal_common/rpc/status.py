@@ -1,10 +1,10 @@
-"""Converts errors for gRPC: ShoalError -> rich status (google.rpc.Status with ErrorInfo, RetryInfo)
--> ShoalError. Preserves class, reason and retry delay.
+"""Converts errors for gRPC, without losing class, reason and retry delay: ShoalError -> rich status
+(google.rpc.Status with ErrorInfo and RetryInfo) -> ShoalError.
 
-ErrorInfo.reason is the error's reason, ErrorInfo.domain "shoal", ErrorInfo.metadata["class"] its
-class in shoal_common.errors. Clients in other languages need only the code and the reason. Statuses
-from elsewhere (no connection, a deadline, a proxy's answer) have no ErrorInfo; the class then
-follows from the code alone.
+ErrorInfo.reason is the error's reason, ErrorInfo.domain is "shoal", and ErrorInfo.metadata["class"]
+is its class in shoal_common.errors. Clients in other languages need only the code and the reason.
+Statuses that do not come from Shoal (no connection, a deadline, a proxy's response) have no
+ErrorInfo; their class is derived from the code.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DOMAIN: Final = "shoal"
 _CLASS_KEY: Final = "class"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 
-# gRPC refuses trailers above 8 KiB, and the message is sent twice: percent-encoded (up to three
-# bytes each) and within the details.
+# gRPC refuses trailers above 8 KiB, and the message is sent twice: percent-encoded (with up to
+# three bytes per byte) and within the details.
 _LONGEST_MESSAGE_BYTES: Final = 1200
 _LONGEST_REASON: Final = 63
 _LONGEST_RETRY: Final = timedelta(minutes=1)
-"""Maximum retry delay accepted from a peer."""
+"""Maximum retry delay that is accepted from another process."""
 
 _CLASSES: Final[Mapping[str, type[ShoalError]]] = {
     name: kind
@@ -43,34 +43,34 @@ _CLASSES: Final[Mapping[str, type[ShoalError]]] = {
     if issubclass(kind, ShoalError)
 }
 _BY_CODE: Final[Mapping[grpc.StatusCode, type[ShoalError]]] = {
-    # Two classes have this code; a status without a class came from a server that found the request
-    # malformed.
+    # Two classes have this code. A status without a class is from a server that considers the
+    # request malformed.
     **{
         grpc.StatusCode[kind.code]: kind
         for kind in _CLASSES.values()
         if ShoalError in kind.__bases__
     },
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
-    # A caller that cancels does not look at the status, so here the server ended without waiting
-    # for the call.
+    # A caller that cancels a call does not read its status. If the status is read, the server has
+    # ended without waiting for the call.
     grpc.StatusCode.CANCELLED: errors.UnavailableError,
 }
 
 
 def to_status(error: ShoalError) -> Any:
-    """Returns the grpc.Status (code, details, trailing_metadata) of an error. Messages over 1200
-    bytes are truncated."""
+    """Returns the grpc.Status (code, details, trailing_metadata) for an error. Messages of more
+    than 1200 bytes are truncated."""
     return rpc_status.to_status(_status(error))
 
 
 def error_message(error: ShoalError) -> bytes:
-    """Encodes an error as a google.rpc.Status, for channels other than gRPC."""
+    """Encodes an error as a google.rpc.Status, to be sent without gRPC."""
     return bytes(_status(error).SerializeToString())
 
 
 def from_error_message(data: bytes) -> ShoalError:
-    """Returns the ShoalError in an encoded google.rpc.Status, or a CorruptDataError if the encoding
-    is invalid."""
+    """Returns the ShoalError that an encoded google.rpc.Status describes, or a CorruptDataError if
+    the encoding is invalid."""
     try:
         status = status_pb2.Status.FromString(data)
         info, retry_after = _details_in(status)
@@ -88,9 +88,11 @@ def from_error_message(data: bytes) -> ShoalError:
 
 
 def as_shoal_error(error: Exception, method: str) -> ShoalError:
-    """Converts an error raised in `method` to a ShoalError for the caller. An error that is neither
-    a ShoalError nor an undecodable request is a bug: it is logged with its traceback, and the
-    caller learns only the method."""
+    """Converts an error raised in `method` to a ShoalError for the caller.
+
+    An error that is neither a ShoalError nor a malformed request is a bug. It is logged with its
+    traceback, and the caller is told only the method and the class.
+    """
     if isinstance(error, ShoalError):
         if isinstance(error, errors.InternalError):
             logger.error("internal error", exc_info=error, extra={"method": method})
@@ -115,8 +117,8 @@ def as_shoal_error(error: Exception, method: str) -> ShoalError:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Returns whether an allocation failed: a MemoryError, or torch's RuntimeError, which can only
-    be recognized by its text."""
+    """Returns whether an error means that memory could not be allocated: a MemoryError, or torch's
+    RuntimeError, which only its text distinguishes from others."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
@@ -140,18 +142,18 @@ def _status(error: ShoalError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoReturn:
-    """Ends a grpc.aio call with the error's status. Handlers served by RpcServer simply raise the
-    error."""
+    """Ends a grpc.aio call with the status of an error. Handlers of an RpcServer need not call
+    this; they raise the error."""
     status = to_status(error)
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("unreachable: abort raises")
 
 
 def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
-    """Returns the ShoalError for a failed call; raise it `from rpc_error`.
+    """Returns the ShoalError for a failed call. Raise it `from rpc_error`.
 
-    `call`: the call and its target, e.g. "GetJob at 127.0.0.1:7000". It is put in front of messages
-    generated by gRPC itself, which do not name the call.
+    `call`: the call and its target, e.g. "GetJob at 127.0.0.1:7000". It is put before messages that
+    gRPC itself has generated, which do not name the call.
     """
     code = rpc_error.code()
     message = rpc_error.details() or code.name
@@ -166,8 +168,7 @@ def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
 
 
 def is_unreachable(rpc_error: grpc.RpcError) -> bool:
-    """Returns whether the error is an UNAVAILABLE from gRPC itself rather than from the called
-    server."""
+    """Returns whether gRPC itself, rather than the called server, raised UNAVAILABLE."""
     return rpc_error.code() is grpc.StatusCode.UNAVAILABLE and _details(rpc_error)[0] is None
 
 
@@ -187,8 +188,8 @@ def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
 def _details(
     rpc_error: grpc.RpcError,
 ) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
-    """Returns the ErrorInfo, which only Shoal's code sets, and the retry delay, which a proxy may
-    also set."""
+    """Returns the ErrorInfo of an error, which only Shoal's code sets, and its retry delay, which a
+    proxy may set too."""
     encoded = next(
         (value for key, value in rpc_error.trailing_metadata() or () if key == _DETAILS_KEY), b""
     )

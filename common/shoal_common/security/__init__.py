@@ -1,1 +1,1 @@
-"""Authentication and encryption: tokens, certificates, and secrets of a process."""
+"""Authentication and encryption: tokens, certificates, and how a process handles its secrets."""

@@ -2,8 +2,7 @@
 rpc/.
 
 Tokens are compared in constant time and never appear in messages, reprs or logs. An empty table is
-open, which means that it admits everyone. Servers allow an open table only on loopback unless
-configured otherwise.
+open: it admits everyone. Unless configured otherwise, servers allow an open table only on loopback.
 """
 
 from __future__ import annotations
@@ -24,40 +23,41 @@ from shoal_common.errors import AuthenticationError, ConfigurationError, Permiss
 
 BEARER: Final = "Bearer "
 MEMBER_KEY: Final = "shoal-member-key"
-"""gRPC metadata key of the secret by which the coordinator and the servers distinguish members with
-the same token."""
+"""gRPC metadata key of the secret by which the coordinator and the parameter servers distinguish
+members that share a token."""
 _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Role(StrEnum):
-    """Role of a token's holder. ADMIN may do everything; the other roles may do what each method's
-    `allowed_roles` permits."""
+    """Role of the holder of a token. ADMIN may do everything. The `allowed_roles` of each method
+    determine what the others may do."""
 
     ADMIN = "admin"
-    """Operates the cluster: drains, stops, and everything that the other roles may do."""
+    """Operates the cluster: drains members, stops jobs, and everything that the other roles may
+    do."""
     WORKER = "worker"
     SERVER = "server"
     VIEWER = "viewer"
     """Views jobs and metrics."""
     READER = "reader"
-    """A viewer that may also read a model's values from the servers."""
+    """Does what a viewer does, and reads a model's values from the servers."""
 
 
 ANY_ROLE: Final = frozenset(Role)
 
 COMPANIONS: Final = (".nodes", ".torchrun")
 """Suffixes of the auxiliary jobs through which a job's launchers coordinate. A token for a job is
-also valid for its auxiliary jobs."""
+valid for these too."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Identity and permissions conferred by a token."""
+    """Identity and permissions of the holder of a token."""
 
     role: Role
     job: str | None = None
-    """The only job that the token is valid for, including the auxiliary jobs of its launchers;
-    None: all jobs."""
+    """The only job for which the token is valid, with the auxiliary jobs of its launchers; None:
+    all jobs."""
 
     def may_touch(self, job_id: str) -> bool:
         """Returns whether the token is valid for this job."""
@@ -81,17 +81,17 @@ class Holder:
 
 
 ANYONE: Final = Holder(Role.ADMIN)
-"""Identity of every caller of a service without tokens."""
+"""Identity of every caller if a service has no tokens."""
 
 
 class TokenTable:
-    """Tokens with their roles and jobs. Immutable, so threads may share it."""
+    """Accepted tokens with their roles and jobs. Immutable, so threads may share it."""
 
     def __init__(self, roles: Mapping[str, Role | str] | None = None) -> None:
         """`roles`: token -> role, or `role@job`.
 
-        Raises ConfigurationError for an unknown role, an invalid job, or a token that no HTTP
-        header can carry.
+        Raises ConfigurationError for an unknown role, an invalid job, or a token that cannot be
+        sent in an HTTP header.
         """
         self._holders: dict[bytes, Holder] = {}
         for position, (token, role) in enumerate((roles or {}).items(), start=1):
@@ -99,13 +99,13 @@ class TokenTable:
 
     @classmethod
     def open(cls) -> TokenTable:
-        """Returns the empty table, which requires no authentication."""
+        """Returns the empty table, with which no authentication is required."""
         return cls()
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> TokenTable:
-        """Reads a table from lines `role: token` or `role@job: token`; skips blank lines and lines
-        starting with #. Refuses a file without tokens."""
+        """Reads a table from lines `role: token` or `role@job: token`. Blank lines and lines that
+        start with # are skipped. Rejects a file without tokens."""
         table = cls()
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -135,8 +135,8 @@ class TokenTable:
         return not self._holders
 
     def holder_of(self, authorization: str | None) -> Holder:
-        """Returns the holder of the token in an `authorization` header, `Bearer TOKEN`. Must not be
-        called on an open table, which has no holders.
+        """Returns the holder of the token in an `authorization` header: `Bearer TOKEN`. Must not be
+        called on an open table.
 
         Raises AuthenticationError: TOKEN_MISSING or TOKEN_INVALID.
         """
@@ -152,7 +152,7 @@ class TokenTable:
             )
         digest = _digest(token)
         found: Holder | None = None
-        # No early exit, since the time must not depend on which token matches.
+        # All tokens are compared, since the time taken must not reveal which one matches.
         for known, holder in self._holders.items():
             if hmac.compare_digest(known, digest):
                 found = holder
@@ -197,21 +197,21 @@ def _parse_holder(text: str, where: str) -> Holder:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsSettings:
-    """PEM files of one side of a TLS connection. A server needs certificate and key; a client needs
-    them only for mutual TLS."""
+    """PEM files of one side of a TLS connection. A server needs a certificate and its key; a client
+    needs them only for mutual TLS."""
 
     certificate: Path | None = None
-    """This side's certificate chain."""
+    """Certificate chain of this side."""
 
     key: Path | None = None
     """Private key of `certificate`."""
 
     authority: Path | None = None
-    """Client only: CA certificates that verify the server; None: the system's."""
+    """For clients: certificate authorities by which the server is verified; None: the system's."""
 
     client_authority: Path | None = None
-    """Server only: for mutual TLS, CA certificates that verify clients; None: clients need no
-    certificate."""
+    """For servers: certificate authorities by which clients are verified (mutual TLS); None:
+    clients need no certificate."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -219,8 +219,8 @@ class TlsSettings:
             raise ConfigurationError(f"the TLS {given} is set without its {missing}; set both")
 
     def load(self) -> TlsMaterial:
-        """Reads and checks the files, so that an error names an invalid file instead of causing a
-        failed handshake. Raises ConfigurationError."""
+        """Reads and checks the files, so that an invalid file causes an error that names it instead
+        of a failed handshake. Raises ConfigurationError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         for what, path in (
             ("authority", self.authority),
@@ -240,11 +240,11 @@ class TlsSettings:
         return TlsMaterial(*(None if path is None else path.read_bytes() for path in paths))
 
     def server_context(self) -> ssl.SSLContext:
-        """Returns an SSL context for a server's sockets outside of gRPC, with the same certificates
-        and requirements. Raises ConfigurationError."""
+        """Returns an SSL context for sockets of a server outside of gRPC, with the same
+        certificates and requirements. Raises ConfigurationError."""
         self.load()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # nobody resumes sessions
+        context.num_tickets = 0  # sessions are never resumed
         if self.certificate is not None and self.key is not None:
             context.load_cert_chain(self.certificate, self.key)
         if self.client_authority is not None:
@@ -253,11 +253,11 @@ class TlsSettings:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Returns an SSL context for a client's sockets outside of gRPC. The context checks the
-        server's name. Raises ConfigurationError."""
+        """Returns an SSL context for sockets of a client outside of gRPC. It verifies the server's
+        name. Raises ConfigurationError."""
         self.load()
         context = ssl.create_default_context(cafile=self.authority)
-        # Python 3.13 sets this flag: certificates that gRPC accepts would fail
+        # Python 3.13 sets this flag, with which certificates that gRPC accepts would be rejected
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         if self.certificate is not None and self.key is not None:
             context.load_cert_chain(self.certificate, self.key)
@@ -266,7 +266,7 @@ class TlsSettings:
 
 @dataclass(frozen=True)
 class TlsMaterial:
-    """The contents of TlsSettings' files."""
+    """Contents of the files in TlsSettings."""
 
     certificate: bytes | None
     key: bytes | None
@@ -287,14 +287,14 @@ def _checked(what: str, path: Path, load: Callable[[], object]) -> None:
 
 
 def member_key_digest(key: str) -> str:
-    """Returns the digest by which services verify a member's key: 32 hexadecimal digits; empty for
-    an empty key."""
+    """Returns the digest by which services verify the key of a member: 32 hexadecimal digits; empty
+    for an empty key."""
     return hashlib.sha256(b"member\0" + key.encode()).hexdigest()[:32] if key else ""
 
 
 def check_member_key(member_id: str, known: str, key: str) -> None:
     """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `known` is the digest of `key`. An
-    empty `known` is accepted; it belongs to a member without a key."""
+    empty `known`, of a member without a key, is accepted."""
     if known and not hmac.compare_digest(known, member_key_digest(key)):
         raise PermissionDeniedError(
             f"the caller does not have the key of member {member_id!r}; a process may act only "

@@ -1,8 +1,8 @@
-"""Creates certificates: an authority for development, and ephemeral ones for connections between
-members of a job.
+"""Creates certificates: those of an authority for development, and short-lived ones for connections
+between members of a job.
 
-Permanent clusters usually have their own authority; the certificates created here are for clusters
-without one. `cryptography` is imported on demand, since most processes never need it.
+A permanent cluster usually has an authority of its own; these certificates are for clusters without
+one. `cryptography` is imported on demand, since most processes never need it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 WARN_BEFORE_EXPIRY: Final = timedelta(days=30)
 _BACKDATED: Final = timedelta(minutes=10)
-"""Time by which certificates are backdated. It is larger than the clock differences between a
-cluster's machines."""
+"""Time by which the start of a certificate's validity is put back. It exceeds the differences
+between the clocks of a cluster's machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Issued:
-    """A certificate with its key, both in PEM."""
+    """A certificate and its key, both in PEM format."""
 
     certificate: bytes
     key: bytes
@@ -41,17 +41,19 @@ class Issued:
 
 
 def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[str, bytes]:
-    """Creates an authority, one certificate for all services and one for all clients. Returns the
-    files to write: name -> content.
+    """Creates an authority, a certificate for all services, and one for all clients. Returns the
+    files to write: name -> contents.
 
-    The authority's private key is not among the files, so it can issue no further certificates;
-    renew all files together.
+    The private key of the authority is not among the files, so it cannot issue further
+    certificates. To renew any file, renew all of them.
 
     Args:
-        names: names and addresses under which the services are reached.
+        names: names and addresses at which clients reach the services.
+        lifetime: time for which the certificates are valid.
 
     Raises:
-        ConfigurationError: a name that no certificate can have, or a lifetime without an end.
+        ConfigurationError: a name that a certificate cannot contain, or a lifetime that is too
+        long.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -137,8 +139,8 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
 
 
 def expiry_of(certificate: bytes) -> datetime | None:
-    """Returns the expiry of a PEM certificate, or of the first certificate in a chain. Returns None
-    if only OpenSSL can read the certificate."""
+    """Returns the time at which a PEM certificate, or the first one of a chain, expires. Returns
+    None if only OpenSSL can read the certificate."""
     from cryptography import x509
 
     try:
@@ -148,9 +150,9 @@ def expiry_of(certificate: bytes) -> datetime | None:
 
 
 def expiry_warning(path: Path, ends: datetime, *, now: datetime) -> str | None:
-    """Returns a warning for operators if a certificate has expired or is about to; otherwise None.
+    """Returns a warning if a certificate has expired or will expire soon; otherwise None.
 
-    `path`: file of the certificate. `ends`: expiry of the certificate.
+    `path`: file of the certificate. `ends`: time at which it expires.
     """
     if ends > now + WARN_BEFORE_EXPIRY:
         return None
@@ -166,8 +168,8 @@ def expiry_warning(path: Path, ends: datetime, *, now: datetime) -> str | None:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Writes all files, readable only by their owner, or none of them. Raises ConfigurationError if
-    a file already exists or cannot be written."""
+    """Writes all files so that only their owner can read them, or writes none. Raises
+    ConfigurationError if a file already exists or cannot be written."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     there = sorted(name for name in files if (directory / name).exists())
     if there:
@@ -229,21 +231,23 @@ class PairContexts:
     """TLS between two processes that share a secret but have no certificates that others could
     verify.
 
-    The listener's key is derived from the secret: anyone who knows the secret knows the listener's
-    public key, and nobody else can impersonate the listener. The connecting process proves within
-    the connection that it knows the secret, or another secret it was given.
+    The listener's key is derived from the secret. Anyone who knows the secret therefore knows the
+    listener's public key, and nobody else can impersonate the listener. The caller proves within
+    the connection that it knows the secret, or another secret that it was given.
     """
 
     @staticmethod
     def listener(secret: str) -> ssl.SSLContext:
-        """Returns the listener's SSL context. Its key is derived from `secret`."""
+        """Returns the SSL context of a listener, whose key is derived from `secret`."""
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
         from cryptography.x509.oid import NameOID
 
         key = _key_of(secret)
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "shoal member")])
-        begins = datetime(2000, 1, 1, tzinfo=UTC)  # nobody looks at dates: the key is the identity
+        begins = datetime(
+            2000, 1, 1, tzinfo=UTC
+        )  # the dates are irrelevant, since only the key is compared
         certificate = (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -273,13 +277,13 @@ class PairContexts:
 
     @staticmethod
     def caller() -> ssl.SSLContext:
-        """Returns the SSL context of connecting processes, which call `check` after the handshake
-        and before they send anything."""
+        """Returns the SSL context of a caller. After the handshake, and before it sends anything,
+        the caller must call `check`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
-        # no authority signs it: `check` compares its key, whose possession was proved by the
-        # handshake
+        # no authority has signed the certificate; `check` compares its key, whose possession the
+        # handshake has proved
         context.verify_mode = ssl.CERT_NONE
         return context
 

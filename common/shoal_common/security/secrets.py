@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Final
 
 SECRETS: Final = ("SHOAL_TOKEN", "SHOAL_STORE_URL")
-"""Environment variables of callers that contain secrets. A variable with the suffix _FILE may name
-a file with the secret instead."""
+"""Environment variables of callers that contain secrets. For each, a variable with the suffix _FILE
+may contain the path of a file with the secret instead."""
 
 _OF_ONE_PROCESS: Final = ("SHOAL_MEMBER_KEY",)
-"""Variables with secrets of a single process, which are never passed on."""
+"""Variables that contain the secrets of one process and are never passed on."""
 
 SERVICE_SECRETS: Final = (
     "SHOAL_PS_SERVER_TOKEN",
@@ -25,23 +25,25 @@ SERVICE_SECRETS: Final = (
 """Variables with secrets of services, which start nothing that runs user code."""
 
 _taken: dict[str, str] = {}
-"""Variable -> secret removed from this process's environment."""
+"""Variable -> secret, for secrets that were removed from this process's environment."""
 
 
 def take_secrets() -> None:
-    """Moves secrets from this process's environment into its memory, where the settings
-    (shoal_common.credentials) still find them. The environment with which the process started stays
-    readable in /proc for this user and root."""
+    """Moves secrets from this process's environment to its memory, where the settings
+    (shoal_common.credentials) find them.
+
+    The initial environment of the process remains readable in /proc for this user and root.
+    """
     for name in (*SECRETS, *_OF_ONE_PROCESS):
         if value := os.environ.pop(name, ""):
             _taken[name] = value
 
 
 def taken_secrets() -> Mapping[str, str]:
-    """Returns the secrets removed by `take_secrets`, by variable."""
+    """Returns the secrets that `take_secrets` has removed from the environment, by variable."""
     return dict(_taken)
 
 
 def secrets_to_hand_on() -> Mapping[str, str]:
-    """Returns the secrets that other processes of the same job may receive too, by variable."""
+    """Returns the secrets that other processes of the same job may receive, by variable."""
     return {name: value for name, value in _taken.items() if name in SECRETS}

@@ -1,1 +1,2 @@
-"""This machine: memory allocation, child processes, temporary directories, and its addresses."""
+"""Services of this machine: memory allocation, child processes, temporary directories, stacks, and
+network addresses."""

@@ -1,7 +1,9 @@
-"""Waits of threads, according to the kernel: the file, pipe or lock of a thread's system call.
+"""Finds out what a thread is waiting for, according to the kernel: the file, pipe or lock of its
+current system call.
 
-Reads only /proc, so it never waits for the file system or the lock in which the thread hangs. Works
-for threads of this process and, where the kernel lets this user trace them, of its descendants.
+It reads only /proc, so it never waits for the file system or the lock for which the thread waits.
+It works for threads of this process and, where the kernel lets this user trace them, of its
+descendants.
 """
 
 from __future__ import annotations
@@ -49,37 +51,42 @@ _CALLS: Final = {
 }
 """Kinds of system calls by their numbers; empty on other machines."""
 _PATH_FIRST: Final = frozenset({2, 4, 6} if platform.machine() == "x86_64" else ())
-"""Calls whose path is the first argument; for other calls of the kinds open and stat, it is the
-second one."""
+"""System calls whose first argument is the path. For other calls of the kinds open and stat, it is
+the second one."""
 _LONGEST_PATH: Final = 100
 _OUTPUTS: Final = {1: "standard output", 2: "standard error"}
 
 
 class KernelWait:
-    """Wait of one thread, which is asked for again and again while the thread makes no progress."""
+    """Tracks the wait of one thread while the thread makes no progress."""
 
     def __init__(self) -> None:
         self._before: tuple[int, str] = (0, "")
 
     def look(self, thread: int) -> str:
-        """Returns what a thread of this process waits for (`kernel_wait`). A lock is named only
-        from the second call on, and if the thread has slept since the first: a thread that
-        computes in Python waits for Python's own lock for moments. `thread`: the kernel's id."""
+        """Returns what a thread of this process is waiting for (`kernel_wait`).
+
+        A lock is reported only from the second call on, and only if the thread has slept since the
+        first. Otherwise a thread that computes in Python, and therefore briefly waits for Python's
+        own lock, would seem to wait. `thread`: the thread's id in the kernel.
+        """
         found = kernel_wait(thread)
         before, self._before = self._before, (thread, _switches(thread))
         return "" if found == _LOCK and before != self._before else found
 
 
 def kernel_wait(thread: int, *, pid: int | None = None) -> str:
-    """Returns what a thread waits for, for people, such as "reading a pipe" or "sleeping"; empty if
-    it computes, or if that is unknown. `thread`: the kernel's id of the thread. `pid`: its process;
-    None: this one."""
+    """Returns a human-readable description of what a thread is waiting for, such as "reading a
+    pipe" or "sleeping"; empty if it is computing or this is unknown.
+
+    `thread`: the thread's id in the kernel. `pid`: process of the thread; None: this process.
+    """
     process = Path(f"/proc/{'self' if pid is None else pid}")
     try:
         number, *arguments = (process / "task" / str(thread) / "syscall").read_text().split()
         kind = _CALLS.get(int(number))
         values = [int(argument, 16) for argument in arguments[:2]]
-    except (OSError, ValueError):  # it runs, has ended, or may not be inspected
+    except (OSError, ValueError):  # the thread is running, has ended, or may not be inspected
         return ""
     if kind is None or len(values) < 2:
         return ""
@@ -87,13 +94,14 @@ def kernel_wait(thread: int, *, pid: int | None = None) -> str:
 
 
 def process_state(pid: int) -> str:
-    """Returns the kernel's state of a process, such as "S (sleeping)" or "T (stopped)"; empty if it
-    has ended."""
+    """Returns the kernel's state of a process, such as "S (sleeping)" or "T (stopped)"; empty if
+    the process has ended."""
     return _field(Path(f"/proc/{pid}/status"), "State")
 
 
 def _switches(thread: int) -> str:
-    """Returns how often a thread of this process has begun to wait; empty if it has ended."""
+    """Returns the number of times that a thread of this process has begun to wait, as text; empty
+    if the thread has ended."""
     return _field(Path(f"/proc/self/task/{thread}/status"), "voluntary_ctxt_switches")
 
 
@@ -136,11 +144,11 @@ def _of_file(process: Path, kind: str, number: int, values: list[int]) -> str:
 
 
 _FROM_DESCRIPTOR: Final = frozenset({5} if platform.machine() == "x86_64" else {80})
-"""Calls of the kind stat whose first argument is a descriptor."""
+"""System calls of the kind stat whose first argument is a file descriptor."""
 
 
 def _file(process: Path, descriptor: int) -> str:
-    """Returns the name of an open file: its path, "a pipe", or "socket:" with a number."""
+    """Returns a description of an open file: its path, "a pipe", or "socket:" with a number."""
     try:
         target = os.readlink(process / "fd" / str(descriptor))  # noqa: PTH115
     except OSError:

@@ -1,12 +1,12 @@
-"""Addresses of this machine: the address announced to other machines, and the address that its
-processes listen on.
+"""Addresses of this machine: the one that it announces to other machines, and the one on which its
+processes listen.
 
-By default both are the address of the route to the coordinator, without resolving the machine's own
-name (which often gives 127.0.1.1, or nothing). Users override them with `--local-addr` or
-SHOAL_LOCAL_ADDR, as an address, an interface or a host name. If processes listen on another address
-than the one under which others reach them (NAT), users also give `--listen-addr` or
-SHOAL_LISTEN_ADDR. Announced addresses are numeric, so no other machine has to resolve a name. Linux
-only.
+By default both are the local address of connections to the coordinator. The machine's own name is
+not resolved, since this often gives 127.0.1.1, or nothing. Users choose another address with
+`--local-addr` or SHOAL_LOCAL_ADDR, as an address, an interface or a host name. If processes listen
+on another address than the one at which others reach them (NAT), users also set `--listen-addr` or
+SHOAL_LISTEN_ADDR. Announced addresses are numeric, so that other machines need not resolve names.
+Linux only.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from typing import Any, Final
 from shoal_common.errors import ConfigurationError
 
 LOCAL_ADDR: Final = "--local-addr (SHOAL_LOCAL_ADDR)"
-"""Name of the local address setting in errors."""
+"""Name of the setting of the local address, used in errors."""
 LISTEN_ADDR: Final = "--listen-addr (SHOAL_LISTEN_ADDR)"
-"""Name of the listen address setting in errors."""
+"""Name of the setting of the listen address, used in errors."""
 REACHED_ELSEWHERE: Final = (
     "each worker reports its own machine's address; if others reach the machine at a different "
     "address, start its launcher with " + LOCAL_ADDR
 )
 """Explanation of the addresses that were tried, for errors about connections to other workers."""
 ELSEWHERE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))
-"""Addresses that belong to no host (RFC 5737, RFC 3849): the route to them is the route to other
-machines."""
+"""Addresses that belong to no host (RFC 5737, RFC 3849). The local address of a connection to them
+is the one used for other machines."""
 _REASON: Final = "ADDRESS_UNUSABLE"
 _UNSPECIFIED: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAddress:
-    """Address under which other machines reach this machine, and the address that its processes
-    listen on. Both are numeric."""
+    """Address at which other machines reach this machine, and the address on which its processes
+    listen. Both are numeric."""
 
     announced: str
     bound: str
@@ -50,13 +50,16 @@ class OwnAddress:
 
     @classmethod
     def find(cls, local: str | None, listen: str | None, *, towards: tuple[str, int]) -> OwnAddress:
-        """Resolves the values of `--local-addr` and `--listen-addr`, which are None if not given.
-        `towards`: host and port of the coordinator. The default address is the one on the route to
-        this host.
+        """Resolves the values of `--local-addr` and `--listen-addr`, which are None if they were
+        not given.
+
+        `towards`: host and port of the coordinator. The default is the local address of connections
+        to this host.
 
         Raises:
             ConfigurationError: this machine does not have such an address, or others cannot reach
-                it; or neither was given and there is no route to the coordinator's host.
+            it; or neither was
+                given and there is no route to the coordinator's host.
         """
         preferred = route_towards(*towards)
         bound = (
@@ -87,8 +90,9 @@ class OwnAddress:
 
 
 def route_towards(host: str, port: int) -> str | None:
-    """Returns this machine's address on the route to `host`; None if there is no route or no such
-    host. Sends nothing: connecting a datagram socket only selects the route."""
+    """Returns the local address of connections from this machine to `host`; None if there is no
+    route or no such host. Sends nothing, because connecting a datagram socket only selects the
+    route."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
@@ -105,13 +109,13 @@ def is_unspecified(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether `host`, a numeric address, can be reached only from this machine."""
+    """Returns whether only this machine can reach `host`, a numeric address."""
     parsed = _parsed(host)
     return parsed is not None and parsed.is_loopback
 
 
 def is_own(address: str) -> bool:
-    """Returns whether this machine has the numeric address, so that processes can listen on it."""
+    """Returns whether this machine has a numeric address, so that processes can listen on it."""
     try:
         with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
@@ -133,13 +137,14 @@ def interfaces() -> Mapping[str, list[str]]:
 
 
 def of_interface(name: str) -> str | None:
-    """Returns the first address of an interface of this machine; None if it has no such interface
-    or the interface has no address."""
+    """Returns the first address of one of this machine's interfaces; None if there is no such
+    interface or it has no address."""
     return next(iter(interfaces().get(name, ())), None)
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface with the numeric address; None if this machine does not have it."""
+    """Returns the interface that has a numeric address; None if this machine does not have the
+    address."""
     return next((name for name, addresses in interfaces().items() if address in addresses), None)
 
 
@@ -157,16 +162,19 @@ def resolved(name: str) -> list[str]:
 
 
 def name_for_others() -> str | None:
-    """Returns this machine's own name if other machines may be able to use it. Returns None if the
-    name cannot be resolved or resolves only to loopback addresses."""
+    """Returns this machine's name if other machines may be able to use it; None if it cannot be
+    resolved or resolves only to loopback addresses."""
     name = socket.gethostname()
     return name if any(not is_loopback(address) for address in resolved(name)) else None
 
 
 def own_host(given: str) -> str:
-    """Returns the host under which other machines reach a service on this machine. `given`: an
-    interface, whose address is returned, or a host, returned unchanged. If empty, returns this
-    machine's name, or its address on the route to other machines if that name is unusable."""
+    """Returns the host at which other machines reach a service on this machine.
+
+    `given`: an interface, whose address is returned, or a host, which is returned unchanged. If it
+    is empty, returns this machine's name or, if that is unusable, the local address of connections
+    to other machines.
+    """
     if given:
         return of_interface(given) or given
     return (
@@ -198,8 +206,8 @@ def _own(given: str, flag: str, preferred: str | None) -> str:
 
 
 def _announced(given: str, preferred: str | None) -> str:
-    """Returns the address that `given` resolves to. The address may belong to another machine, if
-    traffic sent there arrives here (NAT)."""
+    """Returns the address to which `given` resolves. Another machine may have this address, if
+    traffic sent to it arrives here (NAT)."""
     return _chosen(_candidates(given, LOCAL_ADDR), preferred)
 
 

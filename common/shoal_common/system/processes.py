@@ -1,12 +1,12 @@
 """Starts child processes that cannot outlive the process that started them, and measures the
 processor time of children.
 
-Linux only (prctl). Used for the embedded Redis-protocol server and by launchers. This module does
-not supervise the children: restarts, output and exit codes are left to the caller.
+Linux only (prctl). Used for the embedded Redis server and by launchers. This module does not
+supervise children: restarts, output and exit codes are left to the caller.
 
 The kernel ties PR_SET_PDEATHSIG to the *thread* that started the child, not to its process: when
-that thread ends, the child receives the signal. Start such children from a thread that lives at
-least as long as the children may.
+that thread ends, the child receives the signal. Start such children on a thread that lives at least
+as long as they may.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def tied_to_parent(
 
 
 def children_cpu_s() -> float:
-    """Returns the processor time, in seconds, used by the live children of this process. Omits
+    """Returns the processor time, in seconds, of the children of this process that are alive. Omits
     children that end meanwhile."""
     used = 0
     for listing in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # that thread has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             for pid in listing.read_text().split():
                 with contextlib.suppress(OSError):
                     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,18 +1,18 @@
 """Temporary directories that are removed when the process that owns them ends, even if it is
 killed.
 
-Each directory has a keeper: a separate process that waits for the owner's end and then removes the
-directory if it still exists. The keeper is started before the directory is created, in a session of
-its own, so that signals to the owner's process group or terminal do not reach it. An owner that
-closes normally removes the directory itself and ends the keeper.
+Each directory has a keeper: a separate process that waits until the owner has ended and then
+removes the directory if it still exists. The keeper is started before the directory is created, in
+a session of its own, so that signals to the owner's process group or terminal do not reach it. An
+owner that closes normally removes the directory itself and ends the keeper.
 
 If the keeper was killed too (power failure, end of a container), the next process that creates a
 directory removes the directories of dead owners. A living owner holds locks on its directory and on
-a file in the directory; the kernel releases the locks however the owner ends. The file receives its
-name only after it is locked, so a file that can be locked belongs to a dead owner. A directory
-without the file belongs to a dead owner if it can be locked after a minute (the file of a living
-owner may be gone, since systems remove old files from /tmp). Only directories of this user are ever
-removed: shoal-* with the file, and shoal-scratch-* without it.
+a file in it; the kernel releases the locks however the owner ends. The file gets its name only
+after it is locked, so a file that can be locked belongs to a dead owner. A directory without the
+file belongs to a dead owner if it can be locked after a minute (the file of a living owner may be
+gone, since systems remove old files from /tmp). Only directories of this user are removed: those
+named shoal-* that contain the file, and those named shoal-scratch-* that do not.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _PREFIX: Final = "shoal-"
 _OWN_PREFIX: Final = "shoal-scratch-"
 _LOCK: Final = ".shoal-owner"
 _UNLOCKED_S: Final = 60.0
-"""Age below which the directory of a living owner may not be locked yet; locking takes far less
-time."""
+"""Age in seconds below which the directory of a living owner may not be locked yet. Locking takes
+far less time."""
 
 # Its standard input ends with the owner and everything that the owner forked, which hold the other
 # end as well. A process started by the owner, such as a Redis server being killed by the kernel,
@@ -70,7 +70,7 @@ class ScratchDirectory:
     """A directory in the system's temporary directory, removed by `close`."""
 
     def __init__(self, purpose: str) -> None:
-        """Creates the directory. `purpose`: part of its name. Raises ConfigurationError if there is
+        """Creates the directory. `purpose`: word in its name. Raises ConfigurationError if there is
         no space or no writable directory."""
         temporary = temporary_directory()
         self.path = temporary / f"{_OWN_PREFIX}{purpose}-{secrets.token_hex(8)}"
@@ -86,7 +86,7 @@ class ScratchDirectory:
         remove_orphans()
         with contextlib.ExitStack() as undo:
             keeper = _Keeper(self.path)
-            # if mkdir fails, the helper process must not remove the existing directory
+            # if mkdir fails, the helper process must not remove a directory that exists already
             undo.callback(keeper.close)
             self.path.mkdir(mode=0o700)
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
@@ -95,18 +95,18 @@ class ScratchDirectory:
         self._finalizer = weakref.finalize(self, _remove, self.path, locks, keeper, os.getpid())
 
     def close(self) -> None:
-        """Removes the directory with its contents. Idempotent; happens automatically when this
-        object is garbage-collected, and at exit."""
+        """Removes the directory with its contents. Idempotent. This also happens when the object is
+        garbage-collected, and at exit."""
         self._finalizer()
 
 
 class _Keeper:
-    """Helper process that removes `path` if the process that started the helper ends without
-    calling `close`."""
+    """Helper process that removes `path` if the process that started it ends without calling
+    `close`."""
 
     def __init__(self, path: Path) -> None:
         """Starts the helper process. Raises OSError."""
-        # Nothing is ever written to it: the pipe ends with this process.
+        # Nothing is ever written to the pipe, which is closed when this process ends.
         self._process = subprocess.Popen(
             [sys.executable or "python3", "-I", "-S", "-c", _KEEPER, str(path)],
             stdin=subprocess.PIPE,
@@ -123,7 +123,9 @@ class _Keeper:
 
     def leave(self) -> None:
         """Detaches a forked child from the helper process, which belongs to the parent."""
-        self._process.returncode = 0  # prevents Popen's warning about a process that still runs
+        self._process.returncode = (
+            0  # prevents Popen's warning about a process that is still running
+        )
         self._close_pipe()
 
     def _close_pipe(self) -> None:
@@ -132,11 +134,13 @@ class _Keeper:
 
 
 def remove_orphans() -> None:
-    """Removes this user's scratch directories whose owners are dead."""
+    """Removes the scratch directories of this user whose owners are dead."""
     with os.scandir(tempfile.gettempdir()) as entries:
         found = [entry.path for entry in entries if entry.name.startswith(_PREFIX)]
     for path in found:
-        with contextlib.suppress(OSError):  # gone meanwhile, without a lock, or its owner lives
+        with contextlib.suppress(
+            OSError
+        ):  # the directory is gone or has no lock, or its owner is alive
             status = os.lstat(path)
             if status.st_uid == os.geteuid():
                 _remove_if_orphaned(Path(path))
@@ -148,7 +152,7 @@ def _lock(path: Path) -> tuple[int, int]:
     with contextlib.ExitStack() as undo:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         undo.callback(os.close, directory)
-        # the search for orphans skips directories as new as this one
+        # the search for orphans skips new directories such as this one
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock, unnamed = tempfile.mkstemp(dir=path)
         undo.callback(os.close, lock)

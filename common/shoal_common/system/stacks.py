@@ -1,10 +1,11 @@
-"""Python stacks of other processes of the same user, without ptrace.
+"""Reads the Python stacks of other processes of the same user, without ptrace.
 
-A process that calls `serve_stacks` opens a file in memory, and `faulthandler` writes the stacks of
-all threads to it when a real-time signal arrives. That handler is C code, so it also works while a
-thread holds Python's lock. `read_stacks` opens the file through /proc, sends the signal, and waits
-until the handler has returned. Children that the process forks (data workers) inherit both. As with
-any signal, a system call in progress may return early; Python repeats it (PEP 475). Linux only.
+A process that calls `serve_stacks` opens a file in memory. When a real-time signal arrives,
+`faulthandler` writes the stacks of all threads to the file. This handler is C code, so it works
+even while a thread holds Python's lock. `read_stacks` opens the file through /proc, sends the
+signal, and waits until the handler has returned. Children that the process forks (data workers)
+inherit both. As with any signal, a system call in progress may return early; Python repeats it (PEP
+475). Linux only.
 """
 
 from __future__ import annotations
@@ -27,35 +28,39 @@ from shoal_common.errors import DeadlineError, PreconditionError, UnknownResourc
 _SIGNAL: Final = int(signal.SIGRTMAX) - 3
 _FILE: Final = "shoal-stacks"
 _MASK: Final = 1 << (_SIGNAL - 1)
-"""Bit of the signal in the masks of /proc/PID/status."""
+"""Bit that represents the signal in the masks of /proc/PID/status."""
 _POLL_S: Final = 0.005
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
 
 
 @cache
 def serve_stacks() -> bool:
-    """Lets other processes of this user read this process's stacks from now on. Returns False, and
-    changes nothing, if the signal is in use, or if the system has no files in memory. Called once
-    per process."""
+    """Allows other processes of this user to read this process's stacks from now on. Called once
+    per process.
+
+    Returns False, and changes nothing, if the signal is in use or the system has no files in
+    memory.
+    """
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return False
     try:
         file = os.memfd_create(_FILE, os.MFD_CLOEXEC)
     except OSError:
         return False
-    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # after a reader has emptied it
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # a reader may have emptied the file
     faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=False)
     return True
 
 
 def read_stacks(pid: int, *, timeout: timedelta = timedelta(seconds=5)) -> list[str]:
-    """Returns the stacks of a process's threads, as faulthandler writes them: the main thread
-    first, the innermost call first.
+    """Returns the stacks of a process's threads, in the format of faulthandler: the main thread
+    first, each stack with the innermost call first.
 
     Raises:
         UnknownResourceError (PROCESS_UNKNOWN): there is no such process.
-        PreconditionError: it does not serve its stacks, or belongs to another user.
-        DeadlineError: it has not answered within `timeout`, for example because it is stopped.
+        PreconditionError: the process does not serve its stacks, or belongs to another user.
+        DeadlineError: the process did not respond within `timeout`, for example because it is
+        stopped.
     """
     give_up_at = time.monotonic() + timeout.total_seconds()
     with _opened(pid) as file:
@@ -127,8 +132,8 @@ def _wait(pid: int, give_up_at: float, timeout: timedelta) -> None:
         with contextlib.suppress(OSError):
             state = _field(Path(f"/proc/{pid}/status"), "State")
         raise DeadlineError(
-            f"pid {pid} has not written its stacks within {timeout.total_seconds():g} s (its state "
-            f"is {state})"
+            f"pid {pid} did not write its stacks within {timeout.total_seconds():g} s (its "
+            f"state is {state})"
         )
     time.sleep(_POLL_S)
 
@@ -140,7 +145,8 @@ def _is_pending(pid: int) -> bool:
 
 
 def _blocking(pid: int) -> set[str]:
-    """Returns the threads that block the signal, as a thread does while it handles the signal."""
+    """Returns the threads that block the signal, as a thread does while it runs the signal's
+    handler."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # that thread has ended

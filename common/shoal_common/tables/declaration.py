@@ -1,5 +1,4 @@
-"""Declaration of a sparse table as plain values: initialization, optimizer and eviction, with
-validation."""
+"""Declaration of a sparse table: its initialization, optimizer and eviction, with validation."""
 
 from __future__ import annotations
 
@@ -17,34 +16,36 @@ DEFAULT_BUCKETS: Final = 16
 MOST_BUCKETS: Final = 1024
 LARGEST_ROW_BYTES: Final = 64 << 10
 _LIMITLESS: Final = 1 << 62
-"""Upper bound for limits of rows and ages."""
+"""Exclusive upper bound for limits on rows and ages."""
 _ROW_UNCHANGED: Final = ("momentum", "dampening", "nesterov", "weight_decay")
-"""Hyperparameters that must be 0. They change rows even without a gradient, so that every step
-would have to touch all rows."""
+"""Hyperparameters that must be 0, because they change rows even without a gradient: every step
+would have to update all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """Declaration of a sparse table, without its name and shape. `contradiction` finds invalid
+    """Declaration of a sparse table, without its name and shape. `contradiction` checks the
     values."""
 
     buckets: int = DEFAULT_BUCKETS
-    """Number of partitions over which the table's rows are spread, by a hash of their ids."""
+    """Number of partitions over which the rows are spread, by a hash of their ids."""
     seed: int
-    """0 to 2**64 - 1."""
+    """Seed of the initial values, 0 to 2**64 - 1."""
     initializer: str
-    """One of INITIALIZERS."""
+    """Distribution of the initial values, one of INITIALIZERS."""
     scale: float
-    """uniform: values are in [-scale, scale); normal: the standard deviation; zeros: 0."""
+    """Size of the initial values. uniform: values are in [-scale, scale); normal: the standard
+    deviation; zeros: 0."""
     optimizer: str
-    """A key of TABLE_OPTIMIZERS."""
+    """Name of the optimizer, a key of TABLE_OPTIMIZERS."""
     hyperparameters: tuple[tuple[str, float], ...] = ()
     """All of the optimizer's hyperparameters as (name, value), sorted by name; `with_defaults`
     fills them in."""
     max_age: int = 0
-    """Number of pushes of its bucket after which a row without updates is evicted; 0: never."""
+    """A row is evicted after this number of pushes to its bucket without an update of the row; 0:
+    never."""
     max_rows: int = 0
-    """Maximum number of rows in the table, shared equally by its buckets; 0: unlimited."""
+    """Maximum number of rows in the table, divided equally among its buckets; 0: unlimited."""
 
     @property
     def declared(self) -> OptimizerDeclaration:
@@ -60,8 +61,8 @@ class TableSpec:
     def with_defaults(
         cls, *, optimizer: str, hyperparameters: Mapping[str, float], **others: Any
     ) -> TableSpec:
-        """Creates a specification and fills in default hyperparameters, so that equal tables
-        compare equal. An unknown optimizer keeps the given hyperparameters."""
+        """Creates a specification with all hyperparameters, so that equal tables compare equal. If
+        the optimizer is unknown, keeps the given ones."""
         declared = TABLE_OPTIMIZERS.get(optimizer)
         values = {
             **(declared.defaults if declared is not None else {}),
@@ -97,12 +98,12 @@ class TableSpec:
         return cls(**{**value, "hyperparameters": pairs})
 
     def to_json(self) -> dict[str, Any]:
-        """Converts the specification to plain JSON values."""
+        """Converts the specification to JSON-compatible values."""
         return asdict(self)
 
     def contradiction(self) -> str:
-        """Returns what is wrong with the first invalid field: its name, its value and the
-        expectation. Returns an empty string if all fields are valid."""
+        """Returns what is wrong with the first invalid field (its name, its value and the
+        expectation); empty if all fields are valid."""
         if not 1 <= self.buckets <= MOST_BUCKETS:
             return f"buckets={self.buckets}: expected 1 to {MOST_BUCKETS}"
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:

@@ -1,11 +1,12 @@
-"""Safetensors file of one bucket of a table, as exchanged with a parameter server and stored in a
-checkpoint.
+"""File of one bucket of a sparse table, in the safetensors format. It is exchanged with a parameter
+server and stored in checkpoints.
 
-Tensors: `ids` (int64, ascending), `updated_at` (int64: the step of each row's last update), `rows`
-(float32, `[n, dim]`), and the optimizer's state per row, `state/NAME` (float32, `[n, dim]` or
-`[n]`). Metadata: `table`, `bucket` (its index), `buckets` (how many the table has), and `version`,
-which is one more than the bucket's number of pushes. This module writes the format itself to avoid
-copying arrays. Parsing is strict. Any safetensors tool can read the file.
+Tensors: `ids` (int64, ascending), `updated_at` (int64: the step in which each row was last
+updated), `rows` (float32, `[n, dim]`), and the optimizer's state per row, `state/NAME` (float32,
+`[n, dim]` or `[n]`). Metadata: `table`, `bucket` (index of the bucket), `buckets` (number of
+buckets of the table), and `version`, which is one more than the number of pushes to the bucket.
+This module writes the format itself, to avoid copying arrays. Parsing is strict. Any safetensors
+tool can read the file.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class BucketImage:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBucket:
-    """Encoded bucket file, as a sequence of buffers in their original memory."""
+    """An encoded bucket file, as a sequence of buffers that are not copied."""
 
     parts: tuple[memoryview, ...]
 
@@ -103,8 +104,8 @@ def read_bucket(data: memoryview) -> BucketImage:
         begin = 8 + int.from_bytes(data[:8], "little")
         if begin > min(data.nbytes, 8 + _LONGEST_HEADER):
             raise ValueError(
-                f"the header claims {begin - 8} bytes; expected at most {_LONGEST_HEADER}, and no "
-                f"more than the file's {data.nbytes} bytes"
+                f"the file declares a header of {begin - 8} bytes; expected at most "
+                f"{_LONGEST_HEADER}, and no more than the file's {data.nbytes} bytes"
             )
         entries = json.loads(bytes(data[8:begin]))
         metadata = entries.pop("__metadata__")

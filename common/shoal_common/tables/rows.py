@@ -1,10 +1,10 @@
-"""Trained rows of a table, or of one of its buckets: values, optimizer state, and the step of each
-row's last update.
+"""Trained rows of a table or of one of its buckets: their values, their optimizer state, and the
+step in which each was last updated.
 
-Rows are in slots 0 to n - 1 of growing arrays; an open-addressing hash table finds the slots of an
-entire batch at a time. Results depend only on ids and never on slots, so that saved and restored
-rows continue identically to the last bit. The arithmetic is torch's own: the rows of an update are
-gathered, stepped by a torch optimizer as one tensor, and written back.
+Rows are in slots 0 to n - 1 of growing arrays. An open-addressing hash table finds the slots of a
+batch of ids at once. Results depend only on ids, never on slots, so that training with restored
+rows continues bitwise identically. torch performs the arithmetic: the rows of an update are
+gathered, updated by a torch optimizer as one tensor, and written back.
 
 A `Rows` object belongs to one thread.
 """
@@ -32,8 +32,8 @@ _SECRET: Final = np.uint64(secrets.randbits(64))
 """Random number of this process, which makes positions in the hash table unpredictable."""
 Slots = npt.NDArray[np.int64]
 _PARTS: Final = 16
-"""Number of batches into which the limit is divided for eviction. Each eviction scans all rows, so
-it removes a sixteenth of the limit at once."""
+"""Each eviction removes this fraction (a sixteenth) of the maximum number of rows at once, because
+it must scan all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,27 +42,27 @@ class RowsImage:
 
     ids: Ids
     values: Values
-    """`[n, dim]`."""
+    """Values of the rows, `[n, dim]`."""
     state: Mapping[str, Values]
-    """Optimizer state by torch's names: `[n, dim]`, or `[n]` if a row has one number."""
+    """Optimizer state by torch's names: `[n, dim]`, or `[n]` if there is one number per row."""
     updated_at: npt.NDArray[np.int64]
-    """Step of each row's last update."""
+    """Step in which each row was last updated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsUpdate:
-    """New values and state of the rows affected by an update."""
+    """New values and state of the rows that an update affects."""
 
     values: Values
     state: Mapping[str, Values]
 
 
 class Rows:
-    """Trained rows by id. The owner numbers steps from 1 and makes one update per step; steps
+    """Trained rows by id. The owner numbers steps from 1 and makes one update per step. Steps
     without rows count too."""
 
     def __init__(self, spec: TableSpec, dim: int, image: RowsImage | None = None) -> None:
-        """`image`: rows to start with; None: no rows."""
+        """`image`: rows to begin with; None: none."""
         self._spec = spec
         self._dim = dim
         declared = spec.declared
@@ -93,13 +93,13 @@ class Rows:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row, including the row's entry in the hash table."""
+        """Number of bytes per row, including its entry in the hash table."""
         state = sum(4 * math.prod(self.state_shape(name)) for name in self._state)
         return 4 * self._dim + state + 2 * 8 + 4 * 4
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of all rows, including spare capacity."""
+        """Number of bytes of memory for all rows, including unused capacity."""
         return self._table.nbytes + sum(array.nbytes for array in self._arrays())
 
     @property
@@ -114,13 +114,13 @@ class Rows:
         return tuple(self._state)
 
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of one row's part of a state tensor: `(dim,)`, or `()` for one
+        """Returns the shape of a state tensor's part for one row: `(dim,)`, or `()` for one
         number."""
         return tuple(self._state[name].shape[1:])
 
     def values(self, ids: Ids) -> Values:
-        """Returns the values of rows by id, `[len(ids), dim]`, in a new array. Rows that are not
-        stored have their initial values. Ids may repeat."""
+        """Returns the values of the rows with the given ids, `[len(ids), dim]`, in a new array.
+        Rows that are not stored have their initial values. Ids may occur several times."""
         return self._values_at(ids, self._find(ids))
 
     def _values_at(self, ids: Ids, slots: Slots) -> Values:
@@ -143,8 +143,8 @@ class Rows:
         )
 
     def misfit(self, image: RowsImage) -> str:
-        """Returns why an image cannot belong to this table: shapes or types of its arrays,
-        duplicate or unsorted ids. Empty if the image fits."""
+        """Returns why an image cannot belong to this table: wrong shapes or dtypes, or ids that are
+        not unique and ascending. Empty if it can."""
         count = len(image.ids)
         expected: dict[str, tuple[tuple[int, ...], Any]] = {
             "ids": ((count,), np.int64),
@@ -182,7 +182,7 @@ class Rows:
         return int((self._find(ids) < 0).sum())
 
     def reserve(self, more: int) -> None:
-        """Reserves space for additional rows. After a MemoryError nothing has changed."""
+        """Reserves space for `more` rows. If this raises MemoryError, nothing has changed."""
         needed = self._count + more
         if needed > len(self._ids):
             room = max(needed, len(self._ids) * 3 // 2, _FEWEST)
@@ -195,8 +195,10 @@ class Rows:
             self._table = _SlotTable(self._ids[: self._count], room=needed)
 
     def updated(self, ids: Ids, gradients: Values, step: int) -> RowsUpdate:
-        """Computes the result of an update without changing any row. `ids`: distinct ids.
-        `gradients`: `[len(ids), dim]`. `step`: number of the step."""
+        """Computes the result of an update without changing any row.
+
+        `ids`: distinct ids. `gradients`: `[len(ids), dim]`. `step`: number of the step.
+        """
         return self._updated(ids, self._find(ids), gradients, step)
 
     def _updated(self, ids: Ids, slots: Slots, gradients: Values, step: int) -> RowsUpdate:
@@ -213,8 +215,8 @@ class Rows:
         )
 
     def update(self, ids: Ids, gradients: Values, step: int) -> None:
-        """Applies the update with number `step`, and evicts rows that are due. Raises MemoryError
-        if the space was not reserved."""
+        """Applies the update of step `step`, and evicts rows that are due. Raises MemoryError if
+        the space was not reserved."""
         if len(ids):
             slots = self._find(ids)
             made = self._updated(ids, slots, gradients, step)
@@ -254,8 +256,8 @@ class Rows:
     # ------------------------------------------------------------------------------------- evicting
 
     def _evict(self, step: int) -> None:
-        """Evicts rows beyond the limits of age and number. The result depends only on the steps of
-        the last updates and on `step`, so a repetition evicts the same rows."""
+        """Evicts rows that are too old or too many. The result depends only on `step` and on when
+        rows were last updated, so repeating an update evicts the same rows."""
         age = self._spec.max_age
         if age and step % max(1, age // _PARTS) == 0:
             self._drop(self._updated_at[: self._count] <= step - age)
@@ -264,8 +266,8 @@ class Rows:
             self._drop(self._oldest(self._count - most + most // _PARTS))
 
     def _oldest(self, count: int) -> npt.NDArray[np.bool_]:
-        """Returns a mask of the slots of the `count` least recently updated rows. Among rows
-        updated in the same step, those with the smallest ids are selected."""
+        """Returns a mask of the slots of the `count` rows whose last update is longest ago. Of rows
+        last updated in the same step, those with the smallest ids are selected."""
         updated_at = self._updated_at[: self._count]
         border = np.partition(updated_at, count - 1)[count - 1]
         chosen: npt.NDArray[np.bool_] = updated_at < border
@@ -275,7 +277,7 @@ class Rows:
         return chosen
 
     def _drop(self, gone: npt.NDArray[np.bool_]) -> None:
-        """Removes the rows selected by the mask `gone`; rows of the last slots move into the
+        """Removes the rows selected by the mask `gone`. Rows in the last slots move into the
         gaps."""
         if not gone.any():
             return
@@ -285,21 +287,20 @@ class Rows:
         for array in self._arrays():
             array[holes] = array[movers]
         self._count = left
-        # as large as the space for rows, which may already be reserved
+        # keeps the size of the reserved space
         self._table = _SlotTable(self._ids[:left], room=len(self._ids))
 
     # -------------------------------------------------------------------------------------- finding
 
     def _arrays(self) -> list[npt.NDArray[Any]]:
-        """Returns all arrays of row data. In each array, the entry of a row is at the row's
-        slot."""
+        """Returns all arrays with data of rows. In each of them, a row is at its slot."""
         return [self._ids, self._values, self._updated_at, *self._state.values()]
 
     def _find(self, ids: Ids) -> Slots:
         return self._table.find(ids, self._ids)
 
     def _add(self, ids: Ids, slots: Slots) -> None:
-        """Assigns a slot to each id without one, and writes it to `slots`."""
+        """Assigns a slot to each id that has none, and writes it to `slots`."""
         fresh = np.flatnonzero(slots < 0)
         if len(fresh):
             self.reserve(len(fresh))
@@ -326,12 +327,12 @@ class Rows:
 
 
 class _SlotTable:
-    """Finds slots by id: open addressing with linear probing, in arrays. The ids themselves are
-    stored by `Rows`."""
+    """Hash table from id to slot: open addressing with linear probing, in arrays. `Rows` stores the
+    ids themselves."""
 
     def __init__(self, ids: Ids, *, room: int) -> None:
         """`ids`: ids of the slots 0, 1, 2, ... `room`: maximum number of rows."""
-        # At most half full, so that few lookups need more than one probe.
+        # The table is at most half full, so that few lookups need more than one probe.
         self._slots = np.full(
             1 << (2 * max(room, len(ids), _FEWEST) - 1).bit_length(), _NO_SLOT, dtype=np.int32
         )
@@ -339,7 +340,7 @@ class _SlotTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table of slots, without the rows."""
+        """Number of bytes of the hash table, without the rows."""
         return self._slots.nbytes
 
     def has_room(self, rows: int) -> bool:
@@ -347,7 +348,8 @@ class _SlotTable:
         return 2 * rows <= len(self._slots)
 
     def find(self, wanted: Ids, ids: Ids) -> Slots:
-        """Returns the slot of each wanted id; _NO_SLOT for a missing id. `ids`: ids by slot."""
+        """Returns the slot of each wanted id; _NO_SLOT for an id that is not in the table. `ids`:
+        ids by slot."""
         found = np.full(len(wanted), _NO_SLOT, dtype=np.int64)
         places = self._first(wanted)
         searching = np.arange(len(wanted))
@@ -362,21 +364,21 @@ class _SlotTable:
         return found
 
     def enter(self, ids: Ids, slots: Slots) -> None:
-        """Inserts ids with their slots. The ids must not be in the table yet."""
+        """Inserts ids with their slots. The ids must not be in the table."""
         places = self._first(ids)
         waiting = np.arange(len(ids))
         while len(waiting):
             at = places[waiting]
             free = self._slots[at] == _NO_SLOT
             self._slots[at[free]] = slots[waiting[free]]
-            # If several ids wanted the same place, one of them has it now.
+            # If several ids were to be inserted at the same position, one of them is there now.
             waiting = waiting[self._slots[at] != slots[waiting]]
             places[waiting] = (places[waiting] + 1) & (len(self._slots) - 1)
 
     def _first(self, ids: Ids) -> Slots:
-        """Returns the first place to probe for each id. The places depend on a secret, so that
-        nobody can choose ids that all collide. The secret affects only where rows are stored, not
-        any visible result."""
+        """Returns the first position to probe for each id. It depends on a secret, so that nobody
+        can choose ids that all collide. The secret affects only where rows are stored, not the
+        results."""
         return (mixed(hashed(ids) ^ _SECRET) >> np.uint64(32)).astype(np.int64) & (
             len(self._slots) - 1
         )

@@ -1,9 +1,9 @@
-"""Functions of row ids alone: the bucket of a row, and its initial values.
+"""Computes the bucket and the initial values of rows from their ids.
 
-Both functions return the same bits on every machine: they use only integers, and one float64
-product that is rounded to float32. The generator is counter-based: splitmix64's last mixing step
-(Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) over seed, id
-and the element's index, so that any row can be generated independently.
+The results are the same bits on every machine: only integers are used, and one float64 product that
+is rounded to float32. The generator is counter-based: it applies splitmix64's last mixing step
+(Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) to seed, id
+and element index, so that any row can be generated independently of others.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ _Words = npt.NDArray[np.uint64]
 
 _GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _TWELVE: Final = 12
-"""Number of uniform numbers that are added to approximate a normal distribution. Their sum has
-variance 1 and never exceeds six standard deviations."""
+"""Number of uniform numbers that are added to approximate a normally distributed one. Their sum has
+variance 1 and is never more than six standard deviations from the mean."""
 _MOST_AT_ONCE: Final = 1 << 18
-"""Number of elements generated at a time, so that temporaries stay in the processor's cache."""
+"""Number of elements that are generated at a time, so that temporary arrays stay in the processor's
+cache."""
 
 
 def mixed(words: _Words) -> _Words:
-    """Mixes 64-bit words as splitmix64 does: a permutation that decorrelates neighbours."""
+    """Mixes 64-bit words as splitmix64 does: a permutation after which similar words are
+    uncorrelated."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -38,15 +40,15 @@ def hashed(ids: Ids) -> _Words:
 
 
 def buckets_of(ids: Ids, buckets: int) -> npt.NDArray[np.int64]:
-    """Returns for each id the index of its bucket."""
+    """Returns the index of each id's bucket."""
     return (hashed(ids) % np.uint64(buckets)).astype(np.int64)
 
 
 def initial_rows(ids: Ids, dim: int, *, seed: int, initializer: str, scale: float) -> Values:
     """Returns the initial values of rows, `[len(ids), dim]`.
 
-    "uniform": 24 random bits each, in [-scale, scale). "normal": the centered sum of twelve numbers
-    of 16 random bits each, of variance 1 to a billionth; times `scale`. "zeros": zeros.
+    "uniform": numbers of 24 random bits in [-scale, scale). "normal": the centered sum of twelve
+    numbers of 16 random bits, whose variance is 1 up to a billionth, times `scale`. "zeros": zeros.
     """
     if initializer == "zeros":
         return np.zeros((len(ids), dim), dtype=np.float32)

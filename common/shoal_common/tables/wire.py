@@ -1,5 +1,5 @@
-"""Wire format of rows: the ids and gradients of a push (PushHeader.rows), and the ids of a pull
-(PartitionPull.ids)."""
+"""Format in which rows are sent: the ids and gradients of a push (PushHeader.rows), and the ids of
+a pull (PartitionPull.ids)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal_common.tables.values import Ids, Values, buckets_of
 
 
 def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
-    """Adds the gradients of repeated ids in the given order. Returns the distinct ids, ascending,
-    and their gradients `[n, dim]`."""
+    """Adds up the gradients of ids that occur several times, in the given order. Returns the
+    distinct ids, ascending, and their gradients `[n, dim]`."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     first = (
@@ -25,8 +25,7 @@ def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
 
 
 def by_bucket(ids: Ids, buckets: int) -> list[npt.NDArray[np.int64]]:
-    """Groups ids by bucket. Returns, for each bucket, the indices of its ids in the original
-    order."""
+    """Groups ids by bucket. Returns for each bucket the positions of its ids in `ids`."""
     numbers = buckets_of(ids, buckets)
     order = np.argsort(numbers, kind="stable")
     bounds = np.searchsorted(numbers[order], np.arange(1, buckets))
@@ -34,8 +33,8 @@ def by_bucket(ids: Ids, buckets: int) -> list[npt.NDArray[np.int64]]:
 
 
 def pushed_payload(ids: Ids, gradients: Values) -> memoryview:
-    """Returns the payload of a push of rows: their distinct ids, ascending, followed by their
-    gradients."""
+    """Returns the payload of a push: the distinct ids, ascending, followed by the gradients of
+    their rows."""
     return memoryview(
         ids.astype("<i8", copy=False).tobytes() + gradients.astype("<f4", copy=False).tobytes()
     )

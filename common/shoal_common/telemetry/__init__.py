@@ -1,5 +1,5 @@
-"""Telemetry of a service: log lines, and metrics over HTTP. The metrics of its gRPC calls are in
-`shoal_common.rpc.metrics`."""
+"""Logs of a service, and its metrics over HTTP. `shoal_common.rpc.metrics` has the metrics of its
+gRPC calls."""
 
 from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, serve_metrics
 from shoal_common.telemetry.logs import configure_logging

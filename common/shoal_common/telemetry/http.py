@@ -1,10 +1,10 @@
-"""Small HTTP server beside every gRPC service: `/metrics`, `/healthz` and a service's own GET
-routes (the coordinator's `/sd`, and its status page).
+"""Small HTTP server of each service, in addition to gRPC: `/metrics`, `/healthz` and GET routes of
+the service (the coordinator's `/sd` and its status page).
 
-Threaded, using the standard library: a scrape arrives every few seconds and must be answered even
-while the event loop is busy. Routes therefore run concurrently on threads of this server. It is for
-operators and Prometheus, not for data. It has no TLS: put a proxy in front of it, or keep it on a
-private network.
+It uses threads and the standard library: a scrape arrives every few seconds and must be answered
+even while the event loop is busy. Routes therefore run concurrently on threads of this server. It
+is for operators and Prometheus, not for data. It has no TLS: put a proxy in front of it, or keep it
+on a private network.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S: Final = 10
 _BACKLOG: Final = 128
-"""Maximum number of connections waiting to be accepted. A burst beyond the backlog loses its first
-packets, which clients repeat after a second."""
+"""Maximum number of connections that wait to be accepted. Of a larger burst, the kernel drops
+packets, which clients send again after a second."""
 _MOST_OPEN: Final = 64
-"""Number of open connections up to which slow ones are tolerated. Beyond it, the oldest connections
-are closed, so that clients that send their requests slowly or never cannot keep others out."""
+"""Number of open connections above which the oldest ones are closed, so that clients which send
+their requests slowly or never cannot keep others out."""
 _MOST_SERVED: Final = 256
 """Maximum number of connections with a thread, including closed ones whose routes are still
-waiting. Further ones are closed at once."""
+running. Any further connection is closed at once."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class HttpResponse:
 
 
 Route = Callable[[HttpRequest], HttpResponse]
-"""Function that answers the GET requests of one path, on a thread of the HTTP server.
-UnknownResourceError becomes 404, InvalidRequestError 400, UnavailableError 503, everything else
-500."""
+"""Function that responds to the GET requests of one path, on a thread of the HTTP server.
+UnknownResourceError becomes status 404, InvalidRequestError 400, UnavailableError 503, everything
+else 500."""
 
 
 class HttpServer:
-    """A running HTTP server, as a context manager. `close()` is idempotent and waits for the
-    listening thread."""
+    """A running HTTP server. A context manager. `close()` is idempotent and waits for the listening
+    thread."""
 
     def __init__(self, server: ThreadingHTTPServer) -> None:
         self._server = server
@@ -102,7 +102,7 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """Address that the server listens on, host:port."""
+        """Address (host:port) on which the server listens."""
         return str(Address(str(self._server.server_address[0]), self.port))
 
     def close(self) -> None:
@@ -114,8 +114,8 @@ class HttpServer:
         self._server.server_close()
 
     def _serve(self) -> None:
-        # Not serve_forever, which wakes up several times a second to check whether it must end:
-        # every worker has one of these servers.
+        # serve_forever is not used, because it wakes up several times a second to check whether it
+        # must end, and every worker has one of these servers.
         while not self._closed:
             self._server.handle_request()
 
@@ -142,14 +142,23 @@ def serve_metrics(
     without_token: Collection[str] = (),
     checking_job: Collection[str] = (),
 ) -> HttpServer:
-    """Starts an HTTP server, which serves until it is closed. `listen`: host:port; port 0 means a
-    free port (`.port`).
+    """Starts an HTTP server, which runs until it is closed. Raises ConfigurationError if the
+    address cannot be bound.
 
-    `unhealthy`: returns the reason for which /healthz answers 503; None: it answers 200. `tokens`:
-    unless open, every path except /healthz and `without_token` requires a token, of any role.
-    `job`: the only job shown by the pages; None: they show all jobs, and a token for a single job
-    is refused. `checking_job`: paths that accept such a token, because their routes check the
-    request's holder. Raises ConfigurationError if the address cannot be bound.
+    Args:
+        listen: address (host:port) to listen on; port 0 means a free port (`.port`).
+        registry: metrics to serve.
+        routes: path -> function that responds to its requests.
+        unhealthy: returns the reason for which /healthz responds with 503; None: it responds with
+        200.
+        tokens: accepted tokens. Unless the table is open, every path except /healthz and
+        `without_token` requires a
+            token, with any role.
+        job: the only job that the pages show; None: they show all jobs, and a token for a single
+        job is rejected.
+        without_token: paths that need no token.
+        checking_job: paths that accept a token for a single job, because their routes check the
+        request's holder.
     """
     address = parse_address(listen)
     table: dict[str, Route] = {
@@ -180,7 +189,7 @@ def serve_metrics(
 
 
 class _BoundedServer(ThreadingHTTPServer):
-    """HTTP server with one thread per connection, up to a limit."""
+    """HTTP server with one thread per connection and a limited number of connections."""
 
     daemon_threads = True
     block_on_close = False
@@ -201,7 +210,7 @@ class _BoundedServer(ThreadingHTTPServer):
             if not too_many:
                 self._served[request] = None
             for connection in slow:
-                with contextlib.suppress(OSError):  # its peer has gone
+                with contextlib.suppress(OSError):  # the peer has disconnected
                     connection.shutdown(socket.SHUT_RDWR)
         if too_many:
             super().shutdown_request(request)
@@ -246,8 +255,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         for name, value in response.headers.items():
             self.send_header(name, value)
-        # One request per connection: an idle one would occupy a thread, and scrapes are seconds
-        # apart.
+        # Each connection carries one request: an idle connection would occupy a thread, and scrapes
+        # are seconds apart.
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(response.body)

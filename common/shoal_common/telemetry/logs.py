@@ -59,7 +59,7 @@ def configure_logging(service: str, level: str = "INFO") -> None:
 
 
 def _value(value: object) -> str:
-    """Returns the text of a value, in quotes if its end would otherwise be ambiguous."""
+    """Returns a value as text, in quotes if it would otherwise be unclear where it ends."""
     text = str(value)
     if text and not any(character.isspace() or character in '"=' for character in text):
         return text

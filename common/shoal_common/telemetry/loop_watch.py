@@ -1,5 +1,5 @@
-"""Logs the stack of an event loop that is blocked, so that a service that does not answer names the
-line in which it hangs."""
+"""Logs the stack of an event loop that is blocked, so that the log of a service that does not
+respond shows the line at which it hangs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ logger = logging.getLogger(__name__)
 
 _MOST_FRAMES: Final = 20
 _AGAIN_S: Final = 60.0
-"""Minimum interval between two reports."""
+"""Minimum time in seconds between two reports."""
 
 
 class LoopWatch:
-    """Watches the running event loop on a thread of its own, until `close`.
+    """Watches the running event loop on a separate thread, until `close`.
 
-    The loop sets a mark several times per `after`. If the mark is older than `after`, the thread
-    logs what the loop's thread executes, innermost call first, at most once a minute. A call that
-    holds Python's lock blocks the watching thread too, and is logged without a stack when it
-    returns.
+    The loop records the time several times per `after`. If the record is older than `after`, the
+    thread logs what the loop's thread is executing, innermost call first, at most once a minute. A
+    call that holds Python's lock blocks the watching thread too; it is logged without a stack once
+    it has returned.
     """
 
     def __init__(self, name: str, *, after: timedelta = timedelta(seconds=5)) -> None:
-        """Starts to watch. Called on the loop's thread. `name`: name of the service, used in
-        logs."""
+        """Starts to watch. Called on the loop's thread. `name`: name of the service, used in logs.
+        `after`: time after which the loop counts as blocked."""
         self._name, self._after_s = name, after.total_seconds()
         self._loop = asyncio.get_running_loop()
         self._native_id, self._ident = threading.get_native_id(), threading.get_ident()
@@ -66,7 +66,7 @@ class LoopWatch:
             now = time.monotonic()
             blocked_s, late = now - self._turned_at, now > looked_at + self._after_s
             looked_at = now
-            if late:  # the process was stopped, or a call held Python's lock: the stack is another
+            if late:  # the process was stopped, or a call held Python's lock: not the current stack
                 continue
             if blocked_s > self._after_s and now >= self._reported_at + _AGAIN_S:
                 self._reported_at = now

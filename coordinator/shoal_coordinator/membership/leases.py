@@ -1,4 +1,5 @@
-"""Leases batches to members: applies one request to the job's ledgers (batches.py)."""
+"""Leases batches to members: applies a request to the working copies of a job's leases
+(batches.py)."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     members = 1 if draft.generation is None else max(1, len(draft.generation.ranks))
     ledger.keeps_pace(event.member_id, event.batch_ms)
     if repeated is None:
-        # a returned batch may have been leased to this member again, in the answer that was lost
+        # the lost response may already have leased a returned batch to this member again
         ledger.take_back(event.member_id, event.returned if event.want or event.keep else None)
     batches = (
         repeated.batches

@@ -1,10 +1,10 @@
 """Rules about a job's runs: when the next run begins, and to which run a caller belongs
 (docs/explanation/membership.md#runs).
 
-A run ends only when its script finishes, when it fails, or when it is stopped. A caller that
-creates the job before its newest run has ended joins that run; a run whose processes were all
-killed therefore continues with the processes that are started next. A caller that creates the job
-after the end of the newest run begins the next run.
+A run ends only when its script finishes, when it fails, or when it is stopped. Creating a job whose
+newest run has not ended means joining that run, so a run whose processes were all killed continues
+with the processes that are started next. Creating a job whose newest run has ended begins the next
+run.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ _ENDED: Final = {
 }
 
 Runs = Draft | JobState
-"""An object that knows the runs of a job."""
+"""A state of a job, which records its runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunGranted:
-    """Outcome of a RunWanted event: the caller belongs to this run from now on."""
+    """Outcome of a RunWanted event: the caller takes part in this run."""
 
     run: RunId
     begun: bool
-    """True if this event began the run, or resumed it after it had ended."""
+    """True if this event began the run, or resumed it after its end."""
     previous: PastRun | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnding:
-    """Outcome of a RunWanted event if the newest run has ended but has remaining members. The
-    caller should retry."""
+    """Outcome of a RunWanted event if the newest run has ended but some of its members have not
+    left. The caller should retry."""
 
     why: str
 
 
 def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Decides which run the creator of an existing job receives: the newest run, or the next one,
-    which then begins."""
+    """Decides in which run the caller takes part that creates an existing job: the newest one, or
+    the next one, which then begins."""
     if event.follow and event.run is not None:
         return _follow(draft, event, event.run)
     asked, newest = event.run, draft.run.number
@@ -90,12 +90,12 @@ def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def check_run(draft: Draft, event: OfRun) -> None:
-    """Raises PreconditionError unless the event's originator belongs to the newest run. Raises
-    UnavailableError for a server that may belong to the newest run later.
+    """Raises PreconditionError if the event comes from a participant of a run other than the
+    newest. Raises UnavailableError for a server that may belong to the newest run later.
 
-    A member that worked in a run lost by Redis makes that run the newest again, as long as nobody
-    has trained in a later run. Meanwhile a server of the lost run waits for its members or, if no
-    run continues, for the run that is started next.
+    If Redis has lost a run and one of its members returns, that run becomes the newest again,
+    provided that nobody has trained in a later run. Until then a server of the lost run waits for
+    its members or, if no run continues, for the run that is started next.
     """
     run, reported = event.run, event.event
     if is_current(draft, run):
@@ -114,7 +114,7 @@ def check_run(draft: Draft, event: OfRun) -> None:
 
 
 def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Begins the run that follows the newest one."""
+    """Begins the run after the newest one."""
     if _goes_on(draft):
         if draft.members:
             raise PreconditionError(
@@ -127,8 +127,8 @@ def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
         draft.stop_reason = f"it had no members left when run {draft.run.number + 1} was requested"
     elif draft.members:
         return _ending(draft)
-    # Redis's clock may have been set back, and the launchers' own job treats the later start as
-    # newer.
+    # Redis's clock may have been set back, but the launchers' own job needs a later start time to
+    # recognize the newer run.
     began_unix_ms = max(draft.now.unix_ms, draft.ended_unix_ms, draft.run.began_unix_ms + 1)
     _begin(draft, event.spec, RunId(number=draft.run.number + 1, began_unix_ms=began_unix_ms))
     return _granted(draft, begun=True)
@@ -163,7 +163,7 @@ def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEnding:
-    """Makes the launchers' own job follow a run of the job for which the launchers start workers.
+    """Makes the launchers' own job follow a run of the job whose workers the launchers start.
     `run`: the run to follow."""
     if is_current(draft, run):
         if _goes_on(draft):
@@ -187,8 +187,8 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
 
 
 def _may_come_back(draft: Draft, run: RunId) -> bool:
-    """Returns whether `run` may be a run that Redis has lost and that is newer than every run in
-    which anybody is known to have trained."""
+    """Returns whether Redis may have lost `run`, and `run` is newer than all runs in which anyone
+    is known to have trained."""
     known_ends = [past.ended_unix_ms for past in draft.past_runs]
     if not _goes_on(draft):
         known_ends.append(draft.ended_unix_ms)
@@ -202,8 +202,8 @@ def _may_come_back(draft: Draft, run: RunId) -> bool:
 
 
 def _has_worked_in_it(draft: Draft, event: MemberJoined) -> bool:
-    """Returns whether a member of a run lost by Redis is admitted and makes the run current again.
-    A refused member changes nothing, including the current run."""
+    """Returns whether the event is from a member of a run lost by Redis, which is admitted and
+    makes that run the newest. A member that is refused changes nothing."""
     lost = event.last_generation - draft.number
     known = _goes_on(draft) and (
         event.identity.member_id in draft.members or event.identity.member_id in draft.departed
@@ -227,8 +227,8 @@ def _goes_on(draft: Draft) -> bool:
 
 
 def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:
-    """Begins a run. Members and servers that are still connected belong to the previous run, so
-    their sessions end."""
+    """Begins a run. Ends the sessions of members and servers that are still connected, since they
+    belong to the previous run."""
     before, members, servers = (
         draft.run,
         list(draft.members),
@@ -243,7 +243,7 @@ def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:
 
 
 def _reopen(draft: Draft, spec: JobSpec) -> None:
-    """Reopens a run that had ended, with its generations, servers and leases."""
+    """Reopens a run that has ended, with its generations, servers and leases."""
     draft.spec, draft.phase, draft.departing = spec, JobPhase.WAITING, False
     draft.ending, draft.stop_reason, draft.ended_unix_ms = JobEnding.NONE, "", 0
     draft.records.append(Record(kind="run_resumed", generation=draft.number))
@@ -251,7 +251,7 @@ def _reopen(draft: Draft, spec: JobSpec) -> None:
 
 
 def _ending(draft: Draft) -> RunEnding:
-    """Returns the answer for an ended run with remaining members, and evicts members that were
+    """Returns the outcome for a run that has ended but has members left. Evicts members that were
     silent for longer than a lease."""
     why = (
         f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), "
@@ -275,7 +275,7 @@ def _ending(draft: Draft) -> RunEnding:
 
 
 def same_run(one: RunId, other: RunId) -> bool:
-    """Returns whether both ids name the same run. An unknown start time matches any other."""
+    """Returns whether two ids refer to the same run. An unknown start time equals any other."""
     known = one.began_unix_ms == other.began_unix_ms or 0 in (
         one.began_unix_ms,
         other.began_unix_ms,
@@ -289,15 +289,16 @@ def is_current(job: Runs, run: RunId) -> bool:
 
 
 def find_past(job: Runs, run: RunId) -> PastRun | None:
-    """Returns the record of a past run. Returns None if `run` is the newest run or is not on
-    record."""
+    """Returns the record of a past run; None if `run` is the newest run or there is no record of
+    it."""
     if is_current(job, run):
         return None
     return next((past for past in job.past_runs if same_run(past.run, run)), None)
 
 
 def not_current(job: Runs, run: RunId, now: Now) -> PreconditionError:
-    """Returns the error that explains why a caller from a run other than the newest is refused."""
+    """Returns the error for a caller from a run other than the newest, which says what became of
+    that run."""
     newest = f"the newest one is run {job.run}"
     past = find_past(job, run)
     if past is not None:
@@ -308,7 +309,8 @@ def not_current(job: Runs, run: RunId, now: Now) -> PreconditionError:
         )
     if run.number < job.run.number:
         return PreconditionError(
-            f"run {run} of job {job.spec.job_id} has ended (how is no longer known); {newest}",
+            f"run {run} of job {job.spec.job_id} has ended, but its outcome is no longer "
+            f"recorded; {newest}",
             reason=Refusal.RUN_ENDED,
         )
     return PreconditionError(
@@ -326,7 +328,8 @@ def _granted(draft: Draft, *, begun: bool) -> RunGranted:
 
 
 def _ended(draft: Draft, run: RunId) -> PreconditionError:
-    """Returns the error for a request that needs the newest run after that run has ended."""
+    """Returns the error for a request that is possible only during a run, after the newest run has
+    ended."""
     return PreconditionError(
         f"run {run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and "
         "no newer run has begun",
@@ -353,6 +356,6 @@ def _check_spec(draft: Draft, spec: JobSpec) -> None:
 
 
 def _members(draft: Draft) -> str:
-    """Returns a list of the members' hosts, for people."""
+    """Returns a human-readable list of the members' hosts."""
     hosts = sorted({member.identity.host for member in draft.members.values()})
     return ", ".join(hosts[:_MOST_NAMED]) + (", ..." if len(hosts) > _MOST_NAMED else "")

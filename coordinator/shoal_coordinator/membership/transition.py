@@ -1,5 +1,5 @@
-"""Single entry point of the core: maps a job's state and new events to the next state and the
-resulting actions."""
+"""Single entry point of the core: maps the state of a job and new events to the next state and to
+the actions that follow."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class Transition:
 
     state: JobState
     outcomes: tuple[Outcome, ...]
-    """One outcome per event, in order."""
+    """One outcome per event, in the order of the events."""
     effects: tuple[Effect, ...]
-    """Effects to carry out, in order, once the changes are on disk."""
+    """Actions to carry out, in this order, once the changes have been written."""
     records: tuple[Record, ...]
     """Entries for the event log."""
     changes: Changes
     reasons: tuple[str, ...]
-    """Explanations of the decisions, for people."""
+    """Human-readable explanations of the decisions, for the log."""
 
 
 def transition(
@@ -116,12 +116,19 @@ def transition(
     nonce: str,
     policy: Policy | None = None,
 ) -> Transition:
-    """Applies the events since the last transition to the state, in order, and then forms a
-    generation if one is due.
+    """Applies events to the state, in order, and then forms a generation if one is due.
 
-    Also called without events when a deadline has passed (`next_wake_ms`) or a member has adopted a
-    generation. `nonce`: 32 hexadecimal digits for the generation that may be formed; a transition
-    forms at most one, however many events require it. Never raises because of an event's contents.
+    It is also called without events, when a deadline has passed (`next_wake_ms`) or a member has
+    adopted a generation. It forms at most one generation, however many events require it. It never
+    raises because of the contents of an event.
+
+    Args:
+        state: state after the previous transition.
+        now: current time.
+        events: the events since then.
+        pulses: heartbeat states of members and servers.
+        nonce: 32 hexadecimal digits, for the generation that may be formed.
+        policy: constants of the decisions.
     """
     draft = Draft(state, now=now, pulses=pulses, nonce=nonce, policy=policy or Policy())
     continue_recovery(draft)
@@ -148,14 +155,14 @@ def transition(
 
 
 def job_created(spec: JobSpec, run: RunId) -> JobState:
-    """Returns the state of a new job. `run`: first run of the job or, if Redis has lost the job,
-    the run to which the caller belongs."""
+    """Returns the state of a new job. `run`: first run of the job. If Redis has lost the job, the
+    run to which the caller belongs."""
     return JobState(spec=spec, run=run)
 
 
 def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> int | None:
-    """Returns the time at which `transition` must be called again even without events, on the clock
-    of Now.ms; None if there is none. Leases are checked separately (pulse.expired)."""
+    """Returns the time (Now.ms) at which `transition` must be called even if there are no events;
+    None if there is none. Leases are checked separately (pulse.expired)."""
     policy = policy or Policy()
     wakes = (
         [max(state.broken_streams.values()) + policy.break_window_ms]
@@ -170,7 +177,7 @@ def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> 
 
 
 def _generation_wakes(state: JobState, policy: Policy) -> list[int]:
-    """Returns the times at which a generation may become due, on the clock of Now.ms."""
+    """Returns the times (Now.ms) at which a generation may become due."""
     wakes = [] if state.incident is None else [state.incident.due_ms]
     if state.recovery is not None and state.recovery.until_ms is not None:
         wakes.append(state.recovery.until_ms)
@@ -204,7 +211,7 @@ def _handle(draft: Draft, event: Event) -> Granted:
         case MemberLost():
             member_lost(draft, event)
         case LeaseEnded():
-            pass  # judged after all events, since the peers' reports count too
+            pass  # decided after all events, since reports of peers count too
         case StreamBroken():
             stream_broken(draft, event)
         case MemberLeft():

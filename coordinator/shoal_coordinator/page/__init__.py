@@ -1,2 +1,2 @@
-"""Status page of a cluster for browsers, and the JSON that it reads. The page decides and changes
-nothing."""
+"""Status page of a cluster for browsers, and the JSON that the page reads. The page is
+read-only."""

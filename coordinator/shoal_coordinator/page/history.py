@@ -1,7 +1,8 @@
 """Recent history of jobs for the status page: loss, speed and ranks over time.
 
-The history is kept in memory only, and its resolution decreases the longer a run lasts; long-term
-storage is left to Prometheus. It is written on the event loop; other threads may read `points`.
+The history is kept in memory only, and the longer a run lasts, the lower is its resolution;
+Prometheus provides long-term storage. The event loop writes the history; other threads may read
+`points`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _MOST: Final = 600
 """Maximum number of points per job. When it is reached, every second point is dropped and the
 sampling interval doubles."""
 _MOST_JOBS: Final = 1_000
-"""Maximum number of deserted jobs whose history is kept; jobs that ended last are kept."""
+"""Maximum number of jobs without members whose history is kept. The histories of the jobs that
+ended last are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,18 +42,18 @@ class Point:
 
 
 class History:
-    """Points of one run."""
+    """Points over time of one run."""
 
     def __init__(self, run: RunId) -> None:
         self.run = run
         self.points: list[Point] = []
-        """Points, oldest first, in a list that each change replaces by a new one. The last point is
-        always the newest."""
+        """Points, oldest first. Every change replaces the list, so that other threads can read it.
+        The last point is always the newest one."""
         self._interval_ms = _INTERVAL_MS
 
     def add(self, point: Point) -> None:
-        """Adds a point. The point replaces the newest one unless that one is far enough from its
-        predecessor to be kept."""
+        """Adds a point. It replaces the newest point, unless that one is far enough from the point
+        before it to be kept."""
         kept = self.points
         if len(kept) >= 2 and kept[-1].unix_ms < kept[-2].unix_ms + self._interval_ms:
             kept = kept[:-1]
@@ -97,7 +99,7 @@ class Histories:
         while True:
             try:
                 self.look()
-            except Exception:  # what is shown must not end what is done
+            except Exception:  # an error in the display must not end the coordinator
                 logger.exception("could not record a point of the status page's history")
             await asyncio.sleep(_INTERVAL_MS / 1000)
 

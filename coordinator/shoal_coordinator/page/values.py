@@ -1,8 +1,8 @@
-"""Converts jobs, events and points to plain values for JSON. The names match `shoal status --json`
-for values that both contain.
+"""Converts jobs, events and points to JSON-compatible values. Values that `shoal status --json`
+contains too have the same names there.
 
-Unknown and missing values are null; times are milliseconds of the Unix epoch by the Redis server's
-clock.
+Unknown and missing values are null. Times are milliseconds since the Unix epoch, by the Redis
+server's clock.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from shoal_coordinator.service.responses import note_of
 from shoal_coordinator.state.store import StoredEvent
 
 MOST_MEMBERS: Final = 256
-"""Maximum number of members listed per job: those with a note first, then by rank."""
+"""Maximum number of members listed per job. Members with a note come first, then the others by
+rank."""
 
 
 def job_summary(job: ObservedJob) -> dict[str, Any]:
-    """Returns the values of a job for the list of jobs."""
+    """Returns the values of a job that the list of jobs shows."""
     state = job.state
     return {
         "job_id": state.spec.job_id,
@@ -39,7 +40,7 @@ def job_summary(job: ObservedJob) -> dict[str, Any]:
 
 
 def job_values(job: ObservedJob) -> dict[str, Any]:
-    """Returns all values shown of one job, except for its events and history."""
+    """Returns all values of a job that the page shows, except its events and history."""
     state, spec = job.state, job.state.spec
     places = {} if state.generation is None or not job.trains else state.generation.rank_of
     members = [
@@ -140,8 +141,8 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "joined_unix_ms": member.joined_unix_ms,
         "step": progress.step,
         "steps_in_all": progress.steps_in_all or None,
-        # Workers of asynchronous training count their own pushes: later arrivals have fewer without
-        # being behind.
+        # In asynchronous training, workers count their own pushes, so a worker that joined later
+        # has fewer without being slower.
         "steps_behind": max(0, job.newest_step - progress.step)
         if rank is not None and not job.state.loaders
         else None,

@@ -1,5 +1,5 @@
-"""Checks of single fields. Each check raises an InvalidRequestError that names the field, its value
-and the expectation."""
+"""Checks single fields of requests. Each check raises an InvalidRequestError that names the field,
+its value and the expectation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def job_id(value: str) -> str:
-    """Checks a job id. Raises PermissionDeniedError if the caller's token is for another job. Every
-    request passes its job id through this check."""
+    """Checks a job id, which every request contains. Raises PermissionDeniedError if the caller's
+    token is for another job."""
     if not _JOB_ID.fullmatch(value):
         raise wrong(
             "job_id",
@@ -43,7 +43,7 @@ def identifier(field: str, value: str, *, required: bool = True) -> str:
 
 
 def text(field: str, value: str, *, longest: int, required: bool = False) -> str:
-    """Checks the length of a text for people."""
+    """Checks the length of a human-readable text."""
     if len(value) > longest or (required and not value):
         raise wrong(field, value, f"{'1' if required else '0'} to {longest} characters")
     return value
@@ -57,7 +57,7 @@ def host(field: str, value: str) -> str:
 
 
 def address(field: str, value: str, *, required: bool = False) -> str:
-    """Checks an address (host:port) to connect to."""
+    """Checks an address (host:port) to which others connect."""
     if not value and not required:
         return value
     try:

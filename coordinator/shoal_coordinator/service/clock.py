@@ -1,10 +1,10 @@
-"""The two clocks used by decisions: the time for which this process was running, and Redis's time,
-synchronized at each commit.
+"""The two clocks that decisions use: the time for which this process has been running, and Redis's
+time, synchronized at each commit.
 
-A coordinator that was paused (SIGSTOP, a suspended machine) has read no heartbeats meanwhile. If
-that time counted, every lease would expire when the coordinator continues, although the members
-were healthy. The clock is therefore read continuously, by the loops and by `tick`, and advances by
-at most a short interval from one reading to the next.
+While a coordinator is suspended (SIGSTOP, a suspended machine), it reads no heartbeats. If this
+time counted, all leases would have expired when it continues, although the members were healthy.
+The clock is therefore read continuously, by the loops and by `tick`, and advances by at most a
+short interval between two readings.
 
 The clock belongs to the event loop; other threads may read `last_read`.
 """
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 _TICK_MS: Final = 100
 _LONGEST_STEP_MS: Final = 2 * _TICK_MS
 """Maximum advance between two readings. It is less than half of the shortest lease, so that a
-member heard from just before a pause is not evicted right after it."""
+member that was heard from just before a suspension is not evicted right after it."""
 _LOGGED_FROM_MS: Final = 1_000
 
 
 class Clock:
-    """Monotonic milliseconds without the pauses of this process, and Redis's Unix time based on its
-    last answer."""
+    """Monotonic milliseconds that exclude suspensions of this process, and Redis's Unix time,
+    extrapolated from its last response."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""Service discovery at `/sd` (http_sd), through which Prometheus finds the metrics of workers and
-parameter servers as they come and go.
+"""Service discovery at `/sd` (Prometheus's http_sd), through which Prometheus finds the metrics of
+workers and parameter servers as they come and go.
 
-A target's labels name a place that outlives its process: a worker's host and its index on the host,
-or a server's id. The time series of that place therefore continue when ranks are reassigned or the
-process is restarted, and `rate()` sees one counter. The process itself exports its current member
-and rank: shoal_worker_info, shoal_worker_rank, shoal_worker_generation.
+A target's labels identify a position that outlives its process: a worker's host and its index on
+the host, or a server's id. When ranks are reassigned or a process is restarted, the time series of
+that position therefore continue, and `rate()` sees one counter. The process itself exports its
+current member and rank: shoal_worker_info, shoal_worker_rank, shoal_worker_generation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shoal_coordinator.membership.model.state import JobState, Member
 
 
 def targets(states: Iterable[JobState]) -> list[dict[str, Any]]:
-    """Returns Prometheus's http_sd document. It contains one target per place whose process has a
-    metrics address, with labels job_id, role and instance."""
+    """Returns Prometheus's http_sd document: one target per position whose process has a metrics
+    address, with the labels job_id, role and instance."""
     found: list[dict[str, Any]] = []
     for state in states:
         job_id = state.spec.job_id
@@ -50,10 +50,12 @@ def targets(states: Iterable[JobState]) -> list[dict[str, Any]]:
 
 
 def _places(state: JobState) -> Iterator[tuple[str, Member]]:
-    """Yields the instance name and the member of each place. If two members have the same place,
-    because a process was replaced before its member was evicted, yields the newer one. Launchers of
-    one host, and members without a launcher, may use the same index; the name then also contains
-    the launcher."""
+    """Yields the instance name and the member of each position.
+
+    If two members have the same position, because a process was replaced before its member was
+    evicted, yields the newer one. Several launchers on one host, or members without a launcher, may
+    use the same index; the name then also contains the launcher.
+    """
     launchers: defaultdict[str, set[str]] = defaultdict(set)
     places: dict[tuple[str, str, str], Member] = {}
     for member in state.members.values():

@@ -1,10 +1,10 @@
-"""Loop of one job: queues events, applies them with the core, writes the result to Redis once, and
-only then answers and announces.
+"""Loop of one job: queues events, applies them with the core, writes the result to Redis, and only
+then responds and announces.
 
-Events that arrive during a commit go into the next one (group commit), which shares the cost of
+Events that arrive during a commit go into the next one (group commit); this shares the cost of
 Redis's disk and gives events a single order. When many members arrive at once, the loop waits a
-moment longer to gather their joins; nothing else ever waits for that. Heartbeats do not pass
-through the loop: they only update the pulses in memory, and continue while Redis is away. All state
+moment longer to gather their joins; no other event waits for that. Heartbeats do not pass through
+the loop: they only update the pulses in memory, and work while Redis is unreachable. All state
 belongs to the event loop; other threads may read `state`, which is immutable.
 """
 
@@ -70,21 +70,21 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""Time for which the loop gathers members that arrive in a rush: ten times the cost of a commit for
-this process. Four times as long in a throng."""
+"""Time in seconds for which the loop gathers members that arrive in a rush: ten times the time that
+this process needs for a commit. In a throng, four times as long."""
 _RUSH = 3
 """Number of arrivals in one commit that count as a rush."""
 _THRONG = 20
 """Number of arrivals in one commit that count as a throng."""
 _MOST_REQUESTS = 50_000
-"""Maximum number of queued requests: five per member of the largest world."""
+"""Maximum number of queued requests: five per member of the largest world size."""
 _RETRY_AFTER = timedelta(seconds=1)
-"""Time after which a request refused because the queue is full may be repeated."""
+"""Time after which the caller may repeat a request that was refused because the queue was full."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submitted:
-    """A queued event whose outcome is not known yet."""
+    """A queued event and its outcome, once there is one."""
 
     event: Event
     done: Callable[[Outcome], None] | None
@@ -92,7 +92,7 @@ class Submitted:
 
 
 class JobLoop:
-    """Owner of one job's state. `run` is the loop's task, which ends only with an error after which
+    """Owner of one job's state. `run` is the loop's task; it ends only with an error after which
     this coordinator cannot continue."""
 
     def __init__(
@@ -105,7 +105,7 @@ class JobLoop:
         metrics: CoordinatorMetrics,
     ) -> None:
         self.state: JobState = stored.state
-        """State of the job on disk."""
+        """State of the job, as written to Redis."""
         self.sessions = Sessions()
         self._store = store
         self._clock = clock
@@ -118,13 +118,14 @@ class JobLoop:
         self._urgent = asyncio.Event()
         """Set when an event other than an arrival is queued."""
         self._gather_s = 0.0
-        """Time for which the next events wait for further ones, unless they are urgent."""
+        """Time in seconds for which the next events wait for others, unless an urgent one
+        arrives."""
         self._committed = asyncio.Event()
         self._failure: ShoalError | None = None
         self._stepping = False
         now_ms = clock.now().ms
-        # Every lease restarts before any of them can expire, however long ago the last coordinator
-        # ran.
+        # Restarts all leases before any of them can expire, however long no coordinator was
+        # running.
         self._members = {
             member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members
         }
@@ -137,13 +138,14 @@ class JobLoop:
         self._folded_ms = now_ms
         self._next_scan_ms = now_ms
         self._loss_noticed_s: float | None = None
-        """Time at which an undecided loss of a member was noticed."""
+        """Time at which the coordinator learned of a possible loss about which nothing has been
+        decided yet; None if there is none."""
 
     # --------------------------------------------------------------------- what others tell and ask
 
     @property
     def pulses(self) -> Pulses:
-        """Live view of the heartbeat state."""
+        """The heartbeat states of the job. The mappings change as heartbeats arrive."""
         return Pulses(members=self._members, servers=self._servers, newest=self._newest_progress)
 
     @property
@@ -160,8 +162,8 @@ class JobLoop:
         return ObservedJob(state=self.state, pulses=pulses, now=self._clock.last_read)
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> Submitted:
-        """Queues an event. Once its outcome is on disk, and before anything is announced, calls
-        `done` with the outcome."""
+        """Queues an event. Calls `done` with its outcome once the outcome has been written to
+        Redis, and before anything is announced."""
         submitted = Submitted(event, done, time.monotonic())
         if self._failure is None:
             self._queue[submitted] = None
@@ -173,8 +175,8 @@ class JobLoop:
         return submitted
 
     def request(self, event: Event, done: Callable[[Outcome], None]) -> Submitted:
-        """Queues a request that any client may send and repeat. Refuses the request with an
-        UnavailableError if the queue is full."""
+        """Queues a request that any client may send and repeat. If the queue is full, raises
+        UnavailableError."""
         if len(self._queue) < _MOST_REQUESTS:
             return self.submit(event, done)
         refused = Submitted(event, done, time.monotonic())
@@ -195,7 +197,8 @@ class JobLoop:
             _answer_all(
                 [submitted],
                 UnavailableError(
-                    "the caller stopped waiting for this", reason=Refusal.STORAGE_UNAVAILABLE
+                    "the caller no longer waits for this request",
+                    reason=Refusal.STORAGE_UNAVAILABLE,
                 ),
             )
 
@@ -203,7 +206,7 @@ class JobLoop:
         """Queues a request and returns its outcome. Raises the error with which the request is
         refused, or UnavailableError if Redis does not accept the change in time.
 
-        `keep`: True if the request must be carried out even after the caller has given up.
+        `keep`: True if the request must be carried out even if the caller gives up.
         """
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
 
@@ -237,13 +240,13 @@ class JobLoop:
         self._servers[server_id] = pulse
 
     def next_commit(self) -> asyncio.Event:
-        """Returns an event for followers of the event log. It is set when the next events are
-        written, or when no further events will be written."""
+        """Returns an asyncio event for followers of the job's event log. It is set when the next
+        events are written, or when no more will be written."""
         return self._committed
 
     def fail(self, error: ShoalError) -> None:
-        """Ends a job whose state can no longer be written: answers every waiting request with the
-        error and ends every stream."""
+        """Ends a job whose state can no longer be written. All waiting requests and all streams end
+        with `error`."""
         self._failure = error
         _answer_all(self._take_queue(), error)
         self.sessions.end_all(error)
@@ -253,7 +256,7 @@ class JobLoop:
 
     @property
     def is_idle(self) -> bool:
-        """True if nobody has joined the job or is about to join."""
+        """True if no member has joined the job or is joining it."""
         return self.state.is_deserted and not self._queue and not self._stepping
 
     @property
@@ -266,8 +269,8 @@ class JobLoop:
     async def run(self) -> None:
         """Processes events until cancelled. Raises FencedError if another coordinator has taken
         over, and InternalError on a bug."""
-        # A cancellation that coincides with the end of a call to Redis can be lost; `fail` is
-        # always called before it.
+        # A cancellation that coincides with the end of a call to Redis can be lost. `fail` is
+        # always called before a cancellation, so its error is checked here.
         while True:
             await self._wait_for_work()
             if self._gather_s:
@@ -316,7 +319,7 @@ class JobLoop:
             )
             await self._commit(decided, events=len(batch))
         except asyncio.CancelledError:
-            if self._failure is not None:  # what had left the queue by then
+            if self._failure is not None:  # the events that had left the queue by then
                 _answer_all(batch, self._failure)
             raise
         except Exception as error:
@@ -332,8 +335,8 @@ class JobLoop:
 
     def _take_queue(self) -> list[Submitted]:
         queue, self._queue = list(self._queue), {}
-        # Woken without events: heartbeats reported members that adopted a generation, and thousands
-        # of them arrive one by one.
+        # Woken without events by heartbeats that report adopted generations; thousands of these
+        # arrive one by one.
         rush = (not queue or len(queue) >= _RUSH) and not self._urgent.is_set()
         self._gather_s = 0.0 if not rush else 4 * _GATHER_S if len(queue) >= _THRONG else _GATHER_S
         self._urgent.clear()
@@ -356,7 +359,7 @@ class JobLoop:
         return [*members, *servers]
 
     async def _commit(self, decided: Transition, *, events: int) -> None:
-        """Writes a transition to Redis, and retries while Redis is away."""
+        """Writes a transition to Redis. Retries while Redis is unreachable."""
         if not decided.changes and not decided.records:
             return
         written = encode_changes(decided.state, decided.changes)
@@ -454,8 +457,8 @@ class JobLoop:
 
 
 async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
-    """Waits for the answer of a job's loop. Raises UnavailableError if Redis does not accept the
-    change in time; the change may still be made later."""
+    """Waits for the outcome of a request to a job's loop. Raises UnavailableError if Redis does not
+    accept the change in time; the change may still be made later."""
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
@@ -468,14 +471,14 @@ async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
 
 
 def _may_lose(event: Event) -> bool:
-    """Returns whether the event may lead to the loss of a member."""
+    """Returns whether applying the event may cause a member to be lost."""
     return isinstance(
         _unwrapped(event), MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft
     )
 
 
 def _unwrapped(event: Event) -> Event:
-    """Returns the event without the run of its originator."""
+    """Returns the event itself, without the run to which its originator belongs."""
     return event.event if isinstance(event, OfRun) else event
 
 

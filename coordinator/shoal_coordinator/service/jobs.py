@@ -1,5 +1,5 @@
-"""All jobs of this coordinator, loaded at the start or created on request, each with its own loop.
-Belongs to the event loop."""
+"""All jobs of this coordinator, loaded when it starts or created on request, each with a loop of
+its own. Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ logger = logging.getLogger(__name__)
 _EPOCH_CHECK_INTERVAL_S = 1.0
 _LONGEST_SWEEP_INTERVAL_S = 60.0
 _MOST_JOBS = 10_000
-"""Maximum number of jobs of one coordinator, including deserted jobs that it still remembers."""
+"""Maximum number of jobs of one coordinator, including jobs without members that it still
+remembers."""
 
 
 class Jobs:
-    """Loops of all jobs, by job id. `failed` is set when this coordinator must end because another
-    one has taken over or because of a bug."""
+    """The loops of all jobs, by job id. `failed` is set if this coordinator must end, because
+    another one has taken over or because of a bug."""
 
     def __init__(
         self,
@@ -54,10 +55,10 @@ class Jobs:
         metrics: CoordinatorMetrics,
         retention: timedelta,
     ) -> None:
-        """`retention`: time for which the store keeps a deserted job."""
+        """`retention`: how long the store keeps a job without members."""
         self.failed: asyncio.Future[ShoalError] = asyncio.get_running_loop().create_future()
         self.closing = False
-        """True if this coordinator is shutting down. The end of a stream then implies nothing about
+        """True if this coordinator is shutting down. The end of a stream then says nothing about
         its member."""
         self._store = store
         self._clock = clock
@@ -70,7 +71,7 @@ class Jobs:
         self._sweep_interval_s = min(_LONGEST_SWEEP_INTERVAL_S, retention.total_seconds() / 4)
 
     async def load(self) -> None:
-        """Claims all jobs in Redis and starts their loops. Also starts watching for another
+        """Claims all jobs in Redis and starts their loops. Also begins to watch for another
         coordinator."""
         self._keep(asyncio.create_task(self._clock.tick(), name="clock"))
         for stored in await self._store.load_all():
@@ -98,9 +99,9 @@ class Jobs:
         return [loop.observed() for _, loop in sorted(self._loops.copy().items())]
 
     async def create(self, wanted: RunWanted, *, timeout_s: float) -> tuple[bool, RunGranted]:
-        """Creates the job or finds an existing one. Returns whether the job was created, and the
-        run of the caller. Raises the errors of `runs.run_wanted`, and UnavailableError while an
-        ended run has remaining members."""
+        """Creates a job or finds an existing one. Returns whether the job was created, and the run
+        in which the caller takes part. Raises the errors of `runs.run_wanted`. Raises
+        UnavailableError while a run that has ended still has members."""
         spec = wanted.spec
         try:
             async with asyncio.timeout(timeout_s), self._creating:
@@ -123,12 +124,12 @@ class Jobs:
         return False, granted
 
     async def confirm(self, refusal: ShoalError, *, timeout_s: float) -> None:
-        """Verifies with Redis that a caller may be told that its run has ended or is unknown, which
-        makes it exit or set its state aside. Raises UnavailableError if another coordinator has, or
-        may have, newer information.
+        """Verifies with Redis a refusal that says that the caller's run has ended or is unknown.
+        The caller would exit or discard its state. Raises UnavailableError if another coordinator
+        has, or may have, newer information.
 
-        A refusal writes nothing, so a coordinator that was cut off from Redis, or paused, might
-        give an outdated answer.
+        A refusal writes nothing. Without this check, a coordinator that was cut off from Redis or
+        suspended could therefore give an outdated answer.
         """
         if refusal.reason not in (Refusal.RUN_ENDED, Refusal.RUN_UNKNOWN) or not isinstance(
             refusal, PreconditionError
@@ -168,7 +169,8 @@ class Jobs:
                 "change. Reuse a job's id for its next run, or lower --job-retention",
                 reason=Refusal.JOBS_LIMIT,
             )
-        # If the job was lost, a participant's request names the run it belongs to.
+        # If Redis has lost the job, the request of a participant contains the run to which it
+        # belongs.
         run = RunId(
             number=1 if given is None else given.number, began_unix_ms=self._clock.now().unix_ms
         )
@@ -189,7 +191,7 @@ class Jobs:
 
     def _start(self, stored: Stored) -> None:
         if self.closing:
-            # the coordinator began to stop meanwhile, so nobody would end the new loop and its
+            # the coordinator has begun to stop meanwhile, so nothing would end the new loop and its
             # sessions
             raise UnavailableError(
                 "this coordinator is shutting down; try again", reason=Refusal.COORDINATOR_STOPPING
@@ -217,8 +219,8 @@ class Jobs:
             )
 
     def _fail(self, error: ShoalError) -> None:
-        """Stops serving after the failure of one job's loop. The loop's state in memory may be
-        wrong or belong to another coordinator."""
+        """Stops serving after the loop of one job has failed. Its state in memory may be wrong, or
+        may belong to another coordinator by now."""
         if not self.failed.done():
             self.failed.set_result(error)
         self.closing = True
@@ -231,9 +233,9 @@ class Jobs:
             loop.fail(UnavailableError(f"this coordinator has shut down: {error}", reason=reason))
 
     async def _watch_epoch(self) -> None:
-        """Checks regularly whether another coordinator has taken over. Commits are fenced in any
-        case; the check ends a coordinator without commits, so that its members connect to the new
-        one."""
+        """Checks regularly whether another coordinator has taken over. Every commit checks this as
+        well; this loop ends a coordinator that commits nothing, so that its members connect to the
+        new one."""
         while True:
             await asyncio.sleep(_EPOCH_CHECK_INTERVAL_S)
             try:
@@ -245,22 +247,23 @@ class Jobs:
                 self._metrics.redis_up.set(0)
 
     async def _sweep(self) -> None:
-        """Forgets jobs that Redis has dropped, at regular intervals."""
+        """Forgets jobs that Redis has deleted, at regular intervals."""
         while True:
             await asyncio.sleep(self._sweep_interval_s)
             deserted = [job_id for job_id, loop in self._loops.items() if loop.state.is_deserted]
-            with contextlib.suppress(UnavailableError):  # tried again at the next interval
+            with contextlib.suppress(UnavailableError):  # tries again at the next interval
                 for job_id in await self._store.dropped(deserted) if deserted else []:
                     await self._forget(job_id)
 
     async def _forget(self, job_id: str) -> None:
         loop = self._loops[job_id]
         if not loop.is_idle:
-            return  # a request is in progress that will write the job again
+            return  # a request in progress will write the job again
         del self._loops[job_id]
         loop.fail(
             UnknownResourceError(
-                f"job {job_id!r} was deleted after it had no members for too long",
+                f"job {job_id!r} was deleted because it had no members for the retention time "
+                "(--job-retention)",
                 reason=Refusal.JOB_UNKNOWN,
             )
         )

@@ -1,6 +1,6 @@
-"""Outgoing messages of one stream. The number of messages is limited by the number of kinds: a
-newer message replaces an unsent one of the same kind, so a slow reader receives the latest
-generation rather than every generation."""
+"""Outgoing messages of one stream. There is at most one unsent message of each kind: a newer
+message replaces an older one, so a slow reader receives the latest generation rather than every
+generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Slot(enum.Enum):
 
     WELCOME = enum.auto()
     PLACEMENT = enum.auto()
-    """A generation or a standby notice. Each replaces the other."""
+    """A generation or a standby notice. A newer one replaces either."""
     DRAIN = enum.auto()
     STOP = enum.auto()
     MEMBERS = enum.auto()
@@ -29,27 +29,28 @@ class Slot(enum.Enum):
     MOVE = enum.auto()
     NOTICE = enum.auto()
 
-    # enum's own __hash__ is Python code, and thousands of mailboxes receive messages at once
+    # faster than enum's own __hash__, which is Python code; thousands of mailboxes receive messages
+    # at once
     __hash__ = object.__hash__
 
 
 _MOST_UNDECIDED: Final = 64
-"""Maximum number of a session's messages without an outcome. A session has few things to report,
-each once, but a newer report may follow an older one that Redis has not accepted yet."""
+"""Maximum number of messages of a session whose outcome is not known yet. A session has few things
+to report, each once, but may report something newer before Redis has accepted the older report."""
 
 
 class Mailbox:
-    """Serialized messages to one stream, in order. The stream's handler iterates over the mailbox;
-    the job's loop posts messages to it."""
+    """Serialized messages for one stream, in order. The job's loop posts messages; the stream's
+    handler iterates over the mailbox to send them."""
 
     def __init__(self) -> None:
         self._undecided = 0
-        """Number of the stream's messages without an outcome."""
+        """Number of received messages whose outcome is not known yet."""
         self._slots: dict[Slot, bytes] = {}
         self._ended = False
         self._error: ShoalError | None = None
         self._waiting: asyncio.Future[None] | None = None
-        """Future on which the stream's handler waits while there is nothing to send."""
+        """Future on which the stream's handler waits until there is something to send."""
 
     def post(self, slot: Slot, message: bytes) -> None:
         """Adds a message, to be sent after the messages already queued."""
@@ -58,8 +59,9 @@ class Mailbox:
         self._wake()
 
     def take(self) -> Callable[[Outcome], None]:
-        """Counts a message received on the stream that needs a decision, and returns the callback
-        for its outcome. Raises UnavailableError if too many messages are undecided."""
+        """Counts a message that was received on the stream and needs a decision. Returns the
+        callback for its outcome. Raises UnavailableError if too many messages have no outcome
+        yet."""
         if self._undecided >= _MOST_UNDECIDED:
             raise UnavailableError(
                 f"this session already has {self._undecided} messages waiting for Redis, the "
@@ -83,7 +85,8 @@ class Mailbox:
 
     @property
     def error(self) -> ShoalError | None:
-        """Error with which the stream was ended; None without one."""
+        """Error with which the stream was ended; None if it is open or was ended without an
+        error."""
         return self._error
 
     def __aiter__(self) -> Self:

@@ -1,14 +1,14 @@
 """Implements JoinSession: one stream per member, from its join to its end.
 
-A stream that ends before its member left most likely means that the member is lost: a killed
-process breaks its connection within milliseconds, and its peers wait in a collective until they are
-notified. The decision is made in membership/members/streams.py. `reconnect_grace` sacrifices speed
-for tolerance of networks that drop single connections: a member may reconnect within this time
-before anything is decided. Streams that end because the coordinator itself shuts down decide
-nothing; the next coordinator gives every member a full lease.
+If a stream ends although its member has not left, the member is probably lost: a killed process
+breaks its connection within milliseconds, and its peers wait in a collective until they are told.
+membership/members/streams.py decides. `reconnect_grace` makes this slower but tolerant of networks
+that drop single connections: a member may reconnect within this time before anything is decided.
+Streams that end because the coordinator shuts down have no consequence; the next coordinator gives
+every member a full lease.
 
-Two tasks of the event loop serve a stream: one reads it, and gRPC's own task sends from the
-mailbox.
+Two tasks of the event loop serve a stream: one reads it, and gRPC's own task sends messages from
+the mailbox.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class MemberSessions:
         self._reconnect_grace_s = reconnect_grace.total_seconds()
         self._request_timeout_s = request_timeout.total_seconds()
         self._joining: Counter[tuple[str, str]] = Counter()
-        """(job, member) -> number of joins in progress. If a stream breaks during a join, the
-        outcome of the join decides about the member."""
+        """(job, member) -> number of joins in progress. If the stream breaks during a join, the
+        outcome of the join determines what happens to the member."""
 
     async def serve(self, requests: AsyncIterator[pb.MemberMessage]) -> AsyncGenerator[bytes, None]:
         """Serves one stream: reads its messages, and yields serialized MemberDirectives."""
@@ -104,8 +104,9 @@ class MemberSessions:
     # --------------------------------------------------------------------------- opening and ending
 
     async def _join(self, job: JobLoop, member_id: str, event: Event, mailbox: Mailbox) -> None:
-        """Joins a member. Raises the error with which the join is refused. Raises UnavailableError
-        if Redis does not accept the join in time; the member may then retry with the same id."""
+        """Lets a member join. Raises the error with which the join is refused. Raises
+        UnavailableError if Redis does not accept the join in time; the member may then retry with
+        the same id."""
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
         key = (job.state.spec.job_id, member_id)
         asked_to_retry = False
@@ -124,7 +125,7 @@ class MemberSessions:
                     answer.set_result(outcome)
                     return
                 # The caller disconnected while its join was being written. If it was told to retry,
-                # it will be back: its lease decides.
+                # it will return; otherwise its lease expires.
                 job.sessions.detach_member(member_id, mailbox)
                 self._detached(job, member_id, decide=not asked_to_retry)
 
@@ -169,8 +170,8 @@ class MemberSessions:
             )
 
     def _check(self, job: JobLoop, member_id: str) -> None:
-        """Reports a member whose stream has ended as lost, unless the member has reconnected or is
-        about to."""
+        """Reports a member as lost whose stream has ended, unless it has reconnected or is
+        reconnecting."""
         pulse = job.pulses.members.get(member_id)
         back = (
             member_id in job.sessions.members or (job.state.spec.job_id, member_id) in self._joining
@@ -187,7 +188,7 @@ class MemberSessions:
         mailbox: Mailbox,
         requests: AsyncIterator[pb.MemberMessage],
     ) -> None:
-        """Reads messages until the stream ends. An invalid message ends the session with its
+        """Reads messages until the stream ends. An invalid message ends the session with an
         error."""
         try:
             async for message in requests:
@@ -208,8 +209,8 @@ class MemberSessions:
     def _take(
         self, job: JobLoop, member_id: str, mailbox: Mailbox, message: pb.MemberMessage
     ) -> bool:
-        """Processes one message. Returns True for the member's leave: the session ends once the
-        leave is written."""
+        """Processes one message. Returns True if the member leaves: its session ends once that is
+        written."""
 
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
@@ -249,7 +250,7 @@ class MemberSessions:
 
     @staticmethod
     def _locate(job: JobLoop, reader: str, message: pb.Heartbeat) -> None:
-        """Records stacks of silent members that this reader was asked for."""
+        """Records the stacks of silent members, which this member was asked to read."""
         stall = job.state.stall
         for member_id, script_line, stacks in parse_observed(message):
             pulse = job.pulses.members.get(member_id)

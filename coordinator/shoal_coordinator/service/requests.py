@@ -1,5 +1,5 @@
-"""Parses requests. Each function converts a message to frozen, valid values, or raises
-InvalidRequestError. The core decides whether a request fits the state of its job."""
+"""Parses requests. Each function converts a message to immutable, valid values, or raises
+InvalidRequestError. Whether a request fits the state of its job is decided by the core."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
 
 
 def parse_run(message: pb.RunId) -> RunId | None:
-    """Returns the run that a caller belongs to or asks for; None for the newest run."""
+    """Returns the run to which a caller belongs or which it asks for; None for the newest run."""
     if message.number == 0 and message.began_unix_ms == 0:
         return None
     return RunId(
@@ -110,8 +110,8 @@ def parse_run(message: pb.RunId) -> RunId | None:
 
 
 def of_run(message: pb.RunId, event: Any) -> Any:
-    """Attributes an event to the run in `message`; returns the event unchanged if no run is
-    given."""
+    """Attaches the run named in `message` to an event. Returns the event unchanged if none is
+    named."""
     run = parse_run(message)
     return event if run is None else OfRun(run=run, event=event)
 
@@ -177,9 +177,9 @@ def _metrics(message: pb.Progress) -> Mapping[str, float]:
 
 def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
     """Parses a heartbeat. Returns the generation in which the member works, and its progress. Rates
-    and losses are informative and unchecked; invalid durations become 0.
+    and losses are only displayed and therefore not checked; invalid durations become 0.
 
-    Called for every heartbeat, so a single test covers the fields that are normally valid.
+    Heartbeats are frequent, so a single test covers all fields that are normally valid.
     """
     received = message.progress
     counts = (
@@ -227,8 +227,8 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
 
 
 def parse_observed(message: pb.Heartbeat) -> list[tuple[str, str, str]]:
-    """Returns member id, line of the script and stacks of the members that the sender of a
-    heartbeat has looked at."""
+    """Returns (member id, line of the script, stacks) of each member that the sender of a heartbeat
+    was asked to observe."""
     return [
         (
             each.member_id,
@@ -335,13 +335,14 @@ def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
             member_id=None, rank=number("rank", message.rank, high=LARGEST_WORLD - 1), reason=reason
         )
     raise InvalidRequestError(
-        "neither member_id nor rank is set; set one to name the member that should leave"
+        "neither member_id nor rank is set; set one of them to identify the member that "
+        "should leave"
     )
 
 
 def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
-    """Returns the member id or the step below which members are requested. "" and 0 request all
-    members."""
+    """Returns the member id and the step by which the members in the response are limited: that
+    member only, or members below that step. "" and 0 mean no limit."""
     member_id = checks.identifier("member_id", message.member_id, required=False)
     below_step = number("below_step", message.below_step)
     if member_id and below_step:
@@ -352,8 +353,8 @@ def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
 
 
 def parse_ranks(message: pb.GetRanksRequest, state: JobState) -> tuple[Generation, Sequence[int]]:
-    """Returns the newest generation and the requested ranks; an empty list requests all ranks.
-    Raises StaleGenerationError if the request names another generation."""
+    """Returns the newest generation and the requested ranks; an empty list means all ranks. Raises
+    StaleGenerationError if the request is for another generation."""
     number("generation", message.generation, low=1, high=checks.LARGEST_INT64)
     generation = state.generation
     if generation is None or (message.generation, message.nonce) != (
@@ -366,8 +367,8 @@ def parse_ranks(message: pb.GetRanksRequest, state: JobState) -> tuple[Generatio
             else (f"{generation.number}, with a nonce that only its members know")
         )
         raise StaleGenerationError(
-            f"generation={message.generation}: the newest generation of job {state.spec.job_id} is "
-            f"{newest}; a member receives newer generations in its session"
+            f"generation={message.generation}: the newest generation of job "
+            f"{state.spec.job_id} is {newest}; wait for it in the member's session"
         )
     world_size = len(generation.ranks)
     if len(message.ranks) > world_size:

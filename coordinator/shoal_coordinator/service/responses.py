@@ -1,4 +1,4 @@
-"""Converts domain values to protobuf messages."""
+"""Converts values of the core to protobuf messages."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_message(run: RunId) -> pb.RunId:
 
 
 def notice_message(effect: SendNotice) -> pb.Notice:
-    """Returns the message that tells members what they wait for."""
+    """Returns the message that tells members what training is waiting for."""
     return pb.Notice(
         text=effect.text,
         silent=[
@@ -100,7 +100,8 @@ def past_run_message(past: PastRun) -> pb.RunStatus:
 
 
 def ended_run_message(past: PastRun, state: JobState, now_unix_ms: int) -> pb.GetJobResponse:
-    """Returns the response for an ended run of a job, with everything known about the run."""
+    """Returns the response about a run that has ended, with everything that is recorded about
+    it."""
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
         phase=pb.JOB_PHASE_FINISHED,
@@ -143,11 +144,11 @@ _PUT_OUT: Final = (Ending.STREAM_BROKEN, Ending.LEASE_EXPIRED, Ending.STALLED)
 def announcement(
     generation: Generation, *, most_whole: int = MOST_SENT_WHOLE
 ) -> Callable[[int], bytes]:
-    """Returns a function that maps a rank to the serialized directive that announces the generation
-    to this rank. The common part is serialized once.
+    """Returns a function that maps a rank to the serialized message that announces the generation
+    to this rank. The part that all ranks share is serialized only once.
 
-    The directive contains the full table up to `most_whole` ranks; beyond that, only the changes.
-    Members for which the changes do not suffice call GetRanks.
+    Up to `most_whole` ranks, the message contains the full rank table; above, only the changes.
+    Members that need the table call GetRanks.
     """
     head = _generation_head(generation)
     if len(generation.ranks) <= most_whole:
@@ -158,7 +159,7 @@ def announcement(
         added = [rank_message(generation, position) for position in change.added]
         head.change.CopyFrom(pb.RankChange(since=change.since, removed=change.removed, added=added))
     for_all = pb.MemberDirective(generation=head).SerializeToString()
-    # Concatenated serialized messages are parsed as one merged message.
+    # protobuf parses concatenated serialized messages as one merged message.
     return lambda rank: for_all + _rank_alone(rank)
 
 
@@ -212,10 +213,18 @@ def job_message(
     member_id: str = "",
     below_step: int = 0,
 ) -> pb.GetJobResponse:
-    """Returns the visible state of a job, with ranked members first. Omits the generation's nonce
-    and the members' donor keys, which give access to a member's state and are sent only in members'
-    own sessions. `now_ms`: Now.ms, to find silent members. `member_id`, `below_step`: as in
-    shoal.v1.GetJobRequest."""
+    """Returns the state of a job as callers may see it. Members with a rank come first.
+
+    Omits the generation's nonce and the members' donor keys, which give access to a member's state
+    and are sent only in the members' own sessions.
+
+    Args:
+        state: state of the job.
+        pulses: heartbeat states.
+        now_unix_ms: current time by Redis's clock.
+        now_ms: current time (Now.ms), from which silent members are determined.
+        member_id, below_step: limits on the members, as in shoal.v1.GetJobRequest.
+    """
     places = (
         {}
         if state.generation is None or state.phase is JobPhase.WAITING
@@ -238,7 +247,9 @@ def job_message(
         for rank in generation.ranks:
             rank.ClearField("donor_key")
     seen = None
-    if not (member_id or below_step):  # omitted for the frequent requests of members
+    if not (
+        member_id or below_step
+    ):  # omitted from the response to members' requests, which are frequent
         seen = ObservedJob(state=state, pulses=pulses, now=Now(ms=now_ms, unix_ms=now_unix_ms))
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
@@ -284,8 +295,8 @@ def _machine_messages(state: JobState) -> list[pb.MachineStatus]:
 
 
 def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:
-    """Returns the members behind `step`, including members of a job on hold and members excluded
-    from a newer generation."""
+    """Returns the members that have committed fewer steps than `step`, including members of a job
+    on hold and members that a newer generation excludes."""
     ranked = {} if state.generation is None else state.generation.rank_of
     found = (
         member
@@ -308,14 +319,14 @@ def summary_message(state: JobState) -> pb.JobSummary:
 
 
 def server_messages(state: JobState) -> list[pb.ServerStatus]:
-    """Returns the statuses of a job's parameter servers by index, the primary of a place before its
-    backup."""
+    """Returns the statuses of a job's parameter servers by place. The primary of a place precedes
+    its backup."""
     servers = sorted(state.servers.values(), key=lambda server: (server.index, _ROLES[server.role]))
     return [_server_message(server, state) for server in servers]
 
 
 def place_message(effect: SendPlace) -> pb.ServerDirective:
-    """Returns the message that tells a server its place."""
+    """Returns the message that tells a server which place it has."""
     return pb.ServerDirective(
         place=pb.ServerPlace(
             epoch=effect.epoch,
@@ -342,7 +353,8 @@ def move_message(effect: SendMove) -> pb.ServerDirective:
 
 
 def shard_map_message(layout: ShardLayout, state: JobState) -> pb.ShardMap:
-    """Returns the shard map: the owners of all partitions and the addresses of the primaries."""
+    """Returns the shard map: which place owns each partition, and the addresses of the
+    primaries."""
     return pb.ShardMap(
         epoch=layout.epoch,
         tensors=[_tensor_message(tensor) for tensor in layout.tensors],
@@ -401,8 +413,8 @@ def event_message(event: StoredEvent) -> pb.Event:
 
 
 def note_of(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -> str:
-    """Returns a note on a member that is silent or slows the others down; empty for any other
-    member."""
+    """Returns a note about a member that is silent or slows the others down; empty for other
+    members."""
     if pulse is not None and pulse.silent_ms(now_ms) > max(state.spec.unheard_ms, _SILENT_MS):
         return f"no heartbeat for {pulse.silent_ms(now_ms) // 1000} s"
     straggler = state.stragglers.get(member.member_id)

@@ -1,5 +1,5 @@
-"""Implements ServerSession: one stream per parameter server. The rules are those of members'
-sessions, except that a lost server keeps its place."""
+"""Implements ServerSession: one stream per parameter server. The rules are the same as for members'
+sessions, except that a server that is lost keeps its place."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class ServerSessions:
         self._metrics = metrics
         self._request_timeout_s = request_timeout.total_seconds()
         self._registering: Counter[tuple[str, str]] = Counter()
-        """(job, server) -> number of registrations in progress. If a stream breaks during a
-        registration, the outcome of the registration decides about the server."""
+        """(job, server) -> number of registrations in progress. If the stream breaks during a
+        registration, the outcome of the registration determines what happens to the server."""
 
     async def serve(self, requests: AsyncIterator[pb.ServerMessage]) -> AsyncGenerator[bytes, None]:
         """Serves one stream: reads its messages, and yields serialized ServerDirectives."""
@@ -90,7 +90,9 @@ class ServerSessions:
                 )
                 mailbox.post(Slot.WELCOME, pb.ServerDirective(welcome=welcome).SerializeToString())
                 job.sessions.attach_server(server_id, mailbox)
-                if server_id in job.state.servers:  # otherwise it was drained, and gets told to end
+                if (
+                    server_id in job.state.servers
+                ):  # without a record, the server was drained and is told to exit
                     job.set_server_pulse(server_id, ServerPulse(heard_ms=self._clock.now().ms))
                 if answer.done():
                     self._detach(job, server_id, mailbox)
@@ -114,8 +116,8 @@ class ServerSessions:
             self._check(job, server_id)
 
     def _check(self, job: JobLoop, server_id: str) -> None:
-        """Reports a server whose stream has ended as lost, unless the server has reconnected or is
-        about to."""
+        """Reports a server as lost whose stream has ended, unless it has reconnected or is
+        reconnecting."""
         pulse = job.pulses.servers.get(server_id)
         back = (
             server_id in job.sessions.servers
@@ -131,7 +133,7 @@ class ServerSessions:
         mailbox: Mailbox,
         requests: AsyncIterator[pb.ServerMessage],
     ) -> None:
-        """Reads messages until the stream ends. An invalid message ends the session with its
+        """Reads messages until the stream ends. An invalid message ends the session with an
         error."""
         try:
             async for message in requests:

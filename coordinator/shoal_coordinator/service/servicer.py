@@ -1,8 +1,8 @@
-"""Methods of shoal.v1.Coordinator. Each method parses its request, asks the job's loop or reads the
-job's state, and answers.
+"""Methods of the gRPC service shoal.v1.Coordinator. Each method parses its request, asks the job's
+loop or reads the job's state, and returns the response.
 
-Methods raise errors, which RpcServer converts to statuses. Sessions are in member_sessions.py and
-server_sessions.py.
+Methods raise errors, which RpcServer converts to gRPC statuses. The sessions are in
+member_sessions.py and server_sessions.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_WATCHERS: Final = 1_000
 
 
 class CoordinatorServicer:
-    """Servicer of shoal.v1.Coordinator, one per process, on the event loop."""
+    """Implements shoal.v1.Coordinator. There is one instance per process, on the event loop."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class CoordinatorServicer:
     # ----------------------------------------------------------------------------------------- jobs
 
     async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:  # noqa: N802
-        """Creates a job, finds an equal existing one, or begins its next run."""
+        """Creates a job, joins an existing one with the same specification, or begins its next
+        run."""
         wanted = requests.parse_creation(request)
         created, granted = await self._jobs.create(wanted, timeout_s=self._timeout_s)
         return pb.CreateJobResponse(
@@ -79,7 +80,7 @@ class CoordinatorServicer:
         )
 
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:  # noqa: N802
-        """Returns a job's state. The state is in memory and thus available while Redis is away."""
+        """Returns a job's state from memory, so that it is available while Redis is unreachable."""
         job = self._job(request)
         now, run = self._clock.now(), requests.parse_run(request.run)
         if run is not None:
@@ -137,7 +138,7 @@ class CoordinatorServicer:
     async def DrainServer(  # noqa: N802
         self, request: pb.DrainServerRequest, context: Any
     ) -> pb.DrainServerResponse:
-        """Drains a parameter server's place."""
+        """Asks a parameter server to hand over its partitions and exit."""
         await self._job(request).ask(
             of_run(request.run, requests.parse_server_drain(request)),
             timeout_s=self._timeout_s,
@@ -197,7 +198,7 @@ class CoordinatorServicer:
     async def GetShardMap(  # noqa: N802
         self, request: pb.GetShardMapRequest, context: Any
     ) -> pb.GetShardMapResponse:
-        """Returns the layout of a model's tensors from memory."""
+        """Returns from memory which parameter servers own a model's tensors."""
         state = self._job(request).state
         run = requests.parse_run(request.run)
         if run is not None:
@@ -245,7 +246,7 @@ class CoordinatorServicer:
         self, job: JobLoop, after: str, run: RunId | None, *, follow: bool
     ) -> AsyncGenerator[pb.Event, None]:
         while True:
-            # Obtained before reading, so that a commit in between is not missed.
+            # Must be requested before the events are read, so that no commit in between is missed.
             committed = job.next_commit()
             events = await self._store.events(
                 job.state.spec.job_id, after=after, count=_EVENTS_AT_ONCE
@@ -264,8 +265,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _followed(self, job_id: str) -> Iterator[None]:
-        """Counts a caller as a follower of a job's events while the block runs. Raises LimitError
-        if there are too many followers."""
+        """Counts a caller that follows a job's events, for as long as the block runs. Raises
+        LimitError if the job has too many."""
         if self._watchers[job_id] >= _MOST_WATCHERS:
             raise LimitError(
                 f"job {job_id} already has {self._watchers[job_id]} callers following its events, "
@@ -281,8 +282,8 @@ class CoordinatorServicer:
                 del self._watchers[job_id]
 
     def _check_speaks_for(self, request: Any) -> None:
-        """Raises PermissionDeniedError unless the caller has the key of the member that the request
-        names."""
+        """Raises PermissionDeniedError unless the caller has the key of the member on whose behalf
+        it sends the request."""
         member = self._job(request).state.members.get(request.member_id)
         if member is not None:
             check_member_key(member.member_id, member.identity.key_digest, member_key())

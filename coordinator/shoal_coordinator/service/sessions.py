@@ -1,7 +1,7 @@
-"""Open streams of one job. Carries out the core's decisions by converting effects to messages in
-mailboxes.
+"""Open streams of one job. Carries out the core's decisions: converts effects to messages and puts
+them into the mailboxes of the streams.
 
-The streams belong to the event loop. A message with many recipients is serialized once.
+The streams belong to the event loop. A message for many recipients is serialized once.
 """
 
 from __future__ import annotations
@@ -41,33 +41,31 @@ from shoal_coordinator.service.responses import (
 
 
 class Sessions:
-    """Mailboxes of open streams, at most one per member id and one per server id."""
+    """Mailboxes of open streams: at most one for each member and each server."""
 
     def __init__(self) -> None:
         self.members: dict[str, Mailbox] = {}
         self.servers: dict[str, Mailbox] = {}
         self._announced: tuple[Generation, Callable[[int], bytes]] | None = None
-        """The last announced generation, and the function that serializes its announcement for a
-        rank."""
+        """The generation that was announced last, and the function that serializes its announcement
+        for a rank."""
         self._table: tuple[Generation, bytes] | None = None
-        """The generation whose full table was last requested, and the serialized table."""
+        """The generation whose full table was requested last, and the serialized table."""
 
     def attach_member(self, member_id: str, mailbox: Mailbox) -> None:
-        """Registers a member's open stream and ends an older stream of the same member."""
+        """Registers the open stream of a member. Ends an older stream of the member."""
         _replace(self.members, member_id, mailbox)
 
     def attach_server(self, server_id: str, mailbox: Mailbox) -> None:
-        """Registers a server's open stream and ends an older stream of the same server."""
+        """Registers the open stream of a server. Ends an older stream of the server."""
         _replace(self.servers, server_id, mailbox)
 
     def detach_member(self, member_id: str, mailbox: Mailbox) -> bool:
-        """Unregisters a member's ended stream. Returns False if the stream was not the member's
-        current one."""
+        """Unregisters a stream that has ended. Returns False if the member has a newer stream."""
         return _remove(self.members, member_id, mailbox)
 
     def detach_server(self, server_id: str, mailbox: Mailbox) -> bool:
-        """Unregisters a server's ended stream. Returns False if the stream was not the server's
-        current one."""
+        """Unregisters a stream that has ended. Returns False if the server has a newer stream."""
         return _remove(self.servers, server_id, mailbox)
 
     def end_all(self, error: ShoalError) -> None:
@@ -76,7 +74,7 @@ class Sessions:
             mailbox.end(error)
 
     def carry_out(self, effects: Iterable[Effect]) -> None:
-        """Carries out effects in order. Recipients without a stream are notified when they
+        """Carries out effects in order. Recipients without a stream are told when they
         reconnect."""
         for effect in effects:
             match effect:

@@ -10,8 +10,8 @@ from shoal_common.errors import DeadlineError, InvalidRequestError
 
 
 async def first_message(requests: AsyncIterator[Any], timeout_s: float, *, expected: str) -> Any:
-    """Returns a stream's first message, which must be of the kind `expected`. Raises
-    InvalidRequestError for another kind, and DeadlineError after `timeout_s`."""
+    """Returns the first message of a stream. Raises InvalidRequestError if it is not of the kind
+    `expected`, and DeadlineError if it does not arrive within `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             message = await anext(aiter(requests), None)

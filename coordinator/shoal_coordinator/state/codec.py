@@ -1,15 +1,15 @@
-"""Storage format of a job's state: one Redis hash per job with JSON in its fields, so that a
+"""Storage format of a job's state: one Redis hash per job, with JSON in its fields, so that a
 transition writes only what it changed.
 
 Fields: `header` (the small parts), `generation` (the generation without its ranks), `ranks` (the
-full table of a generation, with its number), `change:NUMBER` (the difference of each later table
-from the previous one), `layout`, `moves`, and one field per entry of the mappings: `member:ID`,
+full table of a generation, with its number), `change:NUMBER` (how each later table differs from the
+previous one), `layout`, `moves`, and one field per entry of the mappings: `member:ID`,
 `departed:ID`, `server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Dataclasses
-are written with their field names, so a later release can add fields with defaults. `format` in the
-header is raised when older releases could no longer read the state.
+are written with their field names, so that later releases can add fields with defaults. `format` in
+the header is raised whenever older releases could no longer read the state.
 
-Only this module writes the data that it reads. A field that cannot be parsed raises
-CorruptDataError with the field's name.
+Only this module writes the data that it reads. A field that cannot be parsed raises a
+CorruptDataError that names the field.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ _READABLE: Final = (3, 4)
 """Formats that this release can read. In format 3 the ranks were part of `generation`."""
 _HEADER: Final = ("number", "last_order", "stop_reason", "departing")
 _LATER: Final = ("run_above", "ended_unix_ms")
-"""Numbers of the header that older releases did not write; the default is 0."""
+"""Numbers in the header that older releases did not write. Their default is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Fields of a job's hash to set and to delete."""
+    """Fields of a job's hash that are to be set or deleted."""
 
     put: Mapping[str, str]
     remove: tuple[str, ...]
 
 
 def encode_changes(state: JobState, changes: Changes) -> Written:
-    """Returns the fields to write for `state`, given the `changes` since the last write."""
+    """Returns the fields to write for `state`. `changes`: what has changed since the last write."""
     put: dict[str, str] = {}
     remove: list[str] = []
     if changes.header:
@@ -100,7 +100,7 @@ def encode_changes(state: JobState, changes: Changes) -> Written:
 
 
 def everything(state: JobState) -> Changes:
-    """Returns the changes that write the entire state, as for a new job."""
+    """Returns the changes by which the complete state is written, as for a new job."""
     return Changes(
         header=True,
         generation=True,
@@ -116,7 +116,7 @@ def everything(state: JobState) -> Changes:
 
 
 def decode_state(written: Mapping[str, str]) -> JobState:
-    """Returns the job state stored in the fields of a hash. Ignores unknown fields. Raises
+    """Restores a job's state from the fields of its hash. Ignores unknown fields. Raises
     CorruptDataError."""
     header = _read(written, "header", _parse_header)
     departed = _read_all(written, "departed", lambda _, value: Departure(**value))
@@ -138,9 +138,9 @@ def decode_state(written: Mapping[str, str]) -> JobState:
 
 
 def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recovery | None:
-    """Returns the recovery in progress, or None. A recovery is in progress if the stored number is
-    above the number of the stored generation, or above the beginning of the run: members or servers
-    then know generations in between."""
+    """Returns the recovery that was in progress; None if none was. It is recognized by a stored
+    number above that of the stored generation, or above the beginning of the run: members or
+    servers then know generations in between."""
     known = header.get("run_above", 0) if generation is None else generation.number
     if header["number"] <= known:
         return None
@@ -151,7 +151,7 @@ def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recov
 
 
 def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> None:
-    """Adds a field to write, or to remove if `value` is None."""
+    """Adds a field to the fields to set or, if `value` is None, to those to delete."""
     if value is None:
         remove.append(name)
     else:
@@ -159,8 +159,8 @@ def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> Non
 
 
 def _entries(state: JobState, changes: Changes) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields the field name and value of each changed entry of a mapping; the value is None for a
-    removed entry."""
+    """Yields the field name and the value of each changed entry of a mapping; None for a removed
+    entry."""
     for member_id in changes.members:
         member = state.members.get(member_id)
         yield (
@@ -201,7 +201,7 @@ def _header(state: JobState) -> dict[str, Any]:
 
 
 def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
-    """Returns the fields of a generation. They contain only the change of its rank table, unless
+    """Returns the fields of a generation. Of its rank table, they contain only the change, unless
     there is no change or `whole` is set."""
     head = _shallow(generation, "ranks", "change")
     head["change"] = None if generation.change is None else _shallow(generation.change)
@@ -221,12 +221,12 @@ def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
 
 
 def _rank(rank: Rank) -> list[str]:
-    """Returns the independent values of a rank. Its other values follow from the table."""
+    """Returns the values of a rank that do not follow from the rest of the table."""
     return [rank.member_id, rank.host, rank.donor_address, rank.donor_key]
 
 
 def _layout(layout: ShardLayout) -> dict[str, Any]:
-    """Returns a layout with its tensors and partitions as bare lists, since there may be a hundred
+    """Returns a layout with its tensors and partitions as plain lists, since there may be a hundred
     thousand of them. A bucket has two more numbers."""
     return {
         "epoch": layout.epoch,
@@ -292,8 +292,8 @@ def _read(written: Mapping[str, str], name: str, parse: Callable[[Any], T]) -> T
         return parse(json.loads(written[name]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptDataError(
-            f"cannot read field {name!r} of a job in Redis ({type(error).__name__}: {error}); it "
-            "was changed by another program or written by a newer release"
+            f"cannot read field {name!r} of a job in Redis ({type(error).__name__}: {error}); "
+            "another program has changed it, or a newer release has written it"
         ) from error
 
 

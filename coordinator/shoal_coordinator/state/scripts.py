@@ -1,11 +1,10 @@
-"""Lua scripts that write all of a job's state. Each script is atomic and checks the identity of the
-writer.
+"""Lua scripts that write a job's state. Each script is atomic and checks who is writing.
 
-Fencing: every coordinator takes a number (its epoch) from a common counter when it starts. A job
+Fencing: when a coordinator starts, it takes a number (its epoch) from a common counter. A job
 stores the epoch of the coordinator that last claimed it, and refuses writes with a lower epoch.
-Within an epoch the revision counts the commits, so that no commit is applied twice or to another
-state than the one it is based on. Besides the fields of codec.py, the job's hash contains `epoch`,
-`revision` and `commit` (the last commit's id).
+Within an epoch, the revision counts the commits, so that a commit is applied only once and only to
+the state on which it is based. In addition to the fields of codec.py, the job's hash contains
+`epoch`, `revision` and `commit` (the id of the last commit).
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Stores jobs in Redis: claims all jobs when a coordinator starts, then writes one transition at a
 time.
 
-Keys: `shoal:{JOB}:state` (a hash, codec.py) and `shoal:{JOB}:events` (a stream) share a hash tag,
-so that one script may write both. The set `shoal:jobs` and the counter `shoal:coordinator:epoch`
-are common to all jobs. All methods belong to one event loop and may run concurrently.
+Keys: `shoal:{JOB}:state` (a hash, see codec.py) and `shoal:{JOB}:events` (a stream) share a hash
+tag, so that one script may write both. The set `shoal:jobs` and the counter
+`shoal:coordinator:epoch` are common to all jobs. All methods belong to one event loop and may run
+concurrently.
 
-A deserted job is forgotten some time after its last change, since Redis expires its keys without
-the help of a coordinator.
+A job without members is forgotten some time after its last change: Redis expires its keys, even if
+no coordinator is running.
 
-A commit is answered once Redis has applied it. With `durable`, it is answered once it is on Redis's
-own disk, if Redis can confirm that (WAITAOF: Redis 7.2 or Valkey, with an append-only file). Redis
+A commit is complete once Redis has applied it. With `durable`, it is complete once it is on Redis's
+disk, if Redis can confirm that (WAITAOF: Redis 7.2 or Valkey, with an append-only file). Redis
 errors become UnavailableErrors: the write may or may not have been applied, and the same commit can
 be sent again.
 """
@@ -47,7 +48,7 @@ _DISK_TIMEOUT_MS: Final = 2_000
 
 
 class FencedError(UnavailableError):
-    """Another coordinator has taken over, so this coordinator must not write any more."""
+    """Raised if another coordinator has taken over, so that this one must not write any more."""
 
     default_reason = Refusal.COORDINATOR_REPLACED
 
@@ -74,7 +75,7 @@ class StoredEvent:
 
 
 class JobStore:
-    """Access of one coordinator to the jobs in Redis. Create it with `open`."""
+    """One coordinator's access to the jobs in Redis. Create it with `open`."""
 
     def __init__(
         self, client: Any, epoch: int, *, waits_for_disk: bool, retention: timedelta
@@ -87,8 +88,9 @@ class JobStore:
 
     @classmethod
     async def open(cls, url: str, *, retention: timedelta = DEFAULT_RETENTION) -> JobStore:
-        """Connects to Redis and takes the next epoch, which is on disk when this returns.
-        `retention`: time after which a deserted job is forgotten.
+        """Connects to Redis and takes the next epoch, which is on Redis's disk when this returns.
+
+        `retention`: time after which a job without members is forgotten.
 
         Raises UnavailableError, AuthenticationError, ConfigurationError.
         """
@@ -111,8 +113,8 @@ class JobStore:
         await self._client.aclose()
 
     async def load_all(self) -> list[Stored]:
-        """Claims and reads every job. Logs and omits unreadable jobs, and forgets those that Redis
-        has dropped."""
+        """Claims and reads all jobs. Logs and skips jobs that cannot be read, and forgets those
+        that Redis has deleted."""
         async with _redis_errors():
             names = sorted(name.decode() for name in await self._client.smembers(_JOBS))
         found: list[Stored] = []
@@ -125,7 +127,7 @@ class JobStore:
                 try:
                     stored = self._claimed(answer)
                 except CorruptDataError:
-                    # The other jobs are fine; a request for this one gets an error.
+                    # The other jobs are not affected; a request for this one fails with an error.
                     logger.exception(
                         "could not read a job and left it unchanged", extra={"job_id": name}
                     )
@@ -144,12 +146,12 @@ class JobStore:
         return self._claimed(answer)
 
     async def register(self, job_id: str) -> None:
-        """Records a job that is about to be created, so that `load_all` finds it."""
+        """Adds a job that is about to be created to the list that `load_all` reads."""
         async with _redis_errors():
             await self._client.sadd(_JOBS, job_id)
 
     async def dropped(self, job_ids: Sequence[str]) -> list[str]:
-        """Returns the ids in `job_ids` whose jobs Redis no longer has."""
+        """Returns those of `job_ids` whose jobs Redis no longer has."""
         async with _redis_errors(), self._client.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.exists(_state_key(job_id))
@@ -157,7 +159,7 @@ class JobStore:
         return [job_id for job_id, there in zip(job_ids, answers, strict=True) if not there]
 
     async def forget(self, job_id: str) -> None:
-        """Removes a dropped job from the list that `load_all` reads."""
+        """Removes a job that Redis no longer has from the list that `load_all` reads."""
         async with _redis_errors():
             await self._client.srem(_JOBS, job_id)
 
@@ -171,12 +173,12 @@ class JobStore:
         commit_id: str,
         durable: bool,
     ) -> int:
-        """Writes one transition that is based on `revision`; returns Redis's time in Unix
+        """Writes one transition that is based on `revision`. Returns Redis's time in Unix
         milliseconds.
 
         The call may be repeated with the same `commit_id`; the transition is applied only once.
-        `state`: the job after the transition, written in full if Redis turns out to have lost the
-        base revision. Raises FencedError, UnavailableError.
+        `state`: the job after the transition, which is written in full if Redis has lost the
+        revision on which the transition is based. Raises FencedError, UnavailableError.
         """
         retention = self._retention if state.is_deserted else timedelta(0)
         arguments = _commit_arguments(self.epoch, revision, commit_id, written, records, retention)
@@ -205,7 +207,8 @@ class JobStore:
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def check_epoch(self) -> None:
-        """Raises FencedError if another coordinator has since started on the same Redis."""
+        """Raises FencedError if another coordinator has started with the same Redis server
+        since."""
         async with _redis_errors():
             newest = int(await self._client.get(_EPOCH) or 0)
         if newest > self.epoch:
@@ -214,8 +217,8 @@ class JobStore:
             )
 
     async def events(self, job_id: str, *, after: str, count: int) -> list[StoredEvent]:
-        """Returns up to `count` events, oldest first. `after`: id of the event before the first
-        one; "0": from the oldest event kept."""
+        """Returns up to `count` events, oldest first. `after`: id of the event after which to
+        begin; "0": begin with the oldest event that Redis still has."""
         async with _redis_errors():
             entries = await self._client.xrange(_events_key(job_id), min=f"({after}", count=count)
         return [_parse_event(event_id, fields) for event_id, fields in entries]
@@ -241,8 +244,8 @@ class JobStore:
         return answer
 
     async def _rewrite(self, state: JobState, revision: int) -> None:
-        """Writes the entire job again. The transition's own changes are already in `state`, so
-        committing them afterwards changes nothing."""
+        """Writes the complete job. `state` already contains the changes of the current transition,
+        so committing them afterwards changes nothing."""
         written = encode_changes(state, everything(state)).put
         await self.register(state.spec.job_id)
         pairs = [part for pair in written.items() for part in pair]
@@ -271,15 +274,15 @@ class JobStore:
             revision = int(fields["revision"])
         except (KeyError, ValueError) as error:
             raise CorruptDataError(
-                f"a job in Redis has no valid revision: {error}; it was changed by another program"
+                f"a job in Redis has no valid revision ({error}), so another program has changed it"
             ) from error
         return Stored(state=decode_state(fields), revision=revision)
 
     def _fenced(self, job_id: str, epoch: bytes) -> FencedError:
         what = f"job {job_id}" if job_id else "a job"
         return FencedError(
-            f"{what} belongs to another coordinator (epoch {epoch.decode()}), which started after "
-            f"this one (epoch {self.epoch})"
+            f"{what} was taken over by another coordinator (epoch {epoch.decode()}), which "
+            f"started after this one (epoch {self.epoch})"
         )
 
 
@@ -322,7 +325,7 @@ def _parse_event(event_id: bytes, fields: Mapping[bytes, bytes]) -> StoredEvent:
             generation=int(fields[b"generation"]),
             member_id=fields[b"member_id"].decode(),
             attributes=json.loads(fields[b"attributes"]),
-            run=int(fields.get(b"run", b"1")),  # an older release had one run in a job
+            run=int(fields.get(b"run", b"1")),  # in older releases a job had a single run
         ),
     )
 

@@ -1,12 +1,12 @@
-"""Shoal's Grafana dashboards, as code: what to look at, in which order, and why each panel is
-there. One module for each dashboard.
+"""Shoal's Grafana dashboards as code: one module for each dashboard.
 
     PYTHONPATH=docker/grafana python -m shoal_dashboards
         # writes docker/grafana/generated
     PYTHONPATH=docker/grafana python -m shoal_dashboards --check
-        # fails when that is not what these modules make
+        # fails if the files are outdated
 
-Every metric that a service exports has a panel or stands in `boards.WITHOUT_PANEL` with the reason;
-a test holds that. Lines are named by places (instance: a worker's host and slot, a server's id),
-which stay when ranks are dealt anew; who has which rank is a table of its own.
+Every metric that a service exports has a panel, or an entry in `boards.WITHOUT_PANEL` with the
+reason why it has none; a test checks this. Lines in graphs are named by instance (a worker's host
+and slot, or a server's id), which stays the same when ranks change. A separate table shows the
+current rank of each worker.
 """

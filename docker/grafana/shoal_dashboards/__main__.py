@@ -27,8 +27,7 @@ def main() -> int:
     )
     if wrong:
         print(
-            f"docker/grafana/generated: {', '.join(wrong)}: not what shoal_dashboards makes; run "
-            "make dashboards",
+            f"docker/grafana/generated: {', '.join(wrong)}: outdated; run make dashboards",
             file=sys.stderr,
         )
     return int(bool(wrong))

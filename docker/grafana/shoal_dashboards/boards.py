@@ -1,4 +1,4 @@
-"""All dashboards, and what none of them shows."""
+"""All dashboards, and the metrics that none of them shows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from shoal_dashboards.workers import WORKERS
 BOARDS: Sequence[Board] = (OVERVIEW, COORDINATOR, WORKERS, SERVERS)
 
 WITHOUT_PANEL: dict[str, str] = {
-    "grpc_client_started": "the servers' figures show the same calls",
-    "grpc_client_handled": "the servers' figures show the same calls, and calls that found no "
-    "server are errors in the caller's log",
-    "grpc_client_handling_seconds": "the servers' figures, and the network between is not Shoal's "
-    "to show",
+    "grpc_client_started": "the metrics of the servers cover the same calls",
+    "grpc_client_handled": "the metrics of the servers cover the same calls; a call without a "
+    "reachable server is an error in the caller's log",
+    "grpc_client_handling_seconds": "the metrics of the servers cover all but the network between",
 }
-"""Metric -> why no panel shows it."""
+"""Reason why no panel shows a metric, by metric."""

@@ -1,4 +1,5 @@
-"""The coordinator: who is in each job, what it decided, and how quickly."""
+"""The coordinator: the members of each job, the generations it has formed, and how long that
+took."""
 
 from __future__ import annotations
 
@@ -8,21 +9,22 @@ from shoal_dashboards.rpcs import rpc_graphs
 MEMBERSHIP = (
     Graph(
         title="Members by phase",
-        text="Joined members replay their script, ready ones wait for a generation, quarantined "
-        "ones are kept out.",
+        text="Joined members replay their script, ready members wait for a generation, and "
+        "quarantined members are excluded for a while.",
         unit="none",
         queries=[("sum by (phase) (shoal_coordinator_members{job}) > 0", "{{phase}}")],
     ),
     Graph(
         title="Machines that are not healthy",
-        text="Leaving machines are about to be taken away. Workers on unhealthy and excluded ones "
-        "are refused; `shoal status` gives the reason.",
+        text="Leaving machines are about to be taken away. Workers on unhealthy and excluded "
+        "machines are refused; `shoal status` gives the reason.",
         unit="none",
         queries=[("shoal_coordinator_machines{job} > 0", "{{job_id}} {{condition}}")],
     ),
     Graph(
         title="New generations",
-        text="By cause. Failures interrupt the step in flight; borders do not.",
+        text="New generations by cause. A failure interrupts the current step; a join or drain "
+        "(border) takes effect at a step boundary.",
         unit="none",
         queries=[
             (
@@ -33,7 +35,8 @@ MEMBERSHIP = (
     ),
     Graph(
         title="Phase",
-        text="1 for the phase that each job is in: waiting, running, stopping or finished.",
+        text="The current phase of each job has the value 1: waiting, running, stopping or "
+        "finished.",
         unit="none",
         queries=[
             ("shoal_coordinator_job_phase{job} == 1", "{{job_id}} {{phase}}"),
@@ -41,8 +44,8 @@ MEMBERSHIP = (
     ),
     Graph(
         title="Runs",
-        text="Number of each job's newest run, and the generations that this run has had: its "
-        "first says that it trains.",
+        text="Number of each job's newest run, and the number of generations in this run, which "
+        "is at least 1 once it trains.",
         unit="none",
         queries=[
             ("shoal_coordinator_run{job}", "{{job_id}} run"),
@@ -51,8 +54,8 @@ MEMBERSHIP = (
     ),
     Graph(
         title="Progress",
-        text="Steps a second, as heartbeats tell: also of jobs whose workers Prometheus does not "
-        "reach.",
+        text="Steps per second according to heartbeats, which also covers jobs whose workers "
+        "Prometheus cannot reach.",
         unit="short",
         queries=[
             (
@@ -63,7 +66,7 @@ MEMBERSHIP = (
     ),
     Graph(
         title="Batches leased",
-        text="Batches a second dealt first come first served to members of asynchronous runs.",
+        text="Batches per second that were leased to members of asynchronous runs.",
         unit="short",
         queries=[
             ("rate(shoal_coordinator_batches_leased_total[$__rate_interval])", "{{instance}}")
@@ -71,9 +74,9 @@ MEMBERSHIP = (
     ),
     Graph(
         title="Partitions that move",
-        text="Moves between parameter servers that were settled, and partitions that have another "
-        "server since: servers come, or are "
-        "drained. Where moves fail again and again, the job's events say why (move_failed).",
+        text="Completed moves between parameter servers, and the partitions that were moved, "
+        "because servers join or are drained. If moves fail again and again, the job's events "
+        "show the reason (move_failed).",
         unit="none",
         queries=[
             (
@@ -91,21 +94,22 @@ MEMBERSHIP = (
 WORK = (
     Graph(
         title="From a loss to its announcement",
-        text="From the moment the coordinator learns of a death until the survivors have been told "
-        "of the generation without it.",
+        text="Time from the coordinator's detection of a death until the survivors were informed "
+        "of the generation without that member.",
         unit="s",
         queries=quantiles("shoal_coordinator_loss_to_announcement_seconds", "instance"),
     ),
     Graph(
         title="Writing a transition",
-        text="Time of one commit to Redis, on disk before it is announced. It bounds how fast "
-        "membership can change.",
+        text="Time of one commit to Redis, which must be on disk before the change is announced. "
+        "It limits how fast membership can change.",
         unit="s",
         queries=quantiles("shoal_coordinator_commit_seconds", "instance"),
     ),
     Graph(
         title="Events in a commit",
-        text="Above 1 the group commit is at work. Retries mean that Redis did not answer.",
+        text="Above 1, several events were committed together. Retries mean that Redis did not "
+        "answer.",
         unit="none",
         queries=[
             *quantiles("shoal_coordinator_events_per_commit", "instance"),
@@ -117,7 +121,8 @@ WORK = (
     ),
     Graph(
         title="Redis",
-        text="1 while Redis answers the coordinator. At 0 training continues and membership waits.",
+        text="1 while Redis answers the coordinator. At 0, training continues, but membership "
+        "changes wait.",
         unit="none",
         queries=[("shoal_coordinator_redis_up", "{{instance}}")],
     ),
@@ -129,7 +134,7 @@ WORK = (
     ),
     Graph(
         title="Heartbeats",
-        text="Heartbeats a second: the coordinator's steady load.",
+        text="Heartbeats per second, which are the coordinator's constant load.",
         unit="short",
         queries=[("rate(shoal_coordinator_heartbeats_total[$__rate_interval])", "{{kind}}")],
     ),
@@ -139,10 +144,10 @@ WORK = (
 COORDINATOR = Board(
     uid="shoal-coordinator",
     title="Shoal: coordinator",
-    text="Membership of jobs, the coordinator's own work, and its RPCs.",
+    text="Membership of jobs, the work of the coordinator, and its RPCs.",
     rows=(
         ("Membership", MEMBERSHIP),
-        ("Its own work", WORK),
+        ("Work of the coordinator", WORK),
         ("RPCs", rpc_graphs('job="coordinator"')),
     ),
 )

@@ -1,5 +1,5 @@
-"""Overview of whether all is well: what an operator opens first, and what says on which dashboard
-to go on."""
+"""The overview, which an operator opens first. It shows whether all services work, and which
+dashboard has the details."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shoal_dashboards.panels import Board, Graph, Listing, Number
 NOW = (
     Number(
         title="Alerts",
-        text="Alerts that fire now: the list below names them.",
+        text="Number of alerts that are firing; the list below names them.",
         unit="none",
         queries=[
             ('sum(ALERTS{alertstate="firing"}) or vector(0)', "firing"),
@@ -17,7 +17,7 @@ NOW = (
     ),
     Number(
         title="Ranks",
-        text="Ranks that train now, of all chosen jobs.",
+        text="Number of ranks that are training, over all selected jobs.",
         unit="none",
         queries=[
             ("sum(shoal_coordinator_world_size{job})", "ranks"),
@@ -25,7 +25,7 @@ NOW = (
     ),
     Number(
         title="Parameter servers",
-        text="Parameter servers that are alive.",
+        text="Number of parameter servers that are alive.",
         unit="none",
         queries=[
             ("sum(shoal_coordinator_servers_alive{job})", "servers"),
@@ -33,7 +33,7 @@ NOW = (
     ),
     Number(
         title="Step",
-        text="The newest step that each job has committed.",
+        text="Newest committed step of each job.",
         unit="none",
         queries=[
             ("shoal_coordinator_newest_step{job}", "{{job_id}}"),
@@ -41,8 +41,8 @@ NOW = (
     ),
     Number(
         title="Without progress",
-        text="Seconds since a rank last came to another step, border or operation. Seconds are a "
-        "long step; minutes: it stands.",
+        text="Seconds since any rank last reached another step, step boundary or operation. Some "
+        "seconds may be a long step; after minutes, the job has probably stalled.",
         unit="s",
         queries=[
             ("shoal_coordinator_seconds_without_progress{job}", "{{job_id}}"),
@@ -51,7 +51,7 @@ NOW = (
     ),
     Number(
         title="Runs that failed",
-        text="Jobs whose newest run has failed. `shoal status` says why.",
+        text="Jobs whose newest run has failed. `shoal status` shows the reason.",
         unit="none",
         queries=[
             ("count(shoal_coordinator_run_failed_timestamp_seconds{job}) or vector(0)", "failed"),
@@ -62,8 +62,8 @@ NOW = (
 
 LISTS = (
     Listing(
-        title="Alerts that fire",
-        text="Each with its job and place; docs/observability.md says what to do.",
+        title="Firing alerts",
+        text="Each alert with its job and instance. docs/observability.md has the remedies.",
         unit="none",
         queries=[
             ('ALERTS{alertstate="firing"}', ""),
@@ -72,8 +72,8 @@ LISTS = (
     ),
     Listing(
         title="Phases of jobs",
-        text="Which phase each job is in, which run that is, and how many ranks it takes at least "
-        "and at most.",
+        text="The phase of each job, the number of its run, and its minimum and maximum number of "
+        "ranks.",
         unit="none",
         queries=[
             ("shoal_coordinator_job_phase{job} == 1", ""),
@@ -84,16 +84,16 @@ LISTS = (
 
 OVER_TIME = (
     Graph(
-        title="Samples a second",
-        text="Samples that committed steps counted: the useful work. A dip is a fault; a lower "
-        "level after it is capacity lost.",
+        title="Samples per second",
+        text="Samples in committed steps. A dip is a fault; a lower level after it means that "
+        "fewer workers are training.",
         unit="short",
         queries=[("sum(rate(shoal_worker_samples_total{job}[$__rate_interval]))", "all workers")],
     ),
     Graph(
         title="Mean loss",
-        text="The mean of what the ranks last told, per job. A rank's own is on the workers' "
-        "dashboard.",
+        text="Mean of the losses that the ranks reported last, per job. The dashboard of workers "
+        "shows the loss of each rank.",
         unit="short",
         queries=[
             ("avg by (job_id) (shoal_worker_loss{job})", "{{job_id}}"),
@@ -101,8 +101,8 @@ OVER_TIME = (
     ),
     Graph(
         title="World size",
-        text="Ranks that train now, and parameter servers that are alive. 0 ranks: the job waits "
-        "for its fewest workers.",
+        text="Ranks that are training, and parameter servers that are alive. With 0 ranks, the "
+        "job waits until it has its minimum number of workers.",
         unit="none",
         queries=[
             ("shoal_coordinator_world_size{job}", "{{job_id}} ranks"),
@@ -113,15 +113,15 @@ OVER_TIME = (
     ),
     Graph(
         title="Generation",
-        text="Number of each job's newest generation. Each step up is a join, a departure or a "
+        text="Number of each job's newest generation. Each increase is a join, a departure or a "
         "failure.",
         unit="none",
         queries=[("shoal_coordinator_generation{job}", "{{job_id}}")],
     ),
     Graph(
         title="Departures",
-        text="How members went, leases that ended without a heartbeat, and failed collectives that "
-        "no newer generation explained.",
+        text="Members that left, by reason; leases that expired without a heartbeat; and failed "
+        "collectives that were not explained by a newer generation.",
         unit="none",
         queries=[
             (
@@ -134,23 +134,23 @@ OVER_TIME = (
             ),
             (
                 "increase(shoal_coordinator_collective_failures_total[$__rate_interval]) > 0",
-                "unexplained collective failures",
+                "unexplained failures of collectives",
             ),
         ],
     ),
     Graph(
-        title="Steps that stand, and stragglers",
-        text="Jobs in which ranks have waited for ten seconds, and ranks that hold the others "
-        "back. `shoal status` and the logs name them.",
+        title="Stalled steps and stragglers",
+        text="Jobs in which ranks have been waiting for at least ten seconds, and ranks that "
+        "delay the others. `shoal status` and the logs name the ranks.",
         unit="none",
         queries=[
-            ("shoal_coordinator_step_stands{job}", "{{job_id}} stands"),
+            ("shoal_coordinator_step_stands{job}", "{{job_id}} stalled"),
             ("shoal_coordinator_stragglers{job}", "{{job_id}} stragglers"),
         ],
     ),
     Graph(
         title="Servers without a primary or a backup",
-        text="Places of parameter servers that nobody serves, so that pushes and pulls wait; and "
+        text="Number of parameter servers that are missing, so that pushes and pulls wait, and of "
         "those without a backup in sync.",
         unit="none",
         queries=[
@@ -163,7 +163,7 @@ OVER_TIME = (
     ),
     Graph(
         title="Checkpoints",
-        text="Age of each job's newest checkpoint, as its workers wrote it.",
+        text="Age of each job's newest checkpoint.",
         unit="s",
         queries=[
             (
@@ -177,10 +177,10 @@ OVER_TIME = (
 OVERVIEW = Board(
     uid="shoal",
     title="Shoal: overview",
-    text="Whether all is well, over all services. The other dashboards go into each.",
+    text="State of all services. The other dashboards have the details.",
     rows=(
         ("Now", NOW),
-        ("What fires, and where jobs stand", LISTS),
+        ("Alerts and jobs", LISTS),
         ("Over time", OVER_TIME),
     ),
 )

@@ -1,5 +1,5 @@
-"""The parts of Shoal's dashboards: panels as plain values, and Grafana's JSON from them. What
-is shown is in the other modules."""
+"""Building blocks of Shoal's dashboards: panels as plain values, and their conversion to Grafana's
+JSON."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ _MARKS = (
     ("Joins and drains", "border", "green"),
     ("Starts", "start", "blue"),
 )
-"""Vertical lines in every graph: their name, the cause of the generations that they mark, and their
-color."""
+"""Vertical lines in every graph: name, cause of the marked generations, and color."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,8 @@ class Graph:
     unit: str
     """Grafana's name of the unit."""
     queries: Sequence[tuple[str, str]]
-    """PromQL and the legend of its lines. `{job}` stands for: of the jobs chosen at the dashboard's
-    top."""
+    """PromQL expressions, each with the legend of its lines. `{job}` is replaced by a filter for
+    the jobs selected at the top of the dashboard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class Number(Graph):
     """A panel with the newest value of each query in large digits."""
 
     bad_above: float | None = None
-    """The value above which the number is red; None: no value is good or bad."""
+    """Value above which the number is red; None: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,8 @@ class Board:
 
 
 def quantiles(histogram: str, by: str) -> list[tuple[str, str]]:
-    """The median and the 99th percentile of a histogram, per value of the label `by`."""
+    """Returns the queries for the median and the 99th percentile of a histogram, per value of the
+    label `by`."""
     selected = "" if histogram.startswith("shoal_coordinator_") else "{job}"
     rate = f"sum by ({by}, le) (rate({histogram}_bucket{selected}[$__rate_interval]))"
     return [
@@ -105,7 +105,7 @@ def quantiles(histogram: str, by: str) -> list[tuple[str, str]]:
 
 
 def rendered(board: Board) -> str:
-    """The text of a dashboard's file."""
+    """Returns the contents of a dashboard's JSON file."""
     return json.dumps(_dashboard(board).build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Panels of gRPC calls, which the coordinator and the parameter servers both have."""
+"""Panels of gRPC calls, for the dashboards of the coordinator and the parameter servers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from shoal_dashboards.panels import Graph
 
 
 def rpc_graphs(selector: str) -> Sequence[Graph]:
-    """Panels of the calls that the targets answer which Prometheus knows by these labels, as in
+    """Returns panels of the gRPC calls to the targets with these Prometheus labels, such as
     'job="coordinator"'."""
     return (
         Graph(
             title="Calls",
-            text="RPCs begun a second.",
+            text="RPCs started per second.",
             unit="short",
             queries=[(_per_method("grpc_server_started_total", selector), "{{grpc_method}}")],
         ),
         Graph(
-            title="Calls that failed",
-            text="By method and status. FailedPrecondition after a fault is fencing; Unavailable "
-            "is retried.",
+            title="Failed calls",
+            text="Failed calls by method and status. FailedPrecondition is normal after a fault, "
+            "because calls of an older generation are refused; Unavailable is retried.",
             unit="short",
             queries=[
                 (
@@ -32,9 +32,9 @@ def rpc_graphs(selector: str) -> Sequence[Graph]:
             ],
         ),
         Graph(
-            title="Time of calls",
-            text="From an RPC's start to its end on the server. Sessions last as long as their "
-            "member and are left out.",
+            title="Duration of calls",
+            text="Duration of RPCs on the server. Session streams, which last as long as their "
+            "member, are not shown.",
             unit="s",
             queries=[
                 (
@@ -47,7 +47,8 @@ def rpc_graphs(selector: str) -> Sequence[Graph]:
         ),
         Graph(
             title="Messages",
-            text="Messages a second in both directions: heartbeats, directives, chunks of tensors.",
+            text="Messages per second in both directions: heartbeats, instructions to members, "
+            "chunks of tensors.",
             unit="short",
             queries=[
                 (

@@ -1,4 +1,4 @@
-"""The parameter servers: pushes and pulls, what they hold, and what they write."""
+"""The parameter servers: pushes and pulls, stored values, and files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shoal_dashboards.rpcs import rpc_graphs
 TRAFFIC = (
     Graph(
         title="Pushes and pulls",
-        text="Partitions a second. Duplicates are retries that were recognised; unchanged pulls "
-        "cost no bytes.",
+        text="Partitions per second. Duplicates are retries that were recognized; unchanged "
+        "partitions are not sent.",
         unit="short",
         queries=[
             (
@@ -28,8 +28,8 @@ TRAFFIC = (
     ),
     Graph(
         title="Bytes moved",
-        text="Payload received and sent by each server. Servers that differ much: tensors lie "
-        "unevenly.",
+        text="Payload bytes received and sent by each server. If servers differ much, tensors are "
+        "distributed unevenly.",
         unit="Bps",
         queries=[
             ("rate(shoal_ps_received_bytes_total{job}[$__rate_interval])", "{{instance}} received"),
@@ -38,8 +38,8 @@ TRAFFIC = (
     ),
     Graph(
         title="Transports of tensors",
-        text="Streams of pushes and pulls by what carries them: shared memory, TCP connections of "
-        "their own, or gRPC, which is slower.",
+        text="Streams of pushes and pulls by transport: shared memory, separate TCP connections, "
+        "or gRPC, which is slower.",
         unit="short",
         queries=[
             (
@@ -51,28 +51,29 @@ TRAFFIC = (
     ),
     Graph(
         title="Time to apply a partition",
-        text="Check and update of one pushed partition. Times the partitions pushed a second: how "
-        "busy a server's one core is.",
+        text="Time to check and apply one pushed partition. Multiplied by the partitions pushed "
+        "per second, it shows how busy the server's single core is.",
         unit="s",
         queries=quantiles("shoal_ps_apply_seconds", "instance"),
     ),
     Graph(
         title="Staleness of pushes",
-        text="Versions between the values that a gradient was computed on and those that it met.",
+        text="Number of versions between the values on which a gradient was computed and the "
+        "values to which it was applied.",
         unit="none",
         queries=quantiles("shoal_ps_staleness", "job_id"),
     ),
     Graph(
         title="Waiting for slower members",
-        text="How long pulls, and under bsp pushes, were held back for others. Much of it: the "
-        "bound is tight, or a worker is slow.",
+        text="Time that pulls (under bsp also pushes) waited for other members. If it is long, "
+        "the bound is tight or a worker is slow.",
         unit="s",
         queries=quantiles("shoal_ps_turn_wait_seconds", "job_id"),
     ),
     Graph(
         title="Clocks",
-        text="The slowest and the fastest member's clock, as each server knows them, and by how "
-        "much ssp lets them differ.",
+        text="Clocks of the slowest and the fastest member according to each server, and the "
+        "difference that ssp permits.",
         unit="none",
         queries=[
             ("shoal_ps_slowest_clock{job}", "{{instance}} slowest"),
@@ -82,8 +83,8 @@ TRAFFIC = (
     ),
     Graph(
         title="Refused calls",
-        text="By RPC and reason. STALE_GENERATION after a fault is the fence at work; anything "
-        "steady is a bug in a client.",
+        text="Refused calls by RPC and reason. STALE_GENERATION is normal after a fault; refusals "
+        "that continue indicate a bug in a client.",
         unit="short",
         queries=[
             (
@@ -97,7 +98,7 @@ TRAFFIC = (
 HELD = (
     Graph(
         title="Versions",
-        text="The lowest and the highest version of a partition on each server.",
+        text="Lowest and highest version of the partitions on each server.",
         unit="none",
         queries=[
             ("shoal_ps_lowest_version{job}", "{{instance}} lowest"),
@@ -115,14 +116,14 @@ HELD = (
     ),
     Graph(
         title="Rows of sparse tables",
-        text="Rows that were pushed and not evicted. A row takes memory from its first push on.",
+        text="Rows that were pushed and not evicted. A row needs memory from its first push on.",
         unit="short",
         queries=[("shoal_ps_table_rows{job}", "{{instance}}")],
     ),
     Graph(
         title="Partitions given and taken",
-        text="How many a server gave to others or took from them, and how long those of a move "
-        "were served by nobody.",
+        text="Partitions that a server gave to others or took from them, and the time during "
+        "which they were not served.",
         unit="s",
         queries=[
             (
@@ -137,10 +138,10 @@ HELD = (
         ],
     ),
     Graph(
-        title="Membership as the servers know it",
-        text="Partitions held, members of the newest generation told, and whether the session with "
-        "the coordinator is open (1) and a "
-        "backup has all that was acknowledged (1).",
+        title="Membership according to the servers",
+        text="Number of partitions; members of the newest announced generation; whether the "
+        "session with the coordinator is open (1); whether a backup has all acknowledged "
+        "changes (1).",
         unit="none",
         queries=[
             ("shoal_ps_partitions{job}", "{{instance}} partitions"),
@@ -155,14 +156,15 @@ HELD = (
 DISKS = (
     Graph(
         title="Journal",
-        text="Bytes a second that were written before updates were acknowledged.",
+        text="Bytes per second written to the journal. Each update is written before it is "
+        "acknowledged.",
         unit="Bps",
         queries=[("rate(shoal_ps_journal_bytes_total{job}[$__rate_interval])", "{{instance}}")],
     ),
     Graph(
         title="Journal: time and failures",
-        text="Time to write and sync what goes together, how many changes those are, and failures: "
-        "a full or broken disk.",
+        text="Time to write and sync a batch of changes, the number of changes per batch, and "
+        "failures, which are caused by a full or faulty disk.",
         unit="s",
         queries=[
             (
@@ -173,7 +175,7 @@ DISKS = (
             (
                 "rate(shoal_ps_journal_records_total{job}[$__rate_interval]) / "
                 "rate(shoal_ps_journal_seconds_count{job}[$__rate_interval])",
-                "{{instance}} changes together",
+                "{{instance}} changes per batch",
             ),
             (
                 "increase(shoal_ps_journal_failures_total{job}[$__rate_interval]) > 0",
@@ -183,8 +185,8 @@ DISKS = (
     ),
     Graph(
         title="Snapshots",
-        text="Age of the last snapshot: the journal has what came after it. Failures mean a full "
-        "or broken disk.",
+        text="Age of the last snapshot; later changes are in the journal. Failures are caused by "
+        "a full or faulty disk.",
         unit="s",
         queries=[
             ("time() - (shoal_ps_snapshot_timestamp_seconds{job} > 0)", "{{instance}} age"),
@@ -201,8 +203,8 @@ DISKS = (
     ),
     Graph(
         title="Disk",
-        text="What is free of the disk with the data directory. A snapshot needs as much as is "
-        "stored in memory.",
+        text="Free fraction of the disk with the data directory. A snapshot needs as much space "
+        "as the values and optimizer state in memory.",
         unit="percentunit",
         queries=[
             ("shoal_ps_disk_free_bytes{job} / (shoal_ps_disk_bytes{job} > 0)", "{{instance}} free"),
@@ -214,10 +216,10 @@ DISKS = (
 SERVERS = Board(
     uid="shoal-servers",
     title="Shoal: parameter servers",
-    text="Pushes and pulls, what servers hold, their journals and disks, and their RPCs.",
+    text="Pushes and pulls, stored values, journals and disks, and RPCs.",
     rows=(
         ("Pushes and pulls", TRAFFIC),
-        ("What they hold", HELD),
+        ("Stored values", HELD),
         ("Journal, snapshots and disks", DISKS),
         ("RPCs", rpc_graphs('job="shoal", role="server", job_id=~"$job"')),
     ),

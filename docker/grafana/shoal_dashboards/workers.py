@@ -1,4 +1,4 @@
-"""The workers: what they train, what a fault costs them, what they save."""
+"""The workers: training, pauses at faults and joins, and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from shoal_dashboards.panels import Board, Graph, Listing, quantiles
 TRAINING = (
     Graph(
         title="Loss",
-        text="The loss of each worker's last committed step, where the loop tells it.",
+        text="Loss of each worker's last committed step, if the script reports it.",
         unit="short",
         queries=[("shoal_worker_loss{job}", "{{instance}}")],
     ),
     Graph(
         title="Step time",
-        text="From one commit to the next. The 99th percentile far above the median: stragglers, "
-        "or faults.",
+        text="Time from one committed step to the next. A 99th percentile far above the median "
+        "indicates stragglers or faults.",
         unit="s",
         queries=quantiles("shoal_worker_step_seconds", "job_id"),
     ),
     Graph(
         title="Waiting for peers",
-        text="Seconds of each second that a rank waits in collectives. One far below the others "
-        "holds them back; all high: the network.",
+        text="Fraction of the time that a rank waits in collectives. A rank far below the others "
+        "delays them; if all are high, the network is slow.",
         unit="percentunit",
         queries=[("rate(shoal_worker_wait_seconds_total{job}[$__rate_interval])", "{{instance}}")],
     ),
     Graph(
         title="Share of a step's micro-batches",
-        text="Micro-batches of each rank in a step relative to an equal part, while they are dealt "
-        "by speed; 0 while they are dealt evenly.",
+        text="Micro-batches of each rank in a step, relative to an equal share, while they are "
+        "dealt by speed; 0 while they are dealt evenly.",
         unit="short",
         queries=[("shoal_worker_step_share{job}", "{{instance}}")],
     ),
     Graph(
         title="Steps",
-        text="Steps a second that each worker committed, and that a fault aborted. Committed, "
-        "all lines of one job lie together.",
+        text="Steps per second that each worker committed, and that were aborted by a fault. The "
+        "lines of committed steps of one job coincide.",
         unit="short",
         queries=[
             (
@@ -47,8 +47,8 @@ TRAINING = (
     ),
     Graph(
         title="World size and generation",
-        text="Ranks in the generation that each worker works in. Workers that differ for longer "
-        "than a step are being evicted.",
+        text="World size and number of each worker's generation. Workers that differ from the "
+        "others for longer than a step are being evicted.",
         unit="none",
         queries=[
             ("shoal_worker_world_size{job}", "{{instance}} world size"),
@@ -57,14 +57,14 @@ TRAINING = (
     ),
     Graph(
         title="Rank",
-        text="Which worker has which rank, and when that changed.",
+        text="Rank of each worker, and when it changed.",
         unit="none",
         queries=[("shoal_worker_rank{job}", "{{instance}}")],
     ),
     Listing(
-        title="Who has which rank",
-        text="The member and the rank of each place now. Series are named by places, which stay "
-        "when ranks are dealt anew.",
+        title="Members and ranks",
+        text="Current member id and rank of each worker. Other series are named by host and slot, "
+        "which stay the same when ranks change.",
         unit="none",
         queries=[
             ("shoal_worker_info{job}", ""),
@@ -76,26 +76,28 @@ TRAINING = (
 PAUSES = (
     Graph(
         title="Pause at a failure",
-        text="From noticing a failure to the next committed step, as the slowest survivor saw it.",
+        text="Time from the detection of a failure to the next committed step, on the slowest "
+        "survivor.",
         unit="s",
         queries=quantiles("shoal_worker_recovery_seconds", "job_id"),
     ),
     Graph(
         title="Pause at a join",
-        text="Pause of the other ranks at a step boundary, until joiners had the state.",
+        text="Pause of the other ranks at a step boundary until the joiners have received the "
+        "state.",
         unit="s",
         queries=quantiles("shoal_worker_join_seconds", "job_id"),
     ),
     Graph(
         title="Forming a generation",
-        text="To connect the new process group and reconcile state in it: the part of a pause that "
-        "is not detection.",
+        text="Time to connect the new process group and reconcile the state of its ranks, which "
+        "is the part of a pause after detection.",
         unit="s",
         queries=quantiles("shoal_worker_reform_seconds", "job_id"),
     ),
     Graph(
         title="State received from peers",
-        text="Bytes a second while joiners, and ranks that were behind, are fed.",
+        text="Bytes per second that joiners, and ranks that were behind, receive from peers.",
         unit="Bps",
         queries=[
             (
@@ -109,9 +111,9 @@ PAUSES = (
 
 CHECKPOINTS = (
     Graph(
-        title="Checkpoints a worker wrote",
-        text="Checkpoints, or a worker's parts of them, and those that failed or were abandoned. "
-        "Each failure is in that worker's log.",
+        title="Checkpoints written",
+        text="Checkpoints, or a worker's parts of them, that were written, failed or were "
+        "abandoned. Each failure is in that worker's log.",
         unit="none",
         queries=[
             (
@@ -123,8 +125,8 @@ CHECKPOINTS = (
     ),
     Graph(
         title="Time to write a checkpoint",
-        text="Beside the training, which goes on. Close to the time between two: the disk is too "
-        "slow, and saves wait for each other.",
+        text="Checkpoints are written in the background of training. If this time is close to the "
+        "interval between checkpoints, the disk is too slow, and saves wait for each other.",
         unit="s",
         queries=quantiles("shoal_worker_checkpoint_seconds", "job_id"),
     ),
@@ -153,7 +155,8 @@ CHECKPOINTS = (
         unit="Bps",
         queries=[
             (
-                "sum by (instance) (rate(shoal_worker_uploaded_bytes_total{job}[$__rate_interval]))",
+                "sum by (instance) "
+                "(rate(shoal_worker_uploaded_bytes_total{job}[$__rate_interval]))",
                 "{{instance}}",
             ),
         ],
@@ -176,25 +179,26 @@ CHECKPOINTS = (
 
 ASYNCHRONOUS = (
     Graph(
-        title="Staleness as workers saw it",
-        text="Versions that were applied between a worker's pull and its push. About the number of "
-        "workers is usual.",
+        title="Staleness measured by workers",
+        text="Number of versions that other workers' pushes created between a worker's pull and "
+        "its push. It is usually about the number of workers.",
         unit="none",
         queries=quantiles("shoal_worker_staleness", "job_id"),
     ),
     Graph(
         title="Pushes lost",
-        text="Acknowledged updates, by partition, that a server no longer had: it lost its disk, "
-        "or had no data directory. Else nothing.",
+        text="Acknowledged pushes, counted per partition, that a server lost because its disk was "
+        "lost or it had no data directory. Normally 0.",
         unit="none",
         queries=[
             ("increase(shoal_worker_pushes_lost_total{job}[$__rate_interval]) > 0", "{{instance}}")
         ],
     ),
     Graph(
-        title="Transports that could not be had",
-        text="Shared memory, or a TCP connection, to a parameter server (a port that is shut, "
-        "say): the next one took its place.",
+        title="Unavailable transports",
+        text="Number of times that shared memory or a TCP connection to a parameter server was "
+        "not available, for example because of a closed port, and the next transport was "
+        "used.",
         unit="short",
         queries=[
             (
@@ -209,7 +213,7 @@ ASYNCHRONOUS = (
 WORKERS = Board(
     uid="shoal-workers",
     title="Shoal: workers",
-    text="Training, pauses at faults and joins, checkpoints, and what parameter servers answered.",
+    text="Training, pauses at faults and joins, checkpoints, and calls to parameter servers.",
     rows=(
         ("Training", TRAINING),
         ("Pauses", PAUSES),

@@ -1,22 +1,21 @@
-"""Clocks of asp, ssp(bound) and bsp: a pure core without time, waiting or I/O. `membership.py`
-implements the waits.
+"""Clocks of the consistency models asp, ssp(bound) and bsp: a pure core without time, waiting or
+I/O. `membership.py` implements the waits.
 
-A member's clock counts its iterations from its own first report, so members may number their
+A member's clock counts the iterations since its own first report, so members may number their
 iterations from any value. A joiner starts at the clock of the slowest member, whatever number it
-reports first. A member that leaves no longer counts. A resting member does not count until its next
-report, when it is placed like a joiner.
+reports first. A member that leaves no longer counts. A member that rests does not count until its
+next report, when it starts like a joiner.
 
 ssp (Ho et al., NIPS 2013): a member may begin its next iteration while its clock is at most `bound`
-ahead of the slowest member's clock. The slowest member is never blocked by this rule, so some
-member can always proceed.
+ahead of the slowest member's clock. The slowest member itself never waits, so some member can
+always proceed.
 
 bsp (Valiant, "A Bridging Model for Parallel Computation", CACM 1990): like ssp with a bound of 0;
 in addition, a push of iteration k + 1 is admitted only when every member has read the values of
-iteration k. Values read in an iteration therefore contain all pushes of earlier iterations and no
-pushes of later ones. A member has read the values when it reports this, or when its own push of
-iteration k + 1 arrives. Once one push of an iteration has been admitted, the iteration is open and
-its other pushes are admitted too. A member that arrives or returns afterwards starts after this
-iteration.
+iteration k. Values read in an iteration therefore contain all pushes of earlier iterations and none
+of later ones. A member has read the values when it reports this, or when its own push of iteration
+k + 1 arrives. Once one push of an iteration has been admitted, the iteration is open, and its other
+pushes are admitted too. A member that arrives or returns after that starts after this iteration.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 _LARGEST = 2**62
-"""Limit of clocks and reports. A report at or above this value means that no member should wait for
-the sender any more, and is not counted. Clocks saturate at this value, so that none overflows an
-int64."""
+"""Upper limit of clocks and reports. A member that reports this value or more is one that no member
+should wait for any more, and the report is not counted. Clocks never exceed this value, so they
+cannot overflow an int64."""
 
 
 class ConsistencyMode(enum.Enum):
-    """Consistency model: determines for which members a member waits."""
+    """Consistency model, which determines for which members a member waits."""
 
     ASP = "asp"
-    """No waiting."""
+    """No member waits."""
     SSP = "ssp"
-    """Members more than `bound` clocks ahead of the slowest member wait."""
+    """Members that are more than `bound` clocks ahead of the slowest member wait."""
     BSP = "bsp"
-    """All members wait for each other twice per iteration: pulls for all pushes of the iteration,
-    and pushes for all earlier pulls."""
+    """All members wait for each other twice per iteration: a pull waits for all pushes of the
+    iteration before, and a push waits for all pulls before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Consistency:
-    """A job's consistency model."""
+    """Consistency model of a job."""
 
     mode: ConsistencyMode = ConsistencyMode.ASP
     bound: int = 0
@@ -57,18 +56,19 @@ class MemberClock:
     """Progress of one member."""
 
     clock: int
-    """Position relative to the other members; never decreases."""
+    """Number of iterations of the member, comparable with the clocks of other members; never
+    decreases."""
     origin: int | None = None
-    """Value of `clock` minus the iteration reported by the member. None before the first report and
-    while the member rests."""
+    """Difference between `clock` and the iteration that the member reports. None before the first
+    report and while the member rests."""
     has_read: bool = False
     """True if the member has read the values of iteration `clock`. Known only under bsp, and only
-    to this process."""
+    to the process that received the pull."""
     takes_part: bool = False
-    """True if the member has read or pushed since it was placed, so that its count is the same on
-    all servers. Known only under bsp."""
+    """True if the member has read or pushed since it got its starting clock, so that all servers
+    count it alike. Known only under bsp."""
     rests: bool = False
-    """True if no member waits for it until its next report."""
+    """True if no member waits for this member until its next report."""
 
 
 class Clocks:
@@ -86,12 +86,12 @@ class Clocks:
 
     @property
     def slowest(self) -> int:
-        """Clock of the slowest member; its last value if every member rests."""
+        """Clock of the slowest member. If every member rests, the last such value."""
         return self._slowest
 
     @property
     def opened(self) -> int:
-        """Under bsp, the newest iteration with an admitted push; 0 if there is none."""
+        """Under bsp, the newest iteration of which a push was admitted; 0 if there is none."""
         return self._opened
 
     @property
@@ -100,7 +100,7 @@ class Clocks:
         return dict(self._members)
 
     def follow(self, members: Iterable[str]) -> None:
-        """Adopts the membership of a generation: joiners start at the slowest clock, and former
+        """Adopts the members of a generation: joiners start at the slowest clock, and former
         members no longer count."""
         self._members = {
             member: self._members.get(member) or MemberClock(clock=self._start)
@@ -109,10 +109,12 @@ class Clocks:
         self._settle()
 
     def report(self, member: str, finished: int, *, place: int = 0) -> None:
-        """Records that a member has finished `finished` iterations by its own count; `_LARGEST` or
-        more means that the member rests. A report may be repeated. `place`: the clock that
-        corresponds to this report, unless it is below the member's current clock; 0: keep the
-        member's origin."""
+        """Records that a member has finished `finished` iterations by its own count. `_LARGEST` or
+        more means that the member rests. A report may be repeated.
+
+        `place`: clock that corresponds to this report, unless the member's clock is already higher;
+        0: derive it from the member's earlier reports.
+        """
         if finished >= _LARGEST:
             return self.rest(member)
         known = self._members[member]
@@ -127,13 +129,14 @@ class Clocks:
             origin=origin,
             rests=False,
             has_read=known.has_read and clock == known.clock,
-            takes_part=known.takes_part and not place,  # other servers may place it later
+            takes_part=known.takes_part
+            and not place,  # other servers may give the member a later starting clock
         )
         return self._settle()
 
     def has_read(self, member: str, finished: int) -> None:
-        """Records that a member has read the values with which its iteration after `finished`
-        begins."""
+        """Records that a member has read the values with which it begins the iteration after
+        `finished`."""
         finished = min(finished, _LARGEST - 1)  # `_LARGEST` would mean that the member rests
         self.report(member, finished)
         known = self._members[member]
@@ -142,15 +145,14 @@ class Clocks:
             self._members[member] = replace(known, has_read=True, takes_part=True)
 
     def rest(self, member: str) -> None:
-        """Records that a member is idle or leaves. No other member waits for it until its next
-        report."""
+        """Records that a member is idle or leaves, so that no other member waits for it until its
+        next report."""
         self._members[member] = MemberClock(clock=self._members[member].clock, rests=True)
         self._settle()
 
     def arrive(self, member: str, finished: int) -> int:
-        """Records the arrival of a bsp push. `finished`: number of the iteration that the push
-        completes, by the member's count. Returns the number of this iteration by the server's
-        count.
+        """Records the arrival of a push under bsp. Returns the number of the iteration that the
+        push completes, by the server's count. `finished`: the same number by the member's count.
 
         A push proves that the member has read its values. If the member had already finished the
         iteration on this server, the push counts for its next iteration.
@@ -164,8 +166,8 @@ class Clocks:
         return min(max(known.origin + finished, known.clock + 1), _LARGEST)
 
     def awaited(self, iteration: int) -> list[str]:
-        """Returns the members that have not yet read the values that bsp pushes of this iteration
-        would change. Pushes are admitted once there are no such members."""
+        """Returns the members that have not read the values that pushes of this bsp iteration would
+        change. Once there are none, the pushes are admitted."""
         if iteration <= self._opened:
             return []
         return sorted(
@@ -175,11 +177,12 @@ class Clocks:
         )
 
     def open(self, iteration: int) -> None:
-        """Records that a bsp push of an iteration was admitted."""
+        """Records that a push of a bsp iteration was admitted."""
         self._opened = max(self._opened, iteration)
 
     def has_pushed(self, member: str) -> None:
-        """Records that another process admitted a bsp push of a member that has reported."""
+        """Records that another process of this server has admitted a bsp push of a member that has
+        reported."""
         self._members[member] = replace(self._members[member], takes_part=True)
 
     def behind(self, member: str, bound: int) -> list[str]:
@@ -190,11 +193,12 @@ class Clocks:
         )
 
     def has_reported(self, member: str) -> bool:
-        """Returns whether the member has reported, so that the origin of its count is known."""
+        """Returns whether the member has reported, so that its count can be converted to a
+        clock."""
         return self._members[member].origin is not None
 
     def lead(self, member: str) -> int:
-        """Returns how many clocks a member is ahead of the slowest member."""
+        """Returns the number of clocks by which a member is ahead of the slowest member."""
         return self._members[member].clock - self._slowest
 
     def may_proceed(self, member: str, consistency: Consistency) -> bool:
@@ -203,8 +207,8 @@ class Clocks:
 
     @property
     def _start(self) -> int:
-        """Starting clock of a new member: the slowest clock, or the newest iteration that has begun
-        without the member if that is higher."""
+        """Starting clock of a new member: the slowest clock or, if it is higher, the newest
+        iteration that has begun without the member."""
         return max(self._slowest, self._opened)
 
     def _settle(self) -> None:

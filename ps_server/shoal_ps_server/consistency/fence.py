@@ -1,17 +1,17 @@
 """Decides which members may still act on this server. Pure core without I/O.
 
-The coordinator names the members of each generation; the fence remembers which members were
+The coordinator announces the members of each generation; the fence remembers which members were
 evicted, and when.
 
-Membership changes do not interrupt asynchronous training, so a member's generation need not be the
-newest: a current member may continue in the generation that it knows. Messages sent before the
-sender's eviction must not be accepted. The fence therefore refuses
+Membership changes do not interrupt asynchronous training, so a member need not act in the newest
+generation: a current member may continue in the generation that it knows. Messages that were sent
+before their sender was evicted must not be accepted. The fence therefore refuses
 
 - members that are not in the newest generation known here, and
-- for a member that was evicted and has returned, generations up to the last one without it.
+- for a member that was evicted and has returned, all generations up to the last one without it.
 
-A caller, member or not, may act for a generation that is newer than any known here. The fence
-neither admits nor refuses such a caller, since this server has not been notified of the generation.
+Any caller may act in a generation that is newer than those known here. The fence then neither
+admits nor refuses it, since the coordinator has not announced this generation to the server yet.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from shoal_common.security.authentication import check_member_key
 _NONE: Final[Mapping[str, str]] = {}
 
 REMEMBERED = 1024
-"""Maximum number of former members whose sequence numbers and eviction generations are kept in case
-the members return."""
+"""Maximum number of former members that are remembered, with their sequence numbers and the
+generation in which they were evicted, in case they return."""
 
 
 class Verdict(enum.Enum):
-    """Answer of the fence to a caller that it does not refuse."""
+    """Result of the fence for a caller that it does not refuse."""
 
     ADMITTED = "admitted"
     UNHEARD_OF = "unheard of"
-    """The caller's generation is newer than any known here. Check again once the coordinator has
+    """The caller's generation is newer than those known here. Check again once the coordinator has
     announced it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Changes caused by a new membership."""
+    """Effects of a new membership."""
 
     joined: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     forgotten: frozenset[str] = frozenset()
-    """Members absent for so long that their state was dropped."""
+    """Members that have been absent for so long that their state was dropped."""
 
 
 @dataclass(kw_only=True)
@@ -56,13 +56,13 @@ class Fence:
     contains the remembered former members and the members that have returned."""
 
     generation: int = -1
-    """Newest known generation; 0 if the job has none yet; -1 if the coordinator has not announced
-    any."""
+    """Newest generation known here; 0 if the job has none yet; -1 if the coordinator has announced
+    nothing."""
     members: frozenset[str] = frozenset()
     put_out: dict[str, int] = field(default_factory=dict)
-    """Member -> newest generation without it, earliest departure first."""
+    """Member -> newest generation without it. The earliest departure comes first."""
     key_digests: dict[str, str] = field(default_factory=dict)
-    """Member of the newest generation -> digest of its key; members without a key are missing."""
+    """Member of the newest generation -> digest of its key. Members without a key are omitted."""
 
     @classmethod
     def restored(
@@ -73,7 +73,7 @@ class Fence:
         put_out: Mapping[str, int],
         key_digests: Mapping[str, str] = _NONE,
     ) -> Fence:
-        """Restores the fence from a snapshot."""
+        """Restores a fence from a snapshot."""
         return cls(
             generation=generation,
             members=frozenset(members),
@@ -85,21 +85,21 @@ class Fence:
         self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE
     ) -> Change:
         """Adopts the members of a generation and the digests of their keys, as announced by the
-        coordinator. Ignores a generation older than the known one."""
+        coordinator. Ignores a generation older than the newest one known here."""
         if generation < self.generation:
             return Change()
         now = frozenset(members)
         change = Change(joined=now - self.members, left=self.members - now)
         self.generation, self.members, self.key_digests = generation, now, dict(key_digests)
         for member in sorted(change.left):
-            self.put_out.pop(member, None)  # so that it is inserted at the end
+            self.put_out.pop(member, None)  # removed first, so that the new entry is at the end
             self.put_out[member] = generation
         for member in self.put_out.keys() - now:
             self.put_out[member] = generation
         return Change(joined=change.joined, left=change.left, forgotten=self._forget())
 
     def remember(self, others: Fence) -> None:
-        """Adds the evicted members known to another server. The other server must not know a newer
+        """Adds members that another server knows to be evicted. That server must not know a newer
         generation than this one."""
         known = dict(others.put_out) | dict.fromkeys(others.members - self.members, self.generation)
         for member in known.keys() & self.put_out.keys():
@@ -112,8 +112,8 @@ class Fence:
         check_member_key(member, self.key_digests.get(member, ""), key)
 
     def check(self, member: str, generation: int) -> Verdict:
-        """Returns whether a caller is admitted or its generation is not known yet. Raises
-        StaleGenerationError for a caller that is permanently fenced off."""
+        """Returns whether a caller is admitted, or whether its generation is not known here yet.
+        Raises StaleGenerationError for a caller that will never be admitted again."""
         if member in self.members:
             if generation <= (floor := self.put_out.get(member, -1)):
                 raise StaleGenerationError(

@@ -1,5 +1,5 @@
-"""Fence and clocks of a running server, and the waits on them. fence.py and clocks.py make the
-decisions. Belongs to the event loop."""
+"""The fence and the clocks of a running server, and the waits that they cause. fence.py and
+clocks.py make the decisions. Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyM
 from shoal_ps_server.consistency.fence import Change, Fence, Verdict
 
 ADMISSION_WAIT: Final = timedelta(seconds=5)
-"""Time for which a caller from an unknown generation may wait for the coordinator to announce it.
-The announcement takes milliseconds if the coordinator is up."""
+"""Maximum wait of a caller from an unknown generation until the coordinator announces it. If the
+coordinator is running, the announcement takes milliseconds."""
 PUSH_WAIT: Final = timedelta(seconds=5)
-"""Time for which a bsp push may wait for other members to read the values that it would change. The
+"""Maximum wait of a bsp push until other members have read the values that it would change. The
 worker then checks whether it has to leave, and sends the push again."""
 
 _NONE: Final[Mapping[str, str]] = {}
 _NAMED: Final = 5
-"""Maximum number of awaited members named in an error."""
+"""Maximum number of awaited members that an error lists."""
 
 
 class Membership:
@@ -37,8 +37,8 @@ class Membership:
         push_wait: timedelta = PUSH_WAIT,
         first_heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`first_heard`: called before a member's first report, which fixes the origin of the
-        member's count."""
+        """`first_heard`: called before the first report of a member, which determines how its count
+        is converted to a clock."""
         self.fence = fence
         self.clocks = clocks
         self.consistency = Consistency()
@@ -47,7 +47,8 @@ class Membership:
         self._first_heard = first_heard
         self._stopping = False
         self._news = asyncio.Event()
-        """Event that is set and replaced whenever state that waiters check has changed."""
+        """Event that is set, and replaced by a new one, whenever state changes for which callers
+        wait."""
 
     def learn(
         self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE
@@ -71,7 +72,7 @@ class Membership:
             )
 
     def take_over(self, fence: Fence, clocks: Clocks | None) -> None:
-        """Adds the evicted members known to another server. Continues with the other server's
+        """Adds members that another server knows to be evicted. Continues with the other server's
         clocks unless `clocks` is None."""
         self.fence.remember(fence)
         if clocks is not None:
@@ -80,11 +81,12 @@ class Membership:
         self._announce()
 
     def wake(self) -> None:
-        """Makes every waiter check its condition again, after a change of state."""
+        """Makes every waiting call check its condition again, after a change of state."""
         self._announce()
 
     def check(self, member: str, generation: int) -> None:
-        """Raises StaleGenerationError if an admitted caller has since been fenced off."""
+        """Raises StaleGenerationError if a caller that was admitted earlier is no longer
+        admitted."""
         self.fence.check(member, generation)
 
     def check_key(self, member: str, key: str) -> None:
@@ -108,15 +110,16 @@ class Membership:
             lambda: self.fence.check(member, generation) is Verdict.ADMITTED, self._admission_wait
         ):
             raise UnavailableError(
-                f"member {member!r} is in generation {generation}, but this server only knows "
-                f"{max(self.fence.generation, 0)}, and the coordinator announced no newer one "
-                f"within {self._admission_wait.total_seconds():g} s; try again",
+                f"member {member!r} is in generation {generation}, but the newest generation "
+                f"known to this server is {max(self.fence.generation, 0)}, and the "
+                "coordinator announced no newer one within "
+                f"{self._admission_wait.total_seconds():g} s; try again",
                 reason="MEMBERSHIP_UNKNOWN",
             )
 
     def finished(self, member: str, clock: int, *, place: int = 0) -> None:
-        """Records that a member finished iteration `clock` by its own count. `place`: as in
-        `Clocks.report`. Ignores a member that has just been evicted."""
+        """Records that a member has finished iteration `clock` by its own count. Ignores a member
+        that has just been evicted. `place`: as in `Clocks.report`."""
         if member in self.fence.members:
             self._hear(member)
             self.clocks.report(member, clock, place=place)
@@ -141,8 +144,8 @@ class Membership:
         """Waits until the member may begin its next iteration.
 
         Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, and
-        StaleGenerationError if the member is evicted meanwhile. `check`: called during the wait; an
-        error that it raises ends the wait.
+        StaleGenerationError if the member is evicted meanwhile. `check`: called during the wait; if
+        it raises an error, the wait ends with this error.
         """
 
         def may_proceed() -> bool:
@@ -163,12 +166,13 @@ class Membership:
     async def let_in(
         self, member: str, generation: int, clock: int, *, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Waits until a push may be admitted. Under bsp, every other member must have read the
+        """Waits until a push may be admitted. Under bsp, all other members must have read the
         values that the push would change; otherwise returns at once. `clock`: iteration that the
         push completes, by its member's count.
 
         Raises DeadlineError / BSP_WAIT_TIMEOUT, and StaleGenerationError if the member is evicted
-        meanwhile. `check`: called during the wait; an error that it raises ends the wait.
+        meanwhile. `check`: called during the wait; if it raises an error, the wait ends with this
+        error.
         """
         self.check(member, generation)
         if self.consistency.mode is not ConsistencyMode.BSP:
@@ -192,8 +196,8 @@ class Membership:
         self.clocks.open(iteration)
 
     def stop(self) -> None:
-        """Ends all waits of the server: waiters receive UnavailableError / SERVER_STOPPING and may
-        retry elsewhere or later."""
+        """Ends all waits of the server. The waiting calls fail with UnavailableError /
+        SERVER_STOPPING; callers may retry later or at another server."""
         self._stopping = True
         self._announce()
 

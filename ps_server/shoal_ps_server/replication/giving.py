@@ -1,11 +1,11 @@
 """Giver's side of a move: freezes partitions, copies them to the receiver, and records in the
 journal that they are leaving.
 
-Before this record is written, the server may give up and serve the partitions again. Afterwards
-only the coordinator ends the freeze (service/mover.py), whatever happens to this process. All
-copies sent under one move number are equal. Once the partitions are served again, or are served by
-another process, data that still arrives under that number must therefore be ignored. Belongs to the
-event loop.
+Until this record is written, the server may abandon the move and serve the partitions again. After
+that, only the coordinator ends the freeze (service/mover.py), even if this process is restarted.
+All copies sent under the number of a move are equal. Data that arrives under that number after the
+partitions are served again, here or elsewhere, must therefore be ignored. Belongs to the event
+loop.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from shoal_ps_server.storage.recovery import coming_fields, leaving_record
 logger = logging.getLogger(__name__)
 
 _MOVE_LIMIT: Final = timedelta(seconds=20)
-"""Maximum duration of a move until the receiver has everything, and maximum time for which the
-receiver may neither accept data nor answer."""
+"""Maximum time until the receiver has everything, and maximum time for which the receiver may
+neither accept data nor respond."""
 _IDLE_LIMIT: Final = timedelta(seconds=5)
 _TAKE: Final = "/shoal.v1.ParameterServer/TakePartitions"
 
 
 class NotTaken(Exception):
-    """Error for a move that failed without the giver's fault: the receiver is absent, refuses the
+    """Raised if a move failed without the giver's fault: the receiver is absent, refuses the
     partitions, or does not accept them in time."""
 
     def __init__(self, error: ShoalError) -> None:
@@ -69,8 +69,8 @@ class Giver:
         move_limit: timedelta = _MOVE_LIMIT,
         idle_limit: timedelta = _IDLE_LIMIT,
     ) -> None:
-        """`state`: returns the server's state outside the shard. `wake`: makes waiters check their
-        conditions again. `channel`: settings for calling another server."""
+        """`state`: returns the server's state except its partitions. `wake`: makes waiting calls
+        check their conditions again. `channel`: settings for calls to another server."""
         self._shard = shard
         self._moves = moves
         self._changes = changes
@@ -82,16 +82,17 @@ class Giver:
         self._idle_limit_s = idle_limit.total_seconds()
         self._frozen_from = time.perf_counter()
         self._given_up = 0
-        """Newest move after which this process served the partitions again."""
+        """Number of the newest move that this process has abandoned, so that it served the
+        partitions again."""
         self._given = (0, "")
         """Number of the newest move whose receiver has all partitions, and the incarnation of the
         receiving process."""
 
     async def give(self, order: MoveOrder) -> str:
-        """Hands partitions over. Returns the incarnation of the process that has received the
-        partitions, once this server can no longer change them by itself.
+        """Hands partitions over. Returns once the receiver has them and this server can no longer
+        change them by itself. The result is the incarnation of the receiving process.
 
-        Raises NotTaken if the receiver has not received the partitions, and a ShoalError if this
+        Raises NotTaken if the receiver did not receive the partitions, and a ShoalError if this
         server could not send them. In both cases the partitions are served again, unless an earlier
         attempt has recorded that they are leaving.
         """
@@ -126,8 +127,8 @@ class Giver:
         return receiver
 
     def freed(self, partition_ids: Collection[int]) -> None:
-        """Ends the freeze of these partitions once their move is settled, whether they stay or now
-        belong to the receiver."""
+        """Ends the freeze of these partitions once their move is decided, whether they stay here or
+        now belong to the receiver."""
         if partition_ids:
             self._metrics.frozen_seconds.observe(time.perf_counter() - self._frozen_from)
             self._wake()
@@ -171,7 +172,7 @@ class Giver:
                 )
 
     async def _hand_over(self, order: MoveOrder) -> str:
-        """Sends the frozen partitions of a move to its receiver within a time limit. Returns the
+        """Sends the frozen partitions of a move to the receiver within a time limit. Returns the
         receiver's incarnation. Raises the errors of `give`."""
         if not order.receiver_address:
             raise NotTaken(
@@ -202,8 +203,8 @@ class Giver:
         except TimeoutError as error:
             if not is_sending:
                 raise UnavailableError(
-                    f"move {order.move}: changes to the partitions did not reach this server's "
-                    f"disk or backup within {self._idle_limit_s:g} s",
+                    f"move {order.move}: pending changes to the partitions did not reach this "
+                    f"server's disk or backup within {self._idle_limit_s:g} s",
                     reason="CHANGE_PENDING",
                 ) from error
             slow = UnavailableError(
@@ -234,8 +235,8 @@ class Giver:
             ) from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
-                # grpc reports this status instead of the real one when the connection breaks during
-                # a send.
+                # If the connection breaks during a send, grpc reports this status instead of the
+                # real one.
                 raise UnavailableError(
                     f"move {order.move}: the stream broke", reason="SESSION_BROKEN"
                 ) from error

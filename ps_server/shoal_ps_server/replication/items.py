@@ -1,8 +1,9 @@
-"""Items sent between servers, and their conversion to and from messages. A backup first receives
-all state of its primary and then each change. The receiver of a move receives the moved partitions.
+"""Items that servers send to each other, and their conversion to and from messages. A backup
+receives first the complete state of its primary and then each change. The receiver of a move
+receives the partitions.
 
 The fields of an item are JSON in the format of snapshots and the journal, so that a backup restores
-and replays state with the same code as a starting server.
+and replays state with the same code as a server that starts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.storage.record import Record
 
 FORMAT_VERSION: Final = 4
-"""Version of the format, increased when other releases could not read the items."""
+"""Version of the format. It is increased when other releases could not read the items."""
 LARGEST_ITEM_BYTES: Final = 1 << 30
 _NOTHING: Final = memoryview(b"")
 
@@ -39,7 +40,7 @@ class Item:
     """JSON values."""
     payload: memoryview = _NOTHING
     position: int = 0
-    """Position of a record in its stream: 1, 2, 3, ...; 0 for other items."""
+    """Position of a record in its stream: 1, 2, 3, ...; 0 for items that are not records."""
 
     def encoded(self) -> Iterator[bytes]:
         """Yields the encoded FollowChunks of the item."""
@@ -53,7 +54,7 @@ class Item:
 
     @classmethod
     def of_record(cls, record: Record, position: int) -> Item:
-        """Converts a record of a change to an item for another server."""
+        """Converts the record of a change to an item that can be sent to another server."""
         return cls(
             kind=RECORD,
             fields={"kind": record.kind, **record.fields},
@@ -62,14 +63,14 @@ class Item:
         )
 
     def record(self) -> Record:
-        """Returns the change in an item. Inverse of `of_record`."""
+        """Returns the record in an item. Inverse of `of_record`."""
         fields = dict(self.fields)
         return Record(kind=str(fields.pop("kind")), fields=fields, payload=self.payload)
 
 
 async def received_items(messages: AsyncIterator[bytes]) -> AsyncGenerator[Item]:
-    """Yields the items of a stream, each with its complete payload. Raises CorruptDataError for an
-    invalid stream."""
+    """Yields the items of a stream, each with its complete payload. Raises CorruptDataError if the
+    stream is invalid."""
     header: pb.FollowHeader | None = None
     payload, came = memoryview(b""), 0
     async for data in messages:

@@ -1,11 +1,11 @@
-"""Primary's side of its backup: chooses the data to send, and decides when changes wait for the
-backup. Belongs to the event loop.
+"""Primary's side of a backup: decides what to send, and when changes must wait for the backup.
+Belongs to the event loop.
 
 A new backup first receives the current state, partition by partition between pushes, and all
-changes made since. Once the backup has confirmed that this state is on its disk, the journal holds
-each change back until the backup has received it too, and the coordinator is notified that the
-backup is in sync. From then on only the coordinator can release the journal, by a new epoch, since
-it may have made the backup the primary.
+changes made meanwhile. Once it has confirmed that all this is on its disk, the journal holds each
+change back until the backup has received it too, and the coordinator is told that the backup is in
+sync. From then on only the coordinator can release the journal, by a new epoch of the place,
+because it may have made the backup the primary.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from shoal_ps_server.storage.snapshot import partition_to_bytes
 logger = logging.getLogger(__name__)
 
 PATIENCE: Final = timedelta(seconds=2)
-"""Time for which a backup may take to confirm a change before the coordinator is asked to drop the
+"""Maximum time for a backup to confirm a change before the coordinator is asked to drop the
 backup."""
 _LOOK_S: Final = 0.1
 _MOST_BEHIND_BYTES: Final = 512 << 20
-"""Maximum bytes of changes waiting for a backup that is not in sync yet. A backup further behind
-starts over."""
+"""Maximum bytes of changes that wait for a backup that is not in sync yet. A backup that is further
+behind starts over."""
 _MOST_COPIED_BYTES: Final = 64 << 20
 """Maximum bytes of copied state that wait to be sent."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Stream:
-    """Outgoing data for one backup. Implements the journal's `Follower`."""
+    """Data to send to one backup. Implements the journal's `Follower`."""
 
     server_id: str
     epoch: int
@@ -57,7 +57,7 @@ class _Stream:
     nbytes: int = 0
     """Bytes of the payloads in `items`."""
     due: set[int] = field(default_factory=set)
-    """Partitions still to be sent, with all their changes so far."""
+    """Partitions that must still be sent, with all changes made to them until then."""
     position: int = 0
     """Position of the last record; `confirmed`: position of the last record confirmed by the
     backup."""
@@ -119,7 +119,7 @@ class _Stream:
 
 
 class Backup:
-    """Backup of a server, as seen by its primary."""
+    """The backup of a server, as seen by the server, its primary."""
 
     def __init__(
         self,
@@ -132,9 +132,9 @@ class Backup:
         noted: str,
         patience: timedelta = PATIENCE,
     ) -> None:
-        """`state`: returns the server's state outside the shard. `report`: sends the coordinator an
-        epoch, whether the backup is in sync, and the reason if it is not. `noted`: id of the backup
-        that must receive every change, according to the end of the journal."""
+        """`state`: returns the server's state except its partitions. `report`: sends the
+        coordinator an epoch, whether the backup is in sync, and the reason if it is not. `noted`:
+        id of the backup that must receive every change, as recorded at the end of the journal."""
         self._shard = shard
         self._moves = moves
         self._state = state
@@ -161,15 +161,18 @@ class Backup:
     @property
     def is_cut_off(self) -> bool:
         """True if the backup has been unreachable for a while and the coordinator has not dropped
-        it. The backup may then be the primary."""
+        it. The backup may then have become the primary."""
         failed = None if self._held is None or self._held.failure is None else self._held.failed_at
         return failed is not None and asyncio.get_running_loop().time() - failed > self._patience_s
 
     def placed(self, place: Place) -> bool:
-        """Applies the coordinator's message that this server is the primary. The message is
-        repeated at every reconnection, and this server then reports the backup's state again.
-        Returns False if the coordinator wrongly considers a backup in sync: this server must not
-        serve until that backup is dropped."""
+        """Applies the coordinator's message that this server is the primary. Returns False if the
+        coordinator wrongly considers a backup in sync; this server must then not serve until that
+        backup is dropped.
+
+        The message is repeated whenever the session is reopened; this server then reports the
+        backup's state again.
+        """
         self._place = place
         self._metrics.backup_in_sync.set(place.in_sync)
         if self._stream is not None and self._stream.epoch != place.epoch:
@@ -184,7 +187,9 @@ class Backup:
             if place.in_sync:
                 self._report(place.epoch, False, "its primary was restarted")
                 return False
-            if self.noted and not self._is_noting:  # the backup was dropped, or has ended
+            if (
+                self.noted and not self._is_noting
+            ):  # the backup was dropped, or its process has ended
                 self._note("")
         elif self._held.failure is not None:
             self._report(place.epoch, False, str(self._held.failure))
@@ -193,8 +198,8 @@ class Backup:
         return True
 
     def stop(self) -> None:
-        """Ends the stream to the backup, and fails changes that still wait for it. The coordinator
-        promotes a backup in sync, which does not need these changes."""
+        """Ends the stream to the backup, and fails the changes that still wait for it. If the
+        backup is in sync, the coordinator promotes it, and it does not need these changes."""
         stopping = UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
         if self._held is not None and self._journal is not None:
             self._journal.give_up(stopping)
@@ -204,8 +209,8 @@ class Backup:
     async def serve(
         self, begin: pb.FollowBegin, requests: AsyncIterator[pb.FollowRequest]
     ) -> AsyncGenerator[bytes]:
-        """Serves one Follow stream after its first message `begin`, and yields encoded
-        FollowChunks. Raises the errors documented in the .proto."""
+        """Serves one Follow stream, whose first message was `begin`. Yields encoded FollowChunks.
+        Raises the errors documented in the .proto."""
         stream = self._open(begin)
         tasks = [
             asyncio.create_task(self._read(stream, requests)),
@@ -245,7 +250,7 @@ class Backup:
         if place is None or (place.epoch, place.backup_id) != (begin.epoch, begin.server_id):
             raise self._not_the_place(begin.epoch)
         if place.in_sync or self._held is not None or self._is_noting:
-            # the backup may have more than this server
+            # the backup may have changes that this server lacks
             raise self._not_the_place(begin.epoch)
         if state is None or (state.configuration is None and state.layout.partitions):
             raise UnavailableError(
@@ -279,7 +284,7 @@ class Backup:
     # ----------------------------------------------------------------------- while a stream is open
 
     async def _copy(self, stream: _Stream) -> None:
-        """Sends the current state to the backup. Afterwards the journal holds changes back."""
+        """Sends the current state to the backup. From then on, the journal holds changes back."""
         assert self._journal is not None, "a server that may have a backup has a journal"
         journal = self._journal
 
@@ -297,7 +302,7 @@ class Backup:
         stream.put(Item(kind=STATE, payload=memoryview(state.encode())))
         for partition_id in sorted(stream.due):
             if partition_id not in stream.due:
-                continue  # already sent, because it was pushed to
+                continue  # already sent, because it received a push
             stream.due.remove(partition_id)
             if (image := self._shard.image(partition_id)) is not None:
                 entry, data = partition_to_bytes(image)
@@ -334,8 +339,8 @@ class Backup:
         raise UnavailableError("the backup ended its stream", reason="SESSION_ENDED")
 
     async def _watch(self, stream: _Stream) -> None:
-        """Ends a stream whose backup is too slow, even while nothing can be sent to it, to limit
-        how long the backup delays the workers."""
+        """Ends a stream whose backup is too slow, even if nothing can be sent to it, so that the
+        backup cannot delay the workers for long."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -351,8 +356,8 @@ class Backup:
                 return
 
     async def _until(self, stream: _Stream, condition: Callable[[], bool]) -> None:
-        """Waits until `condition` holds while pushes and pulls proceed. Raises the reason if the
-        stream ends."""
+        """Waits until `condition` holds; pushes and pulls proceed meanwhile. If the stream ends,
+        raises the reason."""
         await asyncio.sleep(0)
         while not condition():
             if stream.failure is not None:
@@ -363,8 +368,8 @@ class Backup:
         return self._stream is stream and stream.failure is None
 
     def _fail(self, stream: _Stream, failure: ShoalError) -> None:
-        """Ends a stream with an error. The first time, if changes wait for the stream, asks the
-        coordinator to drop the backup."""
+        """Ends a stream with an error. If changes wait for the stream, asks the coordinator to drop
+        the backup, the first time only."""
         if stream.failure is None and self._held is stream:
             logger.warning(
                 "the backup stopped following; changes wait until it is dropped",
@@ -387,8 +392,8 @@ class Backup:
         return self._noting is not None and not self._noting.done()
 
     def _hold(self, stream: _Stream) -> None:
-        """Makes the journal hold changes back for a stream. Called as the effect of the journal's
-        record of the backup."""
+        """Makes the journal hold changes back for a stream. Called when the journal has written the
+        record that names this backup."""
         if not self._is_open(stream):
             # the stream has ended meanwhile, and nobody was told that the backup is in sync
             self._note("")
@@ -406,8 +411,8 @@ class Backup:
     def _note(
         self, server_id: str, effect: Callable[[], None] = lambda: None
     ) -> asyncio.Future[None]:
-        """Records in the journal the backup for which changes are held back. After a restart, such
-        a server must ask the coordinator before it serves."""
+        """Writes to the journal for which backup changes are held back. If the server is restarted,
+        it must ask the coordinator before it serves."""
         assert self._journal is not None
 
         def written() -> None:

@@ -1,8 +1,8 @@
-"""Server in the role of a backup: follows its primary and serves no workers. Belongs to the event
+"""A server in the role of a backup: follows its primary and serves no workers. Belongs to the event
 loop.
 
-A backup keeps its old state until a primary has sent everything again, since the backup may be
-promoted when the primary is lost.
+Until a primary has sent its complete state, a backup keeps its old state, because it may be
+promoted if the primary is lost.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 2.0
 _DIVERGED: Final = "BACKUP_DIVERGED"
-"""Reason of the error if a change could not be applied, so that this server is no longer a copy of
-the primary."""
+"""Reason of the error that is raised if a change could not be applied, so that this server is no
+longer a copy of the primary."""
 _DIVERGED_AGAIN_S: Final = 30.0
-"""Delay before the next attempt to follow after a diverged copy. Another full copy costs the
-primary as much as the first, and may fail in the same way."""
+"""Seconds to wait before following again after a change could not be applied. Another full copy
+costs the primary as much as the first one, and may fail in the same way."""
 _FIRST_FILE: Final = 1
-"""Number of the journal file with which a copy begins."""
+"""Number of the first journal file of a copy."""
 _MOST_WAITING_BYTES: Final = 1 << 30
 """Maximum bytes of changes that may arrive while the copied state is being written to disk."""
 _FOLLOW: Final = "/shoal.v1.ParameterServer/Follow"
 
 
 class Standby:
-    """One server for as long as the coordinator assigns it the role of a backup. Created and run on
+    """A server for as long as the coordinator assigns it the role of a backup. Created and run on
     one event loop."""
 
     def __init__(self, settings: PsServerSettings, directory: DataDirectory) -> None:
@@ -79,18 +79,19 @@ class Standby:
         self._metrics.watch_disk(directory.path)
         self._place: Place | None = None
         self._moved = asyncio.Event()
-        """Event that is set and replaced when the coordinator sends a message about the place."""
+        """Event that is set, and replaced by a new one, when the coordinator sends a message about
+        the place."""
         self._copy: _Copy | None = None
-        """Copy of the primary's state, once complete."""
+        """Copy of the primary's state; None until it is complete."""
         self._keeping: asyncio.Task[None] | None = None
-        """Task that replaces the local state with the primary's. It runs to completion even if the
-        stream ends."""
+        """Task that replaces this server's state with the primary's. It runs to completion even if
+        the stream ends."""
         self._not_before = 0.0
         """Earliest time on the loop's clock at which this server may follow again, even under
         another primary or epoch."""
 
     async def run(self, stop: asyncio.Event) -> Recovered | None:
-        """Follows primaries until this server is promoted, and returns its state at that point.
+        """Follows primaries until this server is promoted, and returns its state at that time.
         Returns None if `stop` is set or the job is over.
 
         Raises AnotherRunError; the error with which the coordinator refuses this server's
@@ -150,7 +151,7 @@ class Standby:
         self._metrics.coordinator_connected.set(1)
 
     def known(self) -> Known:
-        """Returns no facts, since the primary's journal contains them."""
+        """Returns no facts. They are in the primary's journal."""
         return Known()
 
     def disconnected(self) -> None:
@@ -160,7 +161,7 @@ class Standby:
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """Does nothing, since the primary's journal contains the members."""
+        """Does nothing. The members are in the primary's journal."""
 
     def placed(self, place: Place) -> None:
         """Records the assigned place, and wakes the tasks that wait for it."""
@@ -169,10 +170,10 @@ class Standby:
         self._moved = asyncio.Event()
 
     def settled(self, move: int, epoch: int) -> None:
-        """Does nothing, since the primary's journal records moved partitions."""
+        """Does nothing. Moves are in the primary's journal."""
 
     def ordered(self, order: MoveOrder) -> None:
-        """Does nothing, since a backup gives no partitions away."""
+        """Does nothing. A backup gives no partitions away."""
 
     def stored_bytes(self) -> int:
         """Returns the number of stored bytes, for the heartbeat."""
@@ -215,8 +216,8 @@ class Standby:
             await end_tasks([changed])
 
     def _is_still(self, place: Place) -> bool:
-        """Returns whether the assigned place still equals `place`. Repeated messages after a broken
-        session, or about a backup in sync, do not count as changes."""
+        """Returns whether the assigned place is still equal to `place`. Messages that are repeated
+        after a broken session, or that concern a backup in sync, are no changes."""
         now = self._place
         return now is not None and (now.follows, now.epoch, now.primary_address) == (
             True,
@@ -238,7 +239,7 @@ class Standby:
         return again_in_s
 
     async def _follow_primary(self, place: Place, backoff: Backoff) -> None:
-        """Follows the primary over one stream. Raises the reason for the end of the stream."""
+        """Follows the primary on one stream. Raises the error that ended the stream."""
         await self._kept()
         settings = self._settings.channel(place.primary_address)
         channel = aio_channel(settings)
@@ -323,12 +324,12 @@ class Standby:
             await asyncio.wait([self._keeping])
 
     async def _keep(self, stream: _Stream) -> None:
-        """Replaces this server's state with the complete state of the primary, while further
-        changes arrive."""
+        """Replaces this server's state with the primary's complete state, while more changes
+        arrive."""
         assert stream.state is not None, "it came first"
         job_id, server_id = self._settings.job, self._settings.server_id
-        # After a restart this server must not serve before the coordinator has spoken, whatever its
-        # role was; the note says so.
+        # If this server is restarted, it must not serve before the coordinator has assigned it a
+        # role. The backup's record in the journal ensures that.
         own = replace(
             stream.state,
             batches=stream.batches or (),
@@ -360,7 +361,8 @@ class Standby:
         except ShoalError as error:
             stream.fail(error)
         except Exception as error:
-            # otherwise nobody would notice, and the primary would wait for a confirmation forever
+            # without this, the error would stay unnoticed and the primary would wait for a
+            # confirmation forever
             stream.fail(
                 InternalError(
                     f"could not store the primary's state: {type(error).__name__}: {error}"
@@ -379,7 +381,7 @@ class Standby:
 
 
 class _Stream:
-    """One stream from the primary, and the data received before it was complete."""
+    """One stream from the primary, and the data received on it until the state is complete."""
 
     def __init__(self, begin: pb.FollowBegin) -> None:
         self._begin = begin
@@ -393,7 +395,7 @@ class _Stream:
         self.batches: tuple[tuple[int, int], ...] | None = None
         """Ranges of finished batches; None until all state of the primary has arrived."""
         self.records: list[tuple[Record, int]] = []
-        """Changes that have not been passed to the journal yet, with their positions."""
+        """Changes that have not been passed to the journal yet, each with its position."""
         self.nbytes = 0
         """Bytes of the payloads in `records`."""
         self.copy: _Copy | None = None
@@ -403,25 +405,25 @@ class _Stream:
 
     @property
     def is_whole(self) -> bool:
-        """True if all state of the primary has arrived."""
+        """True if the complete state of the primary has arrived."""
         return self.batches is not None
 
     def make_records(self) -> None:
-        """Passes the changes received so far to the journal of the copy."""
+        """Passes the changes received so far to the copy's journal."""
         assert self.copy is not None
         records, self.records, self.nbytes = self.records, [], 0
         for record, position in records:
             self.copy.make(record, position, self)
 
     def kept(self, position: int, *, whole: bool = False) -> None:
-        """Confirms to the primary that all records up to `position` are stored. `whole`: True if
-        the complete state is stored too."""
+        """Confirms to the primary that all records up to `position` are on disk. `whole`: True if
+        the complete state is on disk too."""
         self.position = max(self.position, position)
         self._whole |= whole
         self._changed.set()
 
     def fail(self, error: ShoalError) -> None:
-        """Ends the stream with an error, since its data can no longer be stored."""
+        """Ends the stream with an error, because its data can no longer be stored."""
         self.failure = self.failure or error
         self.cancel()
 
@@ -431,7 +433,7 @@ class _Stream:
         self._changed.set()
 
     async def requests(self) -> AsyncGenerator[pb.FollowRequest]:
-        """Yields the messages to the primary. A position implies all earlier ones, so only the
+        """Yields the messages to the primary. A position includes all earlier ones, so only the
         newest is sent."""
         yield pb.FollowRequest(begin=self._begin)
         while True:
@@ -443,8 +445,7 @@ class _Stream:
 
 
 class _Copy:
-    """Copy of a primary on its backup: the primary's state, and each change since in a journal of
-    the backup's own."""
+    """A backup's copy of its primary: the primary's state, and a journal of each change since."""
 
     def __init__(
         self, settings: PsServerSettings, directory: DataDirectory, metrics: Metrics
@@ -468,7 +469,7 @@ class _Copy:
         self._periodic: asyncio.Task[None] | None = None
 
     async def begin(self, image: ServerImage) -> None:
-        """Writes `image` to disk and adopts its tensors as this server's own. Raises
+        """Writes `image` to disk and uses its tensors as this server's own from then on. Raises
         UnavailableError / SNAPSHOT_FAILED."""
         loop = asyncio.get_running_loop()
         try:
@@ -512,7 +513,7 @@ class _Copy:
         )
 
     def make(self, record: Record, position: int, stream: _Stream) -> None:
-        """Writes a change to the journal, applies it in order, and then confirms it to the
+        """Writes a change to the journal and applies it, in order; then confirms it to the
         primary."""
         if stream.failure is not None:
             return  # an earlier change is missing
@@ -550,7 +551,7 @@ class _Copy:
         return self._replay.shard.summary().stored_bytes
 
     async def taken_over(self) -> Recovered:
-        """Ends the journal and returns this server's state, for a promotion. Raises InternalError
+        """Closes the journal and returns this server's state, for a promotion. Raises InternalError
         if a change could not be applied."""
         await self.close()
         if self._failure is not None:

@@ -1,9 +1,9 @@
-"""Receiver's side of a move: writes another server's partitions to the journal, where they wait for
-the shard map that names their owner. Belongs to the event loop.
+"""Receiver's side of a move: writes the partitions of another server to the journal, where they
+stay until a shard map assigns them to this server. Belongs to the event loop.
 
-A receiver without values of trained tensors adopts the giver's clocks: members keep their
-positions, and nobody waits for resting members. A receiver with trained tensors keeps its own
-clocks, since members report to it; a server with only frozen tensors receives no reports.
+A receiver without values of trained tensors takes over the giver's clocks, so that members keep
+their positions and nobody waits for members that rest. A receiver with trained tensors keeps its
+own clocks, since members report to it; a server that has only frozen tensors gets no reports.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import coming_image, coming_record, taken_record
 
 _STREAM_LIMIT: Final = timedelta(seconds=30)
-"""Maximum duration of a stream, longer than a giver takes."""
+"""Maximum duration of a stream. It exceeds the time that a giver may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """First item sent by the giver."""
+    """The first item that a giver sends, which describes the move."""
 
     job_id: str
     move: int
@@ -63,7 +63,7 @@ class _Offer:
 
 
 class Receiver:
-    """Receiver's side of all moves of one server."""
+    """Receiver's side of all moves in which one server receives partitions."""
 
     def __init__(
         self,
@@ -76,9 +76,14 @@ class Receiver:
         layout_of: Callable[[int, bool], Awaitable[Layout]],
         agree: Callable[[Configuration], Awaitable[Configuration]],
     ) -> None:
-        """layout_of: returns the shard map of an epoch or a newer one; with True, the coordinator's
-            current shard map.
-        agree: configures this server like the giver, and returns the common configuration. Raises
+        """Args:
+        job_id: id of the job.
+        shard, moves, membership, changes: state of the server.
+        layout_of: returns the shard map of an epoch or a newer one; with True as second
+        argument, the
+            coordinator's current one.
+        agree: configures this server like the giver, and returns the common configuration.
+        Raises
             PreconditionError / OPTIMIZER_CONFLICT.
         """
         self._job_id = job_id
@@ -89,11 +94,11 @@ class Receiver:
         self._layout_of = layout_of
         self._agree = agree
         self._newest: object = None
-        """The stream that was opened last; earlier streams have ended."""
+        """The stream that was opened last. Earlier streams end."""
 
     async def take(self, messages: AsyncIterator[bytes]) -> None:
-        """Receives the partitions of one TakePartitions stream. Raises the errors documented in the
-        .proto."""
+        """Receives the partitions that a giver sends on one TakePartitions stream. Raises the
+        errors documented in the .proto."""
         stream = self._newest = object()
         limit_s = _STREAM_LIMIT.total_seconds()
         try:
@@ -115,8 +120,8 @@ class Receiver:
             ) from error
 
     async def _check(self, offer: _Offer) -> tuple[Configuration | None, Layout]:
-        """Checks that this server can receive the partitions. Afterwards this server is configured
-        like the giver and knows at least as much about the job."""
+        """Checks that this server can receive the partitions. Afterwards this server has the
+        giver's configuration and knows as much about the job as the giver does."""
         if offer.job_id != self._job_id:
             raise UnknownResourceError(
                 f"this server holds job {self._job_id!r}, but the stream is for job "
@@ -126,14 +131,14 @@ class Receiver:
         if not offer.partitions:
             raise _malformed("its first item contains no partitions")
         self._check_open(offer)
-        # A newer move means that the coordinator has decided on earlier ones: what it gave this
-        # server must be known first.
+        # A newer move means that the coordinator has decided on the earlier ones. The partitions
+        # that they gave this server must be known first.
         before = self._moves.taken
         layout = await self._layout_of(
             offer.epoch, before is not None and before.move != offer.move
         )
         self._check_not_held(offer)
-        # Otherwise a member evicted there could continue here.
+        # Otherwise a member that the giver knows to be evicted could continue on this server.
         await self._membership.know(offer.members.generation)
         return None if offer.configuration is None else await self._agree(
             offer.configuration
@@ -180,7 +185,7 @@ class Receiver:
         self._check_stream(offer, stream)
         for written in came.values():
             if written.done():
-                # raises if it was refused, since the records written from here on depend on it
+                # raises if the configuration was refused, since the following records depend on it
                 written.result()
         is_fresh = not self._shard.is_trained(layout.frozen)
         self._membership.take_over(
@@ -233,7 +238,7 @@ def _bring(moves: Moves, move: int, image: PartitionImage) -> Callable[[], None]
 
 
 def _offer(item: Item) -> _Offer:
-    """Parses the giver's first item. Raises CorruptDataError / STREAM_MALFORMED, and
+    """Parses the first item of a giver. Raises CorruptDataError / STREAM_MALFORMED, and
     PreconditionError / FORMAT_UNSUPPORTED."""
     if item.kind != STATE:
         raise _malformed("its first item is not of kind KIND_STATE")

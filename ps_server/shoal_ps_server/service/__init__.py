@@ -1,2 +1,2 @@
-"""ParameterServer service on grpc.aio: parses requests into domain types, splits streams into
-parts, and assembles answers."""
+"""The ParameterServer service on grpc.aio: parses requests, splits streams into parts, and composes
+responses."""

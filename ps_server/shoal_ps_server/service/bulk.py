@@ -1,9 +1,10 @@
 """Server of the bulk channel: listens on a TCP port and a Unix socket, and serves uploads and pulls
-to clients with a ticket from OpenData.
+of clients that have a ticket from OpenData.
 
-The event loop also reads and writes the sockets: received data must be checked and applied there
-anyway, and a thread per connection was not faster
-(docs/explanation/parameter-servers.md#transport). `Transfers` implements the streams, as for gRPC.
+The event loop reads and writes the sockets as well, because received data must be checked and
+applied on it anyway, and a thread per connection was not faster
+(docs/explanation/parameter-servers.md#transport). `Transfers` implements the streams, as it does
+for gRPC.
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ from shoal_ps_server.service.transfers import Transfers
 logger = logging.getLogger(__name__)
 
 _GREETING_LIMIT: Final = timedelta(seconds=5)
-"""Time for which a new connection may take for the TLS handshake and its ticket."""
+"""Maximum time for a new connection to complete the TLS handshake and present its ticket."""
 _BACKLOG: Final = 128
 _TURNED_AWAY_S: Final = 0.005
-"""Delay after a connection that was turned away or replaced an older one, so that nobody can keep
-the event loop busy with such connections."""
+"""Delay in seconds after a connection was rejected or has replaced an older one, so that nobody can
+keep the event loop busy with such connections."""
 _UPLOADS: Final = {Kind.INITIALIZE: UploadKind.INITIALIZE, Kind.PUSH: UploadKind.PUSH}
 _MALFORMED: Final = "STREAM_MALFORMED"
 _NOTHING: Final = Arrived(memoryview(b""))
 
 
 class BulkServer:
-    """Bulk channel of one server."""
+    """The bulk channel of one server."""
 
     def __init__(
         self,
@@ -75,8 +76,8 @@ class BulkServer:
         idle_limit: timedelta = IDLE_LIMIT,
     ) -> None:
         """`most_strangers`: maximum number of connections per transport that have not presented a
-        ticket; the oldest is closed to make room for a new one. `idle_limit`: time for which a peer
-        may let an open stream stall."""
+        ticket; for a new one, the oldest is closed. `idle_limit`: maximum time for which a peer may
+        make no progress in an open stream."""
         self._tickets = tickets
         self._transfers = transfers
         self._metrics = metrics
@@ -99,7 +100,7 @@ class BulkServer:
         self.port = 0
         """TCP port, set once the server listens."""
         self.memory_name = ""
-        """Name of the Unix socket; empty if memory cannot be shared."""
+        """Name of the Unix socket; empty if memory cannot be shared with clients."""
 
     def start(self, host: str, port: int) -> None:
         """Starts to listen on host:port (0: any port) and on a Unix socket. Raises
@@ -141,7 +142,7 @@ class BulkServer:
         self._accept_on(local, Transport.MEMORY, None)  # it never leaves the machine
 
     async def drain_and_stop(self, timeout: timedelta) -> None:
-        """Refuses new connections and streams, waits up to `timeout` for open streams, and then
+        """Rejects new connections and streams, waits up to `timeout` for open streams to end, then
         closes them. Idempotent."""
         self._draining = True
         await end_tasks(self._accepting)
@@ -175,7 +176,7 @@ class BulkServer:
                 connected.setblocking(False)
             except BlockingIOError:  # the client has already disconnected
                 continue
-            except OSError as error:  # out of descriptors, say, which passes
+            except OSError as error:  # e.g. no file descriptors are left, which is temporary
                 logger.warning("could not accept a bulk connection", extra={"error": error})
                 await asyncio.sleep(0.1)
                 continue
@@ -193,7 +194,8 @@ class BulkServer:
             self._serving[task] = False
             strangers[task] = None
             task.add_done_callback(partial(self._ended, connected))
-            # Lets other tasks run: a client that connects continuously is accepted without waiting.
+            # Lets other tasks run, since connections of a client that connects continuously are
+            # accepted without waiting.
             await asyncio.sleep(_TURNED_AWAY_S if is_crowded else 0)
 
     def _ended(self, connected: socket.socket, task: asyncio.Task[None]) -> None:
@@ -202,15 +204,15 @@ class BulkServer:
         self._is_known(task)
 
     def _is_known(self, task: asyncio.Task[None]) -> None:
-        """Removes a connection from the strangers because it has presented its ticket or has
-        ended."""
+        """Removes a connection from those without a ticket, because it has presented its ticket or
+        has ended."""
         for strangers in self._strangers.values():
             strangers.pop(task, None)
 
     async def _serve(
         self, connected: socket.socket, transport: Transport, context: ssl.SSLContext | None
     ) -> None:
-        """Serves one connection until the connection ends."""
+        """Serves one connection until it ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(connected.close)
             try:
@@ -242,8 +244,9 @@ class BulkServer:
                 logger.exception("a bulk connection failed")
 
     async def _greeted(self, connection: ServedConnection) -> Speaker:
-        """Reads a connection's ticket and returns the speaker to which it was issued. Afterwards
-        the connection counts as open. Raises AuthenticationError without a valid ticket."""
+        """Reads the ticket of a connection, and returns the speaker to which the ticket was issued.
+        From then on the connection counts as open. Raises AuthenticationError if the ticket is
+        invalid or missing."""
         async with asyncio.timeout(_GREETING_LIMIT.total_seconds()):
             await connection.shake_hands(self._handshakes)
             greeted = bytearray(GREETING_BYTES)
@@ -309,7 +312,7 @@ class BulkServer:
     async def _stream(
         self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport
     ) -> None:
-        """Serves the stream whose first frame is `frame`."""
+        """Serves one stream, whose first frame is `frame`."""
         if frame.kind in _UPLOADS:
             await self._upload(connection, _UPLOADS[frame.kind], speaker, transport)
         elif frame.kind is Kind.PULL:
@@ -374,7 +377,7 @@ class BulkServer:
 
 
 class _Incoming:
-    """One upload while it arrives over a connection."""
+    """An upload while it arrives over a connection."""
 
     def __init__(self, connection: ServedConnection, member_id: str) -> None:
         self._connection = connection
@@ -397,7 +400,7 @@ class _Incoming:
                 yield header, _NOTHING
 
     async def pass_over(self) -> None:
-        """Reads and discards the rest of a refused upload."""
+        """Reads and discards the rest of an upload that was refused."""
         connection = self._connection
         async with connection.in_time():
             await connection.pass_over()
@@ -428,8 +431,11 @@ class _Incoming:
 
 
 async def _someone_comes(listener: socket.socket) -> None:
-    """Waits for a connection attempt without accepting it. asyncio's sock_accept also accepts: if
-    its task is cancelled at that moment, the connection leaks and the client waits forever."""
+    """Waits for a connection attempt without accepting it.
+
+    asyncio's sock_accept also accepts the connection. If its task were cancelled at that moment,
+    the connection would leak and the client would wait forever.
+    """
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(listener, came.set)

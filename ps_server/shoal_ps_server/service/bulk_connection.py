@@ -1,10 +1,10 @@
 """One bulk connection on the server's event loop: exchanges frames over a non-blocking socket
 without copying payloads.
 
-Over TCP a received payload goes from the kernel straight into its upload's memory, and a sent one
-from a partition's values straight into the kernel; asyncio's own streams would copy both twice. The
-ssl module performs TLS on the same socket. With shared memory the socket carries only heads and
-messages (shoal_common.bulk).
+Over TCP, a received payload goes from the kernel directly into the memory of its upload, and a sent
+one from the values of a partition directly into the kernel; asyncio's streams would copy both
+twice. TLS uses the ssl module on the same socket. With shared memory, only frame heads and messages
+go through the socket (shoal_common.bulk).
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 
 class Disconnected(Exception):
-    """The peer has disconnected or lets a stream stall, so nobody can be notified."""
+    """Raised if the peer has disconnected or makes no progress in a stream, so that it cannot be
+    told."""
 
 
 class ServedConnection:
-    """One bulk connection, used by one task at a time. Methods raise Disconnected, and
+    """One bulk connection. Only one task at a time may use it. Methods raise Disconnected, and
     InvalidRequestError / STREAM_MALFORMED."""
 
     def __init__(self, connected: socket.socket, *, idle_limit: timedelta) -> None:
-        """Takes ownership of the socket, which must be non-blocking. `idle_limit`: time for which
-        the peer may stay silent in the middle of a stream."""
+        """Takes ownership of the socket, which must be non-blocking. `idle_limit`: maximum time for
+        which the peer may be silent in the middle of a stream."""
         self._loop = asyncio.get_running_loop()
         self._socket = connected
         self._idle_s = idle_limit.total_seconds()
@@ -63,8 +64,9 @@ class ServedConnection:
         return self._socket.fileno()
 
     async def shake_hands(self, threads: Executor) -> None:
-        """Performs the TLS handshake if TLS is enabled. Cryptography runs on `threads`, since any
-        client can request it; the event loop waits for the peer."""
+        """Performs the TLS handshake if TLS is enabled. The cryptography runs on `threads`, so that
+        clients cannot block the event loop with it; only waiting for the peer happens on the
+        loop."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return
         while True:
@@ -72,7 +74,7 @@ class ServedConnection:
             try:
                 await asyncio.wait([step])
             except asyncio.CancelledError:
-                # the socket is closed next, so no thread may be using it
+                # the socket will be closed, so waits until no thread uses it
                 await asyncio.wait([step])
                 raise
             try:
@@ -85,8 +87,8 @@ class ServedConnection:
                 return
 
     def share(self, area: SharedArea, descriptor: int) -> None:
-        """Transfers all payloads through `area`, of which it takes ownership. Sends the peer READY
-        with the area's `descriptor`. Must be called before the first frame."""
+        """Makes all payloads go through `area`, whose ownership it takes. Sends the peer READY with
+        the area's `descriptor`. Must be called before the first frame."""
         self._area = area
         try:
             # cannot block: a new socket's buffer is empty
@@ -123,7 +125,7 @@ class ServedConnection:
         return parse_head(data)
 
     async def message(self, frame: Frame) -> bytes:
-        """Receives the message of a frame of a kind that contains one."""
+        """Receives and returns the message of a frame whose kind has one."""
         data = bytearray(frame.length)
         await self.receive_into(memoryview(data))
         return bytes(data)
@@ -131,7 +133,7 @@ class ServedConnection:
     async def receive_into(
         self, target: memoryview, came: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        """Fills `target` from the socket. `came`: called with the size of each part that
+        """Fills `target` from the socket. `came`: called with the number of bytes of each part that
         arrives."""
         while target.nbytes:
             received = await self._receive_some(target)
@@ -141,13 +143,13 @@ class ServedConnection:
             target = target[received:]
 
     def data(self, frame: Frame) -> Data:
-        """Returns the payload of a DATA frame. The payload must be moved or skipped before the next
-        frame."""
+        """Returns the payload of a DATA frame. It must be moved or skipped before the next frame is
+        received."""
         self._unread = frame.length
         return Data(self, frame.length)
 
     async def move(self, upload: Upload) -> None:
-        """Moves the current payload into its upload. Raises the errors of `Upload.room`; the
+        """Copies the current payload into its upload. Raises the errors of `Upload.room`; the
         payload can then still be skipped."""
         nbytes = self._unread
         room = upload.room(nbytes)
@@ -183,8 +185,8 @@ class ServedConnection:
 
     async def send_last(self, kind: Kind, message: bytes) -> None:
         """Sends the last frame before the connection is closed. Then reads and discards some of the
-        peer's data: closing a connection with unread bytes resets it, and the peer may lose the
-        frame."""
+        peer's data: if a connection is closed while data is unread, TCP resets it and the peer may
+        not receive the frame."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
                 await self.send(kind, message)
@@ -195,7 +197,7 @@ class ServedConnection:
                     pass
 
     async def send_values(self, reading: Reading) -> None:
-        """Sends the rest of `reading` as DATA frames. Raises the errors of `Reading.take`, only
+        """Sends the rest of `reading` as DATA frames. Raises the errors of `Reading.take`, but only
         between two frames."""
         while nbytes := min(reading.remaining, DATA_BYTES):
             async with self.in_time():
@@ -213,8 +215,8 @@ class ServedConnection:
             await asyncio.sleep(0)  # lets other tasks run
 
     async def settle(self) -> None:
-        """Waits until the peer has read all pieces in shared memory. Afterwards both sides agree on
-        the next piece."""
+        """Waits until the peer has read all pieces in shared memory, after which both sides agree
+        which piece comes next."""
         while self._area is not None and self._area.in_use:
             await self._wait_for_free(self._area)
 
@@ -232,15 +234,15 @@ class ServedConnection:
             raise malformed(f"unexpected {frame.kind.name} frame; expected FREE")
 
     async def _send_live(self, reading: Reading, nbytes: int) -> None:
-        """Sends `nbytes` of values from their original memory. If the values change while the
-        socket is full, the reading continues in a copy."""
+        """Sends `nbytes` of values directly from the partition's memory. If the values change while
+        the socket is full, continues from a copy."""
         while nbytes:
             sent = await self._send_some_live(reading, nbytes)
             reading.take(sent)
             nbytes -= sent
 
     async def _send_some_live(self, reading: Reading, most: int) -> int:
-        # Evaluated on each call, since the reading may have moved to a copy by then.
+        # Evaluated on each call, since the reading may continue from a copy by then.
         return await self._perform(lambda: self._socket.send(reading.rest[:most]), writes=True)
 
     async def _send_bytes(self, data: bytes, *, more: bool = False) -> None:
@@ -254,8 +256,8 @@ class ServedConnection:
         return await self._perform(lambda: self._socket.recv_into(target), writes=False)
 
     async def _perform(self, operation: Callable[[], int | None], *, writes: bool) -> int:
-        """Performs a socket operation, and waits and retries while it would block. Under TLS a
-        write may have to wait for the peer's data, and a read for a write."""
+        """Performs a socket operation; while it would block, waits and retries. Under TLS, a write
+        may have to wait for data from the peer, and a read for a write."""
         while True:
             try:
                 return operation() or 0
@@ -287,14 +289,14 @@ class ServedConnection:
 
 
 class Data:
-    """Payload that waits in a connection: a `Chunk` of an upload."""
+    """The payload that a connection is about to receive: a `Chunk` of an upload."""
 
     def __init__(self, connection: ServedConnection, nbytes: int) -> None:
         self._connection = connection
         self.nbytes = nbytes
 
     async def move_to(self, upload: Upload) -> None:
-        """Receives the payload into the upload's own memory. Raises the errors of
+        """Receives the payload directly into the upload's memory. Raises the errors of
         `ServedConnection.move`."""
         await self._connection.move(upload)
 

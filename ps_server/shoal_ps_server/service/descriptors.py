@@ -1,8 +1,8 @@
-"""Limits on open file descriptors: the limit of the process, and the share of the bulk channel.
+"""Limits on open file descriptors: that of the process, and the share of the bulk channel.
 
 The bulk channel may use half of the descriptors. The other half is for the journal, RPC connections
-and everything else: without descriptors a server can neither start a journal file nor accept a
-connection. A client without a bulk connection falls back to gRPC.
+and the rest: a server without free descriptors can neither start a journal file nor accept a
+connection. A client without a bulk connection uses gRPC.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from typing import Final
 
 _ENOUGH: Final = 1 << 16
-"""Number of descriptors that no server ever needs."""
+"""Number of descriptors that is more than any server needs."""
 _MOST_CONNECTIONS: Final = 1024
 _MOST_STRANGERS: Final = 64
 _OF_A_CONNECTION: Final = 2
-"""Descriptors of a bulk connection: socket and shared memory."""
+"""Number of descriptors that a bulk connection uses: socket and shared memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BulkShare:
-    """Number of connections that the bulk channel may open."""
+    """Number of connections that the bulk channel may have open."""
 
     connections: int
-    """Maximum number of open connections, including tickets for further ones."""
+    """Maximum number of open connections, including those for which tickets have been issued."""
     strangers: int
     """Maximum number of connections per transport that have not presented a ticket."""
 
     @classmethod
     def of(cls, limit: int) -> BulkShare:
-        """Returns the share of the bulk channel in a process that may have `limit` descriptors."""
+        """Returns the share of the bulk channel in a process that may open `limit` descriptors."""
         strangers = max(1, min(_MOST_STRANGERS, limit // 32))
         connections = (limit // 2 - 2 * strangers) // _OF_A_CONNECTION
         return cls(connections=max(0, min(_MOST_CONNECTIONS, connections)), strangers=strangers)
@@ -44,8 +44,8 @@ class BulkShare:
 
 
 def raise_limit() -> None:
-    """Raises this process's descriptor limit to the allowed maximum, which is often much higher
-    than the default of a shell or service manager."""
+    """Raises the limit on this process's file descriptors to the allowed maximum, which is often
+    much higher than the default of a shell or service manager."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,7 @@
-"""Detects peers that disconnect while nobody reads from their connections. This happens while a
-stream waits for other members or for the journal: data already sent by the peer then precedes the
-end of the connection. gRPC cancels its calls in this case; this module does the same for bulk
-connections. Belongs to the event loop."""
+"""Detects that a peer has disconnected although nobody reads from its connection. This matters
+while a stream waits for other members or for the journal: data that the peer has already sent then
+hides the end of the connection. For its own calls, gRPC cancels them in this case; this module does
+the same for bulk connections. Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from contextlib import contextmanager
 
 
 class HangUps:
-    """Watches the connections of one server; must be closed with `close`. Without epoll, it detects
-    nothing, and a stream whose peer has disconnected ends at its next send or receive."""
+    """Watches the connections of one server. Must be closed with `close`. On systems without epoll
+    it detects nothing; a stream whose peer has disconnected then ends at its next send or
+    receive."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, Callable[[], object]] = {}
-        """Descriptor -> callback that is called when the peer disconnects."""
+        """Descriptor -> callback to call when the peer disconnects."""
         self._poll = select.epoll() if hasattr(select, "epoll") else None
         if self._poll is not None:
             self._loop.add_reader(self._poll.fileno(), self._look)
 
     @contextmanager
     def watched(self, descriptor: int, gone: Callable[[], object]) -> Iterator[None]:
-        """Calls `gone` if the peer of a socket disconnects during the enclosed block."""
+        """Calls `gone` if the peer of a socket disconnects while the block runs."""
         if self._poll is None:
             yield
             return
         self._waiting[descriptor] = gone
-        # not EPOLLIN: unread data may be pending
+        # without EPOLLIN, which unread data would trigger
         self._poll.register(descriptor, select.EPOLLRDHUP)
         try:
             yield

@@ -1,9 +1,9 @@
 """Implements Initialize and Push: converts a stream of parts to changes of the shard, and collects
-the answers.
+the results.
 
 Belongs to the event loop. While a partition is written to the journal and applied, gRPC's own
-threads, or the kernel, read the next chunks from the network. Flow control limits senders to the
-server's speed. Memory for unapplied data comes from `staging.py`.
+threads or the kernel already receive the next chunks. Flow control limits senders to the server's
+speed. `staging.py` provides memory for data that is not applied yet.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shoal_ps_server.shard.shard import Outcome
 from shoal_ps_server.storage.changes import Changes
 
 IDLE_LIMIT: Final = timedelta(seconds=60)
-"""Time for which a client may leave an open stream silent."""
+"""Maximum time for which a client may send nothing in an open stream."""
 
 
 class Intake:
-    """Receives all upload streams of a server."""
+    """Receives all upload streams of one server."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Intake:
         idle_limit: timedelta = IDLE_LIMIT,
         staging: Staging | None = None,
     ) -> None:
-        """`applied`: called with every outcome. `waited`: called with the seconds of every wait for
-        other members, including waits of zero length."""
+        """`applied`: called with the outcome of each partition. `waited`: called with the seconds
+        of each wait for other members, including waits of zero length."""
         self._job_id = job_id
         self._changes = changes
         self._membership = membership
@@ -60,7 +60,7 @@ class Intake:
     async def receive(
         self, parts: AsyncIterator[Part], kind: UploadKind, *, key: str = ""
     ) -> pb.PushResponse:
-        """Serves one upload stream to its end. `key`: key presented by the caller. Raises the
+        """Serves one upload stream to its end. `key`: key that the caller presented. Raises the
         errors documented for Push in the .proto, and DeadlineError / STREAM_IDLE."""
         idle_s = self._idle_limit.total_seconds()
         loop = asyncio.get_running_loop()
@@ -75,8 +75,8 @@ class Intake:
                     idle.reschedule(loop.time() + idle_s)
         except TimeoutError as error:
             if not idle.expired():
-                # another deadline expired, e.g. the coordinator's when it was asked for the shard
-                # map
+                # another deadline has expired, e.g. that of a request to the coordinator for the
+                # shard map
                 raise
             raise DeadlineError(
                 f"no partition was completed in this stream for {idle_s:g} s", reason="STREAM_IDLE"
@@ -89,7 +89,7 @@ class Intake:
             stream.release()
         results = await self._changes.in_time(stream.results)
         if stream.member_id and kind is UploadKind.PUSH:
-            # Only now has the member finished its iteration here.
+            # The member has finished its iteration on this server only now.
             self._membership.finished(stream.member_id, stream.clock)
         return pb.PushResponse(results=results)
 
@@ -105,8 +105,8 @@ class Intake:
             stream.check_member(opened)
             await self._membership.admit(opened.member_id, opened.generation, key=key)
             if kind is UploadKind.PUSH and not self._changes.is_settled(opened):
-                # Before it occupies memory here: pushes that wait for other members must not
-                # displace what those are about to send.
+                # The push waits before it occupies memory on this server. Otherwise pushes that
+                # wait for other members could use up the memory that these members need for theirs.
                 await self._await_turn(opened)
             decoded = (
                 0 if opened.codec == pb.CODEC_RAW else opened.length * opened.spec.element.itemsize
@@ -120,7 +120,7 @@ class Intake:
 
     async def _await_turn(self, push: UploadHeader) -> None:
         """Makes a bsp push wait, if necessary, until all members have read the values that it would
-        change. Meanwhile HTTP/2 flow control stops its sender."""
+        change. HTTP/2 flow control makes its sender wait too."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -136,7 +136,7 @@ class Intake:
 
     async def _admit(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
         """Admits a partition that has arrived completely, after checking again that its sender is
-        still a member. The next partition may arrive while this one is written and applied."""
+        still a member. While it is written and applied, the next one may arrive."""
         header = upload.header
         self._membership.check(header.member_id, header.generation)
         admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize
@@ -160,7 +160,7 @@ class _UploadStream:
         self.member_id = ""
         self.clock = 0
         self.outcomes: list[asyncio.Future[Outcome]] = []
-        """Pending outcomes of the admitted partitions, in the order of the stream."""
+        """Outcomes of the admitted partitions, pending or not, in the order of the stream."""
         self.release: Callable[[], None] = _nothing
         """Releases the memory of the partition being received."""
 
@@ -174,8 +174,8 @@ class _UploadStream:
         self.member_id = upload.member_id
 
     async def results(self) -> list[pb.PartitionResult]:
-        """Waits for all admitted partitions and returns their results. Raises the error of the
-        first partition that was refused."""
+        """Waits for all admitted partitions and returns their results. If any was refused, raises
+        the error of the first one."""
         found = []
         for pending in self.outcomes:
             outcome = await asyncio.shield(pending)

@@ -1,8 +1,8 @@
-"""This server's copy of the shard map, fetched from the coordinator when a request names a newer
-one. Belongs to the event loop.
+"""This server's copy of the shard map, which is fetched from the coordinator when a request refers
+to a newer one. Belongs to the event loop.
 
-A newer map may change this server's partitions. Partitions that were handed over to this server are
-then served, and partitions that it has given away are dropped (storage/moves.py).
+A newer map may assign other partitions to this server. Partitions that another server has handed
+over are then served, and partitions that this server has given away are dropped (storage/moves.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TENSORS_UNDECLARED, and UnavailableError if the coordinator cannot be reached.""
 
 
 class Layouts:
-    """Newest layout known to this server. Adopts newer ones when requests name them."""
+    """Newest layout that this server knows. A newer one is adopted when a request refers to it."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class Layouts:
         fetch: FetchLayout,
         adopt: Callable[[Layout], Awaitable[None]],
     ) -> None:
-        """`adopt`: ensures that the server has the partitions of a layout, then makes the layout
-        current through `becomes`. The waiting request may be cancelled meanwhile. Raises
-        PreconditionError / LAYOUT_CONFLICT, and UnavailableError."""
+        """`adopt`: makes sure that the server has the partitions of a layout, then makes the layout
+        current through `becomes`, even if the request that caused this is cancelled meanwhile.
+        Raises PreconditionError / LAYOUT_CONFLICT, and UnavailableError."""
         self._current = current
         self._fetch = fetch
         self._adopt = adopt
@@ -43,17 +43,17 @@ class Layouts:
         return self._current
 
     def becomes(self, layout: Layout | None) -> None:
-        """Makes `layout` current. None: the layout must be fetched again."""
+        """Makes `layout` current. None means that the layout must be fetched again."""
         self._current = layout
 
     async def any(self) -> Layout:
-        """Returns the layout known to this server, or fetches the coordinator's if there is none.
+        """Returns the layout that this server knows. If there is none, fetches the coordinator's.
         Raises the errors of FetchLayout and `adopt`."""
         return self._current if self._current is not None else await self._newer_than(0)
 
     async def of_epoch(self, epoch: int) -> Layout:
-        """Returns the layout of `epoch`, for which a request was made. Raises PreconditionError /
-        STALE_SHARD_MAP for another epoch, and the errors of `any`."""
+        """Returns the layout of `epoch`, to which a request refers. Raises PreconditionError /
+        STALE_SHARD_MAP if the current layout has another epoch, and the errors of `any`."""
         layout = self._current
         if layout is None or epoch > layout.epoch:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
@@ -81,8 +81,8 @@ class Layouts:
         return layout
 
     async def _newer_than(self, epoch: int) -> Layout:
-        """Fetches a layout newer than `epoch` from the coordinator, once for all concurrent
-        requests."""
+        """Fetches a layout that is newer than `epoch` from the coordinator. Concurrent requests
+        share one fetch."""
         async with self._fetching:
             if self._current is None or self._current.epoch <= epoch:
                 layout = await self._fetch()

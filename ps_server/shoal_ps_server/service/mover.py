@@ -1,5 +1,5 @@
-"""Carries out the coordinator's orders about moves of partitions, one at a time: first applies its
-decisions, then gives partitions away.
+"""Carries out what the coordinator orders about moves of partitions, one move at a time: first
+applies the outcome of the last move, then gives partitions away.
 
 Belongs to the event loop.
 """
@@ -31,12 +31,12 @@ class Report(Protocol):
     def __call__(
         self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
     ) -> None:
-        """`receiver`: incarnation of the process that has the partitions. `reason`: reason why no
-        process has them. `giver_failed`: True if the failure is this server's fault."""
+        """`receiver`: incarnation of the process that has the partitions. `reason`: why no process
+        has them. `giver_failed`: True if the failure is this server's fault."""
 
 
 class Mover:
-    """Moves of the partitions of one server."""
+    """Carries out the moves of one server's partitions."""
 
     def __init__(
         self, *, moves: Moves, giver: Giver, layouts: Layouts, changes: Changes, report: Report
@@ -47,14 +47,15 @@ class Mover:
         self._changes = changes
         self._report = report
         self._decided: tuple[int, int] | None = None
-        """The last settled move and the epoch that records its outcome; None once applied."""
+        """The last move that the coordinator has decided, and the epoch of the shard map with its
+        outcome; None once it is applied."""
         self._order: MoveOrder | None = None
         self._giving: tuple[int, asyncio.Task[None]] | None = None
-        """Number and task of the move in progress; None without one."""
+        """Number and task of the move in progress; None if there is none."""
         self._notified = asyncio.Event()
 
     def settled(self, move: int, epoch: int) -> None:
-        """Records the coordinator's decision on all moves up to `move`."""
+        """Records that the coordinator has decided all moves up to `move`."""
         self._decided = max(self._decided or (0, 0), (move, epoch))
         if self._giving is not None and self._giving[0] <= move:
             # the coordinator decided without waiting for this server's report
@@ -62,8 +63,8 @@ class Mover:
         self._notified.set()
 
     def ordered(self, order: MoveOrder) -> None:
-        """Records an order to give partitions away. A repeated order for the move in progress
-        changes nothing, since the report of that move will follow."""
+        """Records an order to give partitions away. An order for the move in progress changes
+        nothing, since the report of that move will follow."""
         if self._giving is None or self._giving[0] != order.move:
             self._order = order
             self._notified.set()
@@ -81,8 +82,8 @@ class Mover:
                     await self._give(order)
 
     async def _settle(self) -> None:
-        """Fetches the announced shard map and removes partitions that waited for the coordinator's
-        decision. Retries until it succeeds or a newer decision arrives."""
+        """Fetches the announced shard map, and removes partitions that waited for the coordinator's
+        decision. Retries until this succeeds or a newer decision arrives."""
         backoff = Backoff(first_s=0.05, longest_s=2.0)
         while self._decided is not None:
             decided = move, epoch = self._decided
@@ -106,12 +107,13 @@ class Mover:
                 self._decided = None
 
     async def _end_moves(self, move: int) -> None:
-        # A record of the move may still be in progress.
+        # The record of the move may still be being written.
         is_open = await asyncio.shield(self._changes.in_order(lambda: self._moves.is_open(move)))
-        # before the record is written, so that no stream of the move continues after it
+        # ends streams before the record is written, so that no stream of the move continues after
+        # it
         self._moves.settled = max(self._moves.settled, move)
         if not is_open:
-            return  # already recorded; the coordinator repeats its decision to a recovered server
+            return  # already recorded; the coordinator repeats decisions
         stays = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
         await asyncio.shield(
             self._changes.move(settled_record(move), lambda: self._moves.settle(move))
@@ -136,7 +138,7 @@ class Mover:
         except ShoalError as error:
             self._not_given(order, error, giver_failed=True)
             return
-        except Exception as error:  # else the coordinator would wait for a word for ever
+        except Exception as error:  # without a report, the coordinator would wait forever
             logger.exception("could not hand over partitions")
             self._report(order.move, reason=f"{type(error).__name__}: {error}", giver_failed=True)
             return

@@ -1,8 +1,8 @@
-"""Implements Pull: waits for slower members and for first values, then returns partitions one after
-another.
+"""Implements Pull: waits for slower members and for first values, then returns the partitions one
+after another.
 
-Belongs to the event loop. A partition is read copy-on-write (shard/reading.py), so that a pull
-returns consistent values without a lock, however slow the reader is.
+Belongs to the event loop. A partition is read copy-on-write (shard/reading.py), so a pull returns
+consistent values without a lock, however slow the reader is.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Pulls:
         waited: Callable[[float], None],
         answered: Callable[[int | None], None],
     ) -> None:
-        """`quiet`: waits for pending changes. `waited`: called with the seconds of every wait for
-        slower members, including waits of zero length. `answered`: called for every answered
-        partition with the number of value bytes sent, or None if it was unchanged."""
+        """`quiet`: waits until no changes are pending. `waited`: called with the seconds of each
+        wait for slower members, including waits of zero length. `answered`: called for each
+        partition with the number of value bytes that were sent, or None if it was unchanged."""
         self._shard = shard
         self._membership = membership
         self._quiet = quiet
@@ -49,12 +49,12 @@ class Pulls:
         self._stopping = False
 
     def initialized(self, partition_id: int) -> None:
-        """Wakes the pulls that wait for a partition's first values."""
+        """Wakes the pulls that wait for the first values of a partition."""
         if event := self._first_values.pop(partition_id, None):
             event.set()
 
     def stop(self) -> None:
-        """Ends the server's pulls: pulls that wait for first values fail with UnavailableError /
+        """Ends the server's pulls. Those that wait for first values fail with UnavailableError /
         SERVER_STOPPING."""
         self._stopping = True
         for partition_id in list(self._first_values):
@@ -63,9 +63,9 @@ class Pulls:
     async def serve(
         self, pull: Pull, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Yields each partition's header and values; the values are None if they are unchanged.
-        They must be read before the next partition is requested. `key`: key presented by the
-        caller.
+        """Yields the header and the values of each partition; the values are None if they are
+        unchanged. They must be read before the next partition is requested. `key`: key that the
+        caller presented.
 
         Raises the errors documented for Pull in the .proto.
         """
@@ -109,8 +109,8 @@ class Pulls:
             yield self._shard.read_rows(wanted.spec.partition_id, wanted.ids)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
-        """Records the values that a member has pulled as the base of its next push. Ignores a
-        member that has been evicted meanwhile."""
+        """Records which version a member has pulled, on which its next push will be based. Ignores
+        a member that has been evicted meanwhile."""
         if (
             spec.bucket is None
             and pull.member_id
@@ -119,7 +119,7 @@ class Pulls:
             self._shard.note_pull(spec.partition_id, pull.member_id)
 
     async def _await_turn(self, pull: Pull, check: Callable[[], None]) -> None:
-        """Reports the member's progress under ssp and bsp, and then waits for slower members."""
+        """Under ssp and bsp, reports the member's progress and waits for slower members."""
         self._membership.finished(pull.member_id, pull.clock)
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -128,8 +128,8 @@ class Pulls:
                 pull.member_id, pull.generation, wait=pull.wait, check=check
             )
             if self._membership.consistency.mode is ConsistencyMode.BSP:
-                # for a member that left and that nobody waits for: all readers must see its last
-                # push, or none
+                # for a member that has left, for which nobody waits: either all readers must see
+                # its last push, or none
                 await self._quiet()
         finally:
             if self._membership.consistency.mode is not ConsistencyMode.ASP:
@@ -157,7 +157,8 @@ class Pulls:
 
 
 def _codec(spec: PartitionSpec, asked: int) -> int:
-    """Returns the requested codec if it saves bytes, otherwise RAW. Rows are never encoded."""
+    """Returns the requested codec if it makes the values smaller, otherwise RAW. Rows are never
+    encoded."""
     return (
         asked
         if asked != codecs.RAW

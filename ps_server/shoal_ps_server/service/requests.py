@@ -1,7 +1,7 @@
-"""Converts protobuf messages to frozen domain types. Only this module checks that requests are well
+"""Converts protobuf messages to immutable values. Only this module checks whether requests are well
 formed.
 
-Checks that depend on the server's state (whether the member is fenced off, whether the partition
+Checks that depend on the server's state (such as whether the member is admitted, or the partition
 has values) are made by the owner of that state. Every error names the field, its value and the
 expectation.
 """
@@ -39,7 +39,7 @@ MODES: Final[Mapping[int, ConsistencyMode]] = {
 
 
 class UploadKind(enum.Enum):
-    """Kind of a stream that carries partitions to a server."""
+    """Kind of a stream that sends partitions to a server."""
 
     INITIALIZE = "Initialize"
     PUSH = "Push"
@@ -47,7 +47,7 @@ class UploadKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One partition requested in a pull."""
+    """A partition requested in a pull."""
 
     spec: PartitionSpec
     newer_than: int
@@ -57,7 +57,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """A PullRequest that is valid for this server."""
+    """A PullRequest that has been validated for this server."""
 
     member_id: str
     """Id of the pulling member; empty for a read-only client."""
@@ -67,12 +67,13 @@ class Pull:
     wait: timedelta
     checksums: bool
     codec: int
-    """RAW or one of `codecs.FOR_VALUES`. Values are sent unencoded if the codec saves nothing."""
+    """RAW, or one of `codecs.FOR_VALUES`. Values are sent raw if the codec would not make them
+    smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperparameterChange:
-    """Content of a SetHyperparametersRequest."""
+    """Contents of a SetHyperparametersRequest."""
 
     revision: int
     hyperparameters: Mapping[str, float]
@@ -90,7 +91,7 @@ def check_job(job_id: str, expected: str) -> None:
 
 
 def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind) -> UploadHeader:
-    """Parses a header before any byte of its payload is stored.
+    """Parses the header of a partition, before any byte of its payload is stored.
 
     Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN,
     InvalidRequestError: DTYPE_MISMATCH, CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID,
@@ -191,8 +192,8 @@ def _wanted(message: pb.PartitionPull, spec: PartitionSpec) -> Wanted:
     if spec.bucket is None:
         if message.ids:
             raise InvalidRequestError(
-                f"{describe(spec)}: ids are set, but only buckets of a table have rows; leave ids "
-                "empty",
+                f"{describe(spec)}: ids are set, but only buckets of a sparse table have "
+                "rows; leave ids empty",
                 reason="ROWS_INVALID",
             )
         return Wanted(spec=spec, newer_than=newer_than)
@@ -217,16 +218,19 @@ def _pull_codec(codec: int) -> int:
         return codecs.RAW
     if codec not in codecs.FOR_VALUES:
         raise InvalidRequestError(
-            f"codec={codecs.name(codec)} in a pull would lose the values that it omits; expected "
-            f"CODEC_RAW, {', '.join(map(codecs.name, codecs.FOR_VALUES))}",
+            f"codec={codecs.name(codec)} cannot be used in a pull, since it omits values; "
+            f"expected CODEC_RAW, {', '.join(map(codecs.name, codecs.FOR_VALUES))}",
             reason="CODEC_UNSUPPORTED",
         )
     return codec
 
 
 def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> OptimizerSettings:
-    """Parses an optimizer. `tensors`: all tensors of the job; None if they are unknown, in which
-    case groups are not checked against them. Raises InvalidRequestError / OPTIMIZER_INVALID."""
+    """Parses an optimizer. Raises InvalidRequestError / OPTIMIZER_INVALID.
+
+    `tensors`: all tensors of the job, against which parameter groups are checked; None if they are
+    unknown.
+    """
     return optimizer_settings(
         name=spec.name,
         hyperparameters=dict(spec.hyperparameters),
@@ -237,8 +241,8 @@ def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> O
 
 
 async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBegin:
-    """Waits for the first message of a Follow stream and returns its content. Raises an error if
-    the message does not arrive soon."""
+    """Waits for the first message of a Follow stream and returns its contents. Raises an error if
+    it does not arrive soon."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MESSAGE_WAIT.total_seconds()):
             async for request in requests:
@@ -302,8 +306,8 @@ def _parameter_groups(groups: Iterable[pb.ParameterGroup]) -> tuple[ParameterGro
 
 
 def partition_of(partition_id: int, layout: Layout) -> PartitionSpec:
-    """Returns a partition of this server. Raises UnknownResourceError / PARTITION_UNKNOWN for any
-    other partition."""
+    """Returns a partition of this server. Raises UnknownResourceError / PARTITION_UNKNOWN if the
+    partition does not exist or belongs to another server."""
     spec = layout.partitions.get(partition_id)
     if spec is not None:
         return spec
@@ -348,14 +352,14 @@ def _rows(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind) -> int:
     if spec.bucket is None:
         if header.rows:
             raise InvalidRequestError(
-                f"{describe(spec)}: rows={header.rows}: expected 0, since it is not a bucket of a "
-                "table",
+                f"{describe(spec)}: rows={header.rows}: expected 0, since the partition is "
+                "not a bucket of a sparse table",
                 reason="ROWS_INVALID",
             )
         return 0
     if kind is UploadKind.INITIALIZE:
         raise InvalidRequestError(
-            f"{describe(spec)}: the rows of a table initialize themselves; use Push",
+            f"{describe(spec)}: the rows of a sparse table need no initial values; send only Push",
             reason="ROWS_INVALID",
         )
     if header.codec != pb.CODEC_RAW:

@@ -1,8 +1,8 @@
 """RPCs of shoal.v1.ParameterServer. Each method parses its request, calls the components of the
-server, and assembles the answer.
+server, and composes the response.
 
-Handlers run on the event loop and raise ShoalErrors, which RpcServer converts to statuses. Uploads
-and pulls are exchanged as raw messages, so that protobuf does not copy their payloads
+Handlers run on the event loop and raise ShoalErrors, which RpcServer converts to gRPC statuses.
+Uploads and pulls are exchanged as raw messages, so that protobuf does not copy their payloads
 (shoal_common.formats.wire).
 """
 
@@ -96,8 +96,8 @@ class Identity:
 
 
 class ParameterServerServicer:
-    """RPCs of one server. Owns the configuration; the components passed to it own all other
-    state."""
+    """Implements the RPCs of one server. It owns the configuration; all other state belongs to the
+    components passed to it."""
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class ParameterServerServicer:
         metrics: Metrics,
         configuration: Configuration | None,
     ) -> None:
-        """`receiver`: creates the Receiver from the function that configures this server like
-        another one. `check_place`: raises UnavailableError unless this server is sure that it has
-        to serve."""
+        """`receiver`: creates the Receiver, given the function that makes this server's
+        configuration agree with another server's. `check_place`: raises UnavailableError unless
+        this server is certain that it must serve."""
         self.configuration = configuration
         self._receiver = receiver(self.agree)
         self._backup = backup
@@ -138,7 +138,7 @@ class ParameterServerServicer:
         self._snapshots = snapshots
         self._changes = changes
         self._configuring = asyncio.Lock()
-        """Held while the configuration is read and until a change based on it is made."""
+        """Lock held from reading the configuration until a change based on it has been made."""
         self._tasks: set[asyncio.Task[bool]] = set()
         """Pending changes of the configuration."""
         self._metrics = metrics
@@ -331,13 +331,14 @@ class ParameterServerServicer:
             elif member_id not in self._membership.fence.members:
                 raise UnknownResourceError(
                     f"member {member_id!r} is not in generation "
-                    f"{self._membership.fence.generation}, the newest known to this server",
+                    f"{self._membership.fence.generation}, the newest known to this server; "
+                    "join again, or exit",
                     reason="MEMBER_UNKNOWN",
                 )
             else:
                 self._membership.check_key(member_id, member_key())
-            # Partitions may have begun to move, or have moved, during the wait; from here on
-            # nothing waits.
+            # During the wait, partitions may have begun to move or have moved. Nothing waits after
+            # this check.
             if request.shard_map_epoch:
                 await self._layouts.of_epoch(request.shard_map_epoch)
             self._check_clocks_stay()
@@ -358,7 +359,9 @@ class ParameterServerServicer:
 
     async def get_server(self, request: pb.GetServerRequest, context: Any) -> pb.GetServerResponse:
         """Implements GetServer."""
-        if request.member_id:  # the request comes from a worker, which continues from the answer
+        if (
+            request.member_id
+        ):  # a worker sent the request, and will continue from the state in the response
             await self._check_place()
         summary = self._shard.summary(request.member_id)
         layout, configuration, clocks = (
@@ -399,8 +402,9 @@ class ParameterServerServicer:
         )
 
     def _check_clocks_stay(self) -> None:
-        """Raises UnavailableError while partitions move. The receiver has a copy of the clocks, and
-        would miss reports made before the shard map names the receiver."""
+        """Raises UnavailableError while partitions are being moved. The receiver already has a copy
+        of the clocks, and reports made here before the shard map names the receiver would be
+        lost."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
                 "partitions of this server are moving to another one, which already has the "
@@ -411,7 +415,7 @@ class ParameterServerServicer:
 
     def _check_reader(self, member_id: str) -> None:
         """Raises PermissionDeniedError if a caller with the role of a reader claims to be a member.
-        Other members would wait for it."""
+        Other members would wait for such a member."""
         if member_id and caller().role is Role.READER:
             raise PermissionDeniedError(
                 f"member_id={member_id!r}: expected an empty member_id, since this token has the "
@@ -446,8 +450,8 @@ class ParameterServerServicer:
             return True
 
     async def agree(self, given: Configuration) -> Configuration:
-        """Makes this server's configuration agree with the configuration of another server of the
-        job, and returns the result. The newer revision is used. Raises PreconditionError /
+        """Makes this server's configuration agree with that of another server of the job, and
+        returns the result. The newer revision is used. Raises PreconditionError /
         OPTIMIZER_CONFLICT."""
         await self._to_its_end(self._agreement(given))
         assert self.configuration is not None, "it was agreed on"
@@ -463,8 +467,8 @@ class ParameterServerServicer:
             return newer
 
     async def _configure(self, configuration: Configuration) -> None:
-        """Sets the configuration at a position in the journal's order: earlier pushes use the old
-        one, later pushes the new one."""
+        """Sets the configuration at one point of the journal's order: pushes before it use the old
+        one, pushes after it the new one."""
 
         def effect() -> None:
             self.configuration = configuration
@@ -474,7 +478,8 @@ class ParameterServerServicer:
         await self._changes.configure(configuration, effect)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, bool]) -> bool:
-        """Completes a change even if the caller disappears, since the next change builds on it."""
+        """Completes a change even if its caller disconnects, since the next change is based on
+        it."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -482,8 +487,8 @@ class ParameterServerServicer:
 
 
 def _pull_chunks(header: pb.PullHeader, reading: Reading | None) -> Iterator[bytes]:
-    """Yields one partition of a pull as PullChunks. Each chunk is a copy, made on demand before any
-    other task can run."""
+    """Yields one partition of a pull as PullChunks. Each chunk is copied when it is requested,
+    before any other task can change the values."""
     if reading is None:
         yield encode_pull_chunk((header, _NOTHING))
         return

@@ -1,5 +1,5 @@
-"""Memory for partitions that are being received. It is limited in total and per member, so that no
-member uses the other members' share.
+"""Memory for partitions while they are received. It is limited in total and per member, so that no
+member can use up the memory of the others.
 
 Belongs to the event loop.
 """
@@ -13,22 +13,22 @@ from typing import Final
 
 DEFAULT_BYTES: Final = 1 << 30
 SHARE: Final = 4
-"""Divisor of the memory: one member may use at most 1/SHARE of it."""
+"""A single member may use at most 1/SHARE of the memory."""
 
 
 class Staging:
-    """Memory of all upload streams of one server."""
+    """Memory for all upload streams of one server."""
 
     def __init__(self, *, nbytes: int = DEFAULT_BYTES) -> None:
         self._most = nbytes
         self._held: Counter[str] = Counter()
-        """Member -> bytes in use."""
+        """Member -> number of bytes in use."""
         self._freed = asyncio.Event()
-        """Event that is set and replaced when memory is released."""
+        """Event that is set, and replaced by a new one, when memory is released."""
 
     async def take(self, member: str, nbytes: int) -> Callable[[], None]:
-        """Waits until `nbytes` of memory are available to a member. Returns a function that
-        releases the memory and may be called repeatedly. A single partition always fits."""
+        """Waits until a member may use another `nbytes` of memory. Returns a function that releases
+        the memory; it may be called several times. A single partition always fits."""
         while not self._fits(member, nbytes):
             await self._freed.wait()
         self._held[member] += nbytes

@@ -1,9 +1,9 @@
-"""Place of this server as assigned by the coordinator: its index in the job, and whether it has to
-serve.
+"""The place that the coordinator has assigned to this server: its index in the job, and whether the
+server must serve.
 
-A server that does not know its place serves nobody, since another server may have received the
-place by now. Other modules act on the place: `ParameterServer` serves, and `Standby` follows a
-primary. Belongs to the event loop.
+A server that does not know its place serves no requests, because another server may have its place
+by now. Other modules act on the place: `ParameterServer` serves, and `Standby` follows a primary.
+Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shoal_ps_server.storage.recovery import Recovered
 logger = logging.getLogger(__name__)
 
 _PLACE_WAIT: Final = timedelta(seconds=5)
-"""Time for which a request may wait for the coordinator to assign a place to this server."""
+"""Maximum wait of a request until the coordinator has assigned a place to this server."""
 
 
 class Standing:
-    """Place of a primary, from its start until it is demoted."""
+    """The place of a primary, from its start until another server replaces it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Standing:
         layouts: Layouts,
         backup: Backup,
     ) -> None:
-        """`recovered`: the server's state, to which `layouts` and `backup` belong."""
+        """`recovered`: state of the server, which `layouts` and `backup` use."""
         self._job_id = job_id
         self._held_backup = recovered.backup
         self._has_journal = has_journal
@@ -51,15 +51,15 @@ class Standing:
         self._backup = backup
         self.server_index = None if recovered.layout is None else recovered.layout.server_index
         self._is_registered = False
-        """True if the coordinator has welcomed this process. Messages about its place since then
-        refer to `server_index`."""
+        """True if the coordinator has welcomed this process. Its later messages about the place
+        then refer to `server_index`."""
         self._epoch = 0
-        """Newest epoch of this server's place."""
+        """Newest known epoch of this server's place."""
         self.with_backups = False
         """True if the job's servers have backups."""
         self._known = asyncio.Event()
         if recovered.layout is not None and not recovered.backup:
-            self._known.set()  # otherwise another server may have this place by now
+            self._known.set()  # unless this is true, another server may have the place by now
         self.replaced = asyncio.Event()
         """Event that is set when the coordinator makes this server a backup."""
 
@@ -71,12 +71,13 @@ class Standing:
 
     @property
     def held_index(self) -> int | None:
-        """Place whose partitions this server stores; None if it stores none."""
+        """Place whose partitions this server has; None if it has none."""
         layout = self._layouts.current
         return None if layout is None or self._has_given_all() else layout.server_index
 
     def welcomed(self, server_index: int, *, with_backups: bool) -> None:
-        """Records the place assigned with the coordinator's welcome, as `Listener.welcomed`."""
+        """Records the place assigned in the coordinator's welcome. Implements
+        `Listener.welcomed`."""
         if with_backups and not self._has_journal:
             raise ConfigurationError(
                 "this job's parameter servers have backups, which need a journal; start each "
@@ -84,7 +85,7 @@ class Standing:
             )
         self.with_backups = with_backups
         if self._held_backup and not self._is_registered:
-            # its state may be obsolete; the coordinator's message about its place decides that
+            # the state may be obsolete, which the coordinator's message about the place will show
             self.server_index = server_index
         if (
             self.server_index is not None
@@ -103,23 +104,23 @@ class Standing:
                 "received its partitions; restart it with the same settings"
             )
         if self._layouts.current is not None and self._layouts.current.server_index != server_index:
-            self._layouts.becomes(None)  # its former index holds no partitions any more
+            self._layouts.becomes(None)  # its former index has no partitions any more
         self.server_index, self._is_registered = server_index, True
 
     def _has_given_all(self) -> bool:
         """Returns whether other servers have received all partitions of this server, so that the
-        job can use it as a new one."""
+        job can treat it as a new server."""
         leaving = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
         return leaving.issuperset(self._shard.partition_ids())
 
     def placed(self, place: Place) -> None:
-        """Records the assigned place, as `Listener.placed`."""
+        """Records the assigned place. Implements `Listener.placed`."""
         if place.epoch < self._epoch:
             logger.error(
                 "the coordinator lost an epoch of this server's place",
                 extra={"known": self._epoch, "told": place.epoch},
             )
-            self._known.clear()  # another server may have been given this server's place
+            self._known.clear()  # another server may have this server's place now
             return
         self._epoch = place.epoch
         if place.follows:
@@ -131,8 +132,8 @@ class Standing:
         self._known.set()
 
     async def check(self) -> None:
-        """Returns if this server has to serve, after waiting for the coordinator if necessary.
-        Raises UnavailableError / PLACE_UNKNOWN otherwise."""
+        """Returns if this server must serve, possibly after waiting for the coordinator. Otherwise
+        raises UnavailableError / PLACE_UNKNOWN."""
         if not self._known.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PLACE_WAIT.total_seconds()):

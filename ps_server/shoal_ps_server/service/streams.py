@@ -1,8 +1,7 @@
-"""Assembles upload streams: combines the chunks of a stream to complete partitions. Applies
-nothing.
+"""Assembles the chunks of upload streams into complete partitions. Applies nothing.
 
-A stream is refused at its first error; partitions completed before the error have already been
-passed on.
+A stream is refused at its first error. Partitions that were complete before the error have already
+been passed on.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shoal_ps_server.shard.payload import Upload, describe
 
 
 class Chunk(Protocol):
-    """Part of a partition's payload, wherever it is stored."""
+    """Part of a partition's payload, in memory or still in a socket."""
 
     @property
     def nbytes(self) -> int:
@@ -31,7 +30,7 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class Arrived:
-    """Chunk of a payload that is in memory."""
+    """Chunk of a payload that is in memory already."""
 
     payload: memoryview
 
@@ -46,8 +45,7 @@ class Arrived:
 
 
 Part = tuple[pb.PushHeader | None, Chunk]
-"""Unit of a stream. A part with a header starts a partition; a part without one continues the
-previous partition."""
+"""Element of a stream. An element with a header starts a partition; one without continues it."""
 
 
 async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
@@ -67,8 +65,8 @@ async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
 async def received_partitions(
     parts: AsyncIterator[Part], open_upload: Callable[[pb.PushHeader], Awaitable[Upload]]
 ) -> AsyncGenerator[Upload]:
-    """Yields the partitions of a stream, each complete. `open_upload`: checks a header before its
-    payload is stored, and returns the upload.
+    """Yields the partitions of a stream, each once it is complete. `open_upload`: checks a header
+    before the payload is stored, and returns the upload.
 
     Raises the errors of `parts` and `open_upload`, and InvalidRequestError: STREAM_MALFORMED,
     PAYLOAD_TRUNCATED, PAYLOAD_SIZE_MISMATCH.

@@ -1,5 +1,5 @@
-"""Tickets for bulk connections. Each ticket opens one connection for one member and is valid for
-seconds. Pure; the caller passes the time."""
+"""Tickets for bulk connections. A ticket opens one connection for one member, and expires after
+some seconds. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from shoal_common.errors import AuthenticationError, LimitError
 
 GOOD_FOR_S: Final = 10.0
 MOST_OF_A_MEMBER: Final = 8
-"""Maximum number of connections for one member, including unused tickets."""
+"""Maximum number of connections of one member, including those for which tickets are unused."""
 MOST_OF_READERS: Final = 256
-"""Maximum number of connections for all anonymous clients together, including unused tickets."""
+"""Maximum number of connections of all anonymous clients together, including those for which
+tickets are unused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speaker:
-    """Member or anonymous reader on whose behalf a bulk connection is used."""
+    """Member, or anonymous reader, on whose behalf a bulk connection is used."""
 
     member_id: str
     """Id of the member; empty for an anonymous client."""
     key: str = field(default="", repr=False)
-    """Key of the member, as presented in the call for the ticket. It is checked for each stream,
-    since the server may learn of the member later."""
+    """Key of the member, as presented when the ticket was requested. It is checked for each stream,
+    since the server may learn of the member only later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +43,11 @@ class _Issued:
 
 
 class Tickets:
-    """Tickets of one server, and the connections opened with them."""
+    """The tickets of one server, and the connections that were opened with them."""
 
     def __init__(self, *, most_together: int) -> None:
-        """`most_together`: maximum number of connections of all members, including unused
-        tickets."""
+        """`most_together`: maximum number of connections of all members, including those for which
+        tickets are unused."""
         self._most_together = most_together
         self._issued: list[_Issued] = []
         """Unused tickets, oldest first."""
@@ -77,13 +78,15 @@ class Tickets:
         return issued.ticket
 
     def redeem(self, ticket: bytes, now: float) -> Speaker:
-        """Returns the speaker to which a ticket was issued, and uses the ticket up. The connection
-        counts as open until `closed`.
+        """Returns the speaker to which a ticket was issued. The ticket cannot be used again. The
+        connection counts as open until `closed` is called.
 
         Raises AuthenticationError / TICKET_INVALID.
         """
         found = None
-        for issued in self._issued:  # all of them: the time must not depend on which one it is
+        for issued in (
+            self._issued
+        ):  # compares with all tickets, so that the time taken does not reveal which one matches
             if hmac.compare_digest(issued.ticket, ticket):
                 found = issued
         if found is not None:

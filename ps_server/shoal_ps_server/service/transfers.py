@@ -1,5 +1,5 @@
-"""Implements Initialize, Push and Pull independently of the transport, which is gRPC (servicer.py)
-or a bulk connection (bulk.py). Belongs to the event loop."""
+"""Implements Initialize, Push and Pull for any transport: gRPC (servicer.py) or a bulk connection
+(bulk.py). Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal_ps_server.shard.reading import Reading
 
 
 class Transfers:
-    """Upload and pull streams of one server."""
+    """The upload and pull streams of one server."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Transfers:
         pulls: Pulls,
         metrics: Metrics,
     ) -> None:
-        """`check_place`: raises UnavailableError unless this server is sure that it has to
+        """`check_place`: raises UnavailableError unless this server is certain that it must
         serve."""
         self._job_id = job_id
         self._check_place = check_place
@@ -43,8 +43,8 @@ class Transfers:
     async def upload(
         self, parts: AsyncIterator[Part], kind: UploadKind, transport: Transport, *, key: str = ""
     ) -> pb.PushResponse:
-        """Serves one Initialize or Push to its end. `key`: key presented by the caller. Raises the
-        errors of `Intake.receive`."""
+        """Serves one Initialize or Push stream to its end. `key`: key that the caller presented.
+        Raises the errors of `Intake.receive`."""
         with self._counted(kind.value, transport):
             await self._check_place()
             return await self._intake.receive(parts, kind, key=key)
@@ -52,9 +52,9 @@ class Transfers:
     async def pull(
         self, request: pb.PullRequest, transport: Transport, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Serves one Pull: yields each partition's header and values, or None as values if they are
-        unchanged. The values must be read before the next partition is requested. `key`: key
-        presented by the caller.
+        """Serves one Pull. Yields the header and the values of each partition; the values are None
+        if they are unchanged. They must be read before the next partition is requested. `key`: key
+        that the caller presented.
 
         Raises the errors documented for Pull in the .proto.
         """

@@ -1,8 +1,8 @@
-"""Implements ReadRows and RestoreRows, which transfer one entire bucket of a sparse table to or
-from a checkpoint. Belongs to the event loop.
+"""Implements ReadRows and RestoreRows, which copy a complete bucket of a sparse table to or from a
+checkpoint. Belongs to the event loop.
 
-A bucket is at most 256 MiB. All buckets in transfer, in either direction, share a memory limit, so
-that a table is never copied to memory as a whole.
+A bucket has at most 256 MiB. All buckets being copied, in either direction, share a memory limit,
+so that a complete table is never in memory twice.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shoal_ps_server.storage.changes import Changes
 
 _MEMORY_BYTES: Final = 2 * LARGEST_BUCKET_BYTES
 _IDLE_LIMIT: Final = timedelta(seconds=60)
-"""Time for which a client may leave an open stream silent."""
+"""Maximum time for which a client may send nothing in an open stream."""
 
 
 class WholeBuckets:
-    """Transfers of buckets to and from one server."""
+    """Copies buckets to and from one server."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class WholeBuckets:
                 )
                 self._shard.check_open(spec)
                 await self._membership.admit(member_id, generation, key=key)
-                # twice: the payload, and the rows made of it
+                # twice, for the payload and for the rows decoded from it
                 release = await self._memory.take(member_id, 2 * header.payload_bytes)
                 payload = await _received(
                     spec,
@@ -185,7 +185,7 @@ async def _received(
     messages: AsyncIterator[bytes],
     came: Callable[[], None],
 ) -> memoryview:
-    """Receives the payload of a bucket and returns it once it is complete."""
+    """Receives the payload of a bucket, and returns it once it is complete."""
     payload, at = memoryview(bytearray(header.payload_bytes)), 0
     async for data in messages:
         opening, piece = decode_rows_chunk(data, InvalidRequestError)
@@ -228,7 +228,7 @@ def _bucket(partition_id: int, layout: Layout) -> tuple[PartitionSpec, Bucket]:
     spec = partition_of(partition_id, layout)
     if spec.bucket is None:
         raise InvalidRequestError(
-            f"{describe(spec)}: it is not a bucket of a table, so it has no rows",
+            f"{describe(spec)}: the partition is not a bucket of a sparse table, so it has no rows",
             reason="ROWS_INVALID",
         )
     return spec, spec.bucket

@@ -1,10 +1,10 @@
-"""Keeps track of finished leased batches, so that a batch leased again after a member's death is
-not applied twice.
+"""Records which leased batches are finished, so that a batch that is leased again after a member's
+death is not applied twice.
 
-With each push, a member reports the batches finished since its last push. The batch that the member
-works on, or worked on when it died, is recorded by each partition (partition.py). Consecutive
-batches have consecutive keys, so the finished batches of an epoch merge into one range of keys.
-Belongs to the thread that owns the shard.
+With each push, a member reports the batches that it has finished since its last push. The batch on
+which a member is working, or was working when it died, is recorded by each partition
+(partition.py). Consecutive batches have consecutive keys, so the finished batches of an epoch merge
+into one range of keys. Belongs to the thread that owns the shard.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterable
 from typing import Final
 
 MOST_RUNS: Final = 1 << 16
-"""Maximum number of ranges kept; the oldest are forgotten. There is about one range per block of
-batches in progress."""
+"""Maximum number of ranges that are kept; the oldest are forgotten. There is about one range per
+group of consecutive batches being worked on."""
 
 
 class Batches:
-    """Set of batch keys, stored as ranges of consecutive keys."""
+    """Set of the keys of finished batches, stored as ranges of consecutive keys."""
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
-        """`runs`: first key and end of each range, oldest first."""
+        """`runs`: first key and end (exclusive) of each range, oldest first."""
         self._ends = dict(runs)
-        """First key -> end of each range, oldest first."""
+        """First key -> end (exclusive) of each range, oldest first."""
         self._firsts = sorted(self._ends)
 
     def add(self, keys: Iterable[int]) -> None:
@@ -34,7 +34,7 @@ class Batches:
                 self._add(key)
 
     def add_runs(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Adds ranges of keys known to another server, each as first key and end."""
+        """Adds ranges of keys that another server knows, each given as first key and end."""
         for first, end in runs:
             place = bisect_right(self._firsts, end)
             while place and self._ends[self._firsts[place - 1]] >= first:
@@ -52,7 +52,7 @@ class Batches:
         return place >= 0 and key < self._ends[self._firsts[place]]
 
     def runs(self) -> list[tuple[int, int]]:
-        """Returns the first key and end of each range, oldest first."""
+        """Returns the first key and the end of each range, oldest first."""
         return list(self._ends.items())
 
     def _add(self, key: int) -> None:

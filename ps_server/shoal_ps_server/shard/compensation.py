@@ -1,5 +1,5 @@
-"""Delay compensation: approximates a gradient on the current values from a gradient on the values
-that a member pulled earlier.
+"""Delay compensation: converts a gradient that was computed on earlier values to an approximate
+gradient on the current values.
 
 Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017,
 Algorithm 2 and equation 10: adds `strength * g * g * (now - then)` to the gradient g, element by
@@ -7,9 +7,9 @@ element, where g * g approximates the diagonal of the Hessian. A server therefor
 of the version that each member pulled last. All members with the same version share one copy, and
 the current version needs none.
 
-Pulled versions are not in the journal, since pulls do not wait for the disk. A push with an unknown
-base version is applied without compensation. The journal's record of a push says whether it was
-compensated; a recovery looks ahead for such pushes and keeps the values that they need
+Pulled versions are not in the journal, since pulls do not wait for the disk. A push whose base
+version is unknown is applied without compensation. The journal's record of a push contains whether
+it was compensated. A recovery looks ahead for such pushes and keeps the values that they need
 (storage/recovery.py). Belongs to the thread that owns the shard.
 """
 
@@ -24,7 +24,7 @@ from shoal_ps_server.shard.payload import largest_of
 
 
 class BaseValues:
-    """Values of one partition on which future pushes will have been computed."""
+    """Earlier values of a partition on which future pushes will be based."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class BaseValues:
         pulled: Mapping[str, int] | None = None,
         copies: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Restores the values from a snapshot, or starts empty. Unreferenced copies stay until the
-        next change."""
+        """Restores the values from a snapshot; by default there are none. Copies that no member
+        needs are kept until the next change."""
         self.pulled: dict[str, int] = dict(pulled or {})
-        """Member -> version that it pulled last."""
+        """Member -> the version that it pulled last."""
         self.copies: dict[int, torch.Tensor] = dict(copies or {})
-        """Version -> values, for versions whose values have changed since."""
+        """Version -> its values, for versions that are not current any more."""
         self._due: Counter[int] = Counter()
-        """Version -> number of pending pushes that will be compensated with it."""
+        """Version -> number of pending pushes that will be compensated with its values."""
 
     def note_pull(self, member_id: str, version: int) -> None:
         """Records that a member pulls the current version."""
@@ -47,7 +47,7 @@ class BaseValues:
         self._drop()
 
     def forget_all_but(self, members: Container[str]) -> None:
-        """Drops the versions pulled by members that are not in `members`."""
+        """Forgets the versions pulled by members that are not in `members`."""
         self.pulled = {
             member: version for member, version in self.pulled.items() if member in members
         }
@@ -58,14 +58,14 @@ class BaseValues:
         self._due[version] += 1
 
     def settle(self, version: int) -> None:
-        """Unregisters a push that has been applied or refused. `version`: the version that it was
-        compensated with."""
+        """Unregisters a push that has been applied or refused. `version`: the version with whose
+        values it was compensated."""
         self._due[version] -= 1
         self._due += Counter()  # removes counts of 0
         self._drop()
 
     def before_change(self, version: int, values: torch.Tensor) -> None:
-        """Keeps a copy of the values before they change, if `version` will be needed."""
+        """Called before the values change. Keeps a copy of them if `version` will be needed."""
         if version in self._needed():
             self.copies[version] = values.clone()
 
@@ -83,11 +83,11 @@ class BaseValues:
 def compensated(
     gradient: torch.Tensor, *, now: torch.Tensor, then: torch.Tensor, strength: float, limit: float
 ) -> torch.Tensor:
-    """Converts a gradient on the values `then` to a gradient on the values `now`. All tensors have
-    the same shape and type; 16-bit types are computed in float32.
+    """Converts a gradient on the values `then` to an approximate gradient on the values `now`. All
+    tensors have the same shape and dtype; 16-bit types are computed in float32.
 
-    `limit`: the largest magnitude allowed in the result. If any element would be larger or NaN, the
-    approximation is too far off and the gradient is returned unchanged.
+    `limit`: largest magnitude allowed in the result. If any element would exceed it or be NaN, the
+    approximation is too inaccurate, and the gradient is returned unchanged.
     """
     wide = torch.float32 if gradient.element_size() < 4 else gradient.dtype
     own = gradient.to(wide)

@@ -1,4 +1,4 @@
-"""Element types of partitions: the mapping between shoal_common.formats.wire and torch."""
+"""Element types of partitions, as represented in shoal_common.formats.wire and in torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class ElementType:
-    """Representations of one element type in a server."""
+    """One element type in its different representations."""
 
     name: str
-    """Name in shard maps and snapshots, as in numpy."""
+    """Name in shard maps and snapshots, which is numpy's."""
 
     wire: pb.Dtype
     """Value of shoal.v1.Dtype."""

@@ -1,8 +1,8 @@
-"""Compresses values for pulls, with those codecs of shoal_common.formats.codecs that suit values,
-implemented in torch.
+"""Compresses values for pulls, with those codecs of shoal_common.formats.codecs that are suitable
+for values. Implemented in torch.
 
 Each value is rounded to the nearest representable one, so equal values give equal bytes: all
-readers of a version receive the same bytes, whichever server answers. The server's own values keep
+readers of a version receive the same bytes, whichever server responds. The server's own values keep
 their precision.
 """
 
@@ -18,11 +18,11 @@ from shoal_common.formats.codecs import INT8_BLOCK, INT8_LARGEST, blocks
 from shoal_ps_server.shard.payload import largest_of
 
 _INFINITE_FROM = {codecs.FLOAT16: 65520.0, codecs.BFLOAT16: 2.0**128 - 2.0**119}
-"""Codec -> smallest magnitude that the codec rounds to infinity."""
+"""Codec -> smallest magnitude that it rounds to infinity."""
 
 
 def encode_values(values: torch.Tensor, codec: int) -> torch.Tensor:
-    """Returns the payload of `values` as uint8. `codec`: one of `codecs.FOR_VALUES`.
+    """Returns the compressed payload of `values` as uint8. `codec`: one of `codecs.FOR_VALUES`.
 
     Raises PreconditionError / VALUES_TOO_LARGE if a value would become infinite.
     """
@@ -30,8 +30,9 @@ def encode_values(values: torch.Tensor, codec: int) -> torch.Tensor:
     largest, limit = largest_of(values), _INFINITE_FROM.get(codec, math.inf)
     if not largest < limit:
         raise PreconditionError(
-            f"values of up to {largest:g} exceed the range of {codecs.name(codec)}, which ends "
-            f"below {limit:g}; pull them with another codec, or CODEC_RAW",
+            f"the largest magnitude among the values is {largest:g}, but {codecs.name(codec)} "
+            f"supports only magnitudes below {limit:g}; pull them with another codec, or "
+            "CODEC_RAW",
             reason="VALUES_TOO_LARGE",
         )
     count = values.numel()
@@ -55,7 +56,8 @@ def _encode_int8(values: torch.Tensor, payload: torch.Tensor) -> None:
     filled[:count] = values
     blocked = filled.view(rows, INT8_BLOCK)
     largest = blocked.abs().amax(dim=1)
-    # A magnitude so small that its scale has hardly a bit left becomes zero, as in pushes.
+    # A magnitude so small that its scale would lose almost all of its precision becomes zero, as in
+    # pushes.
     scales.copy_(
         torch.where(largest < torch.finfo(torch.float32).tiny * 256, 0.0, largest / INT8_LARGEST)
     )

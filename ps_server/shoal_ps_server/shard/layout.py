@@ -1,5 +1,5 @@
-"""Partitions of a server according to the coordinator's shard map. Plain values; this module does
-not communicate with the coordinator."""
+"""The part of the coordinator's shard map that concerns one server. Immutable values; this module
+does not communicate with the coordinator."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Piece:
     tensor: str
     """Name of the tensor."""
     offset: int
-    """First element within the flattened tensor."""
+    """Index of the first element in the flattened tensor."""
     length: int
     """Number of elements; at least 1."""
     row: int = 1
-    """Number of elements selected by one index of the tensor's first dimension. 1 for a tensor with
-    at most one dimension and for a frozen tensor, since no optimizer needs it."""
+    """Number of elements per index of the tensor's first dimension. 1 for a tensor with at most one
+    dimension, and for a frozen tensor, whose rows no optimizer needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Rows of a sparse table whose ids belong to one of the table's buckets."""
+    """The rows of a sparse table whose ids belong to one of the table's buckets."""
 
     table: str
     """Name of the table."""
     rows: int
-    """Upper bound of the ids, which are at least 0; 0: any 64-bit id."""
+    """Exclusive upper bound of the ids; 0: any 64-bit id is allowed."""
     dim: int
-    """Number of elements per row."""
+    """Number of elements in a row."""
     number: int
     """Index of the bucket in its table."""
     spec: TableSpec
@@ -56,14 +56,15 @@ class PartitionSpec:
 
     partition_id: int
     pieces: tuple[Piece, ...]
-    """Pieces of the partition. Empty for a bucket; its length and bytes are then 0, because they
-    are not fixed."""
+    """Pieces of the partition. Empty for a bucket, whose length and bytes are then given as 0
+    because they are not fixed."""
     element: ElementType
     bucket: Bucket | None = None
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Start of each piece within the values, followed by the end of the last piece."""
+        """Index of each piece's first element in the values, followed by the end of the last
+        piece."""
         return (0, *accumulate(piece.length for piece in self.pieces))
 
     @property
@@ -77,13 +78,13 @@ class PartitionSpec:
         return self.length * self.element.itemsize
 
     def length_without(self, absent: Collection[int]) -> int:
-        """Returns the number of elements of all pieces except the pieces at the positions
+        """Returns the total number of elements of all pieces except those at the positions
         `absent`."""
         return self.length - sum(self.pieces[position].length for position in absent)
 
     def shapes_without(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Returns the rows and columns, as defined by codecs, of all pieces except the pieces at
-        the positions `absent`."""
+        """Returns the number of rows and columns, as codecs define them, of each piece except those
+        at the positions `absent`."""
         missing = frozenset(absent)
         return tuple(
             codecs.piece_shape(offset=piece.offset, length=piece.length, row=piece.row)
@@ -92,8 +93,8 @@ class PartitionSpec:
         )
 
     def without(self, values: torch.Tensor, absent: Collection[int]) -> torch.Tensor:
-        """Returns the part of `values` that belongs to all pieces except the pieces at the
-        positions `absent`. Returns the original memory if none is absent, otherwise a copy."""
+        """Returns `values` without the pieces at the positions `absent`: the same memory if none is
+        absent, otherwise a copy."""
         if not absent:
             return values
         missing = frozenset(absent)
@@ -101,8 +102,10 @@ class PartitionSpec:
         return torch.cat([part for position, part in enumerate(parts) if position not in missing])
 
     def name_of(self, element: int, absent: Collection[int] = ()) -> str:
-        """Describes an element of the values for people, by its tensor and index. `element`: index
-        in values without the pieces at the positions `absent`."""
+        """Returns a human-readable name of an element: its tensor and its index in that tensor.
+
+        `element`: index in the values without the pieces at the positions `absent`.
+        """
         missing = frozenset(absent)
         for position, piece in enumerate(self.pieces):
             if position not in missing:
@@ -114,7 +117,7 @@ class PartitionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One epoch of the shard map, from the perspective of one server."""
+    """One epoch of the shard map, as far as it concerns one server."""
 
     epoch: int
     """Epoch of the shard map; at least 1."""
@@ -122,19 +125,19 @@ class Layout:
     partitions: Mapping[int, PartitionSpec]
     """Partitions of this server by id, ascending."""
     owners: Mapping[int, int]
-    """Id of each partition of the job -> server index of its primary, to redirect misdirected
-    requests."""
+    """Partition id -> index of the server that owns it, for all partitions of the job. Used in
+    errors about requests sent to the wrong server."""
     tensors: frozenset[str]
     """Names of all tensors of the job."""
     frozen: frozenset[str] = frozenset()
-    """Names of the tensors that are not trained and for which no member reports clocks."""
+    """Names of the tensors that are not trained, for which no member reports clocks."""
 
 
 def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: int) -> Layout:
     """Returns the part of a shard map that concerns one server.
 
-    Raises InternalError if the map is inconsistent, since it comes from the coordinator and never
-    from a user.
+    Raises InternalError if the map is inconsistent: it comes from the coordinator, never from a
+    user.
     """
     partitions: dict[int, PartitionSpec] = {}
     owners: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""Validated settings of the server's optimizer as requested by a job.
+"""Validated settings of the optimizer that a job has requested.
 
-torch performs the arithmetic (runs.py). The available optimizers, with their hyperparameters and
-state, are declared in `shoal_common.optimizers.for_servers`. Values that torch would refuse are
-refused here, before anything has changed.
+torch performs the updates (runs.py). The available optimizers, their hyperparameters and their
+state are declared in `shoal_common.optimizers.for_servers`. Values that torch would reject are
+rejected here, before anything has changed.
 """
 
 from __future__ import annotations
@@ -28,38 +28,39 @@ from shoal_ps_server.shard.layout import PartitionSpec, Piece
 
 _CALM_HYPERPARAMETER: Final = 1e3
 _CALM_EPS: Final = 1e-30
-"""Smallest eps with which Adam cannot divide by zero."""
+"""Smallest eps with which Adam certainly does not divide by zero."""
 _CALM_GROWTH: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Group of tensors with their own hyperparameters."""
+    """A group of tensors with hyperparameters of their own."""
 
     tensors: frozenset[str]
     hyperparameters: Mapping[str, float]
-    """Hyperparameters given for the group; the others have the values of the optimizer."""
+    """Hyperparameters given for the group. All others are those of the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Optimizer of a job, created by `optimizer_settings`. Equal settings compare equal, whether or
-    not defaults were given explicitly."""
+    """Settings of a job's optimizer, created by `optimizer_settings`. Equal settings compare equal,
+    whether or not defaults were given explicitly."""
 
     name: str
     hyperparameters: Hyperparameters
-    """All hyperparameters of tensors without a group."""
+    """All hyperparameters of tensors that are in no group."""
     groups: tuple[ParameterGroup, ...] = ()
     delay_compensation: float = 0.0
-    """Strength of the compensation for a gradient's staleness (compensation.py); 0: none."""
+    """Strength with which the staleness of gradients is compensated (compensation.py); 0: not at
+    all."""
 
     def place_of(self, tensor: str) -> int:
-        """Returns the index of a tensor's parameter group; -1 if the tensor has none."""
+        """Returns the index of the parameter group that contains a tensor; -1 if none does."""
         return self._places.get(tensor, -1)
 
     def at(self, place: int) -> Hyperparameters:
-        """Returns all hyperparameters of the tensors in the group with index `place`; -1: of the
-        tensors without a group."""
+        """Returns all hyperparameters of the group with index `place`; -1: of the tensors that are
+        in no group."""
         return (
             self.hyperparameters
             if place < 0
@@ -79,11 +80,11 @@ class OptimizerSettings:
     def changed(
         self, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]
     ) -> OptimizerSettings:
-        """Returns the settings after a step of the schedule. `hyperparameters`: new values for all
-        groups except `groups`, which contain their own values.
+        """Returns the settings after a step of the hyperparameter schedule. `hyperparameters`: new
+        values for all groups except `groups`, which contain their own values.
 
-        Raises InvalidRequestError / OPTIMIZER_INVALID for unknown names, impossible values,
-        unconfigured groups, and changes of hyperparameters that determine which state is kept.
+        Raises InvalidRequestError / OPTIMIZER_INVALID for unknown names, impossible values, unknown
+        groups, and hyperparameters that cannot change because they determine which state is kept.
         """
         declared = SERVER_OPTIMIZERS[self.name]
         own = {group.tensors: group.hyperparameters for group in groups}
@@ -124,14 +125,15 @@ class OptimizerSettings:
             for piece in spec.pieces:
                 if declared.cuts_rows(row=piece.row, offset=piece.offset, length=piece.length):
                     raise _invalid(
-                        f"{self.name} needs whole rows, but a row of tensor {piece.tensor!r} has "
-                        f"{piece.row} elements ({piece.row * spec.element.itemsize} bytes), more "
-                        "than fit in a partition; use adagrad, or reshape the tensor"
+                        f"{self.name} updates whole rows, but a row of tensor "
+                        f"{piece.tensor!r} has {piece.row} elements "
+                        f"({piece.row * spec.element.itemsize} bytes), more than fit in a "
+                        "partition; use adagrad, or reshape the tensor"
                     )
 
     def is_calm(self, places: Collection[int]) -> bool:
-        """Returns whether updates are safe without a trial for tensors in the groups `places`: an
-        update by a gradient of ordinary size cannot be infinite, and values cannot keep growing by
+        """Returns whether updates of tensors in the groups `places` are safe without a trial on a
+        copy: an update by a gradient of ordinary size cannot be infinite, and values do not grow by
         themselves."""
         declared = SERVER_OPTIMIZERS[self.name]
         return all(
@@ -143,8 +145,8 @@ class OptimizerSettings:
 
     @cached_property
     def most_growth(self) -> float:
-        """Largest factor by which one update may multiply the norm of a tensor, over all parameter
-        groups; 1 if updates only add."""
+        """Largest factor, over all parameter groups, by which one update may multiply the norm of a
+        tensor; 1 if updates only add."""
         declared = SERVER_OPTIMIZERS[self.name]
         return max(declared.growth(self.at(place)) for place in range(-1, len(self.groups)))
 
@@ -156,11 +158,13 @@ class OptimizerSettings:
 
     @property
     def unit(self) -> Unit:
-        """Granularity at which the optimizer updates values."""
+        """Granularity at which the optimizer updates values: single elements, rows or whole
+        tensors."""
         return SERVER_OPTIMIZERS[self.name].unit
 
     def most_state_bytes(self, pieces: Iterable[Piece], element: ElementType) -> int:
-        """Returns the maximum bytes of optimizer state for `pieces` with this element type."""
+        """Returns the maximum number of bytes of optimizer state for `pieces` of this element
+        type."""
         itemsize = self.state_dtype(element).itemsize
         return (
             self._most_state_tensors * itemsize * sum(self.state_length(piece) for piece in pieces)
@@ -171,8 +175,8 @@ class OptimizerSettings:
         return piece.length // piece.row if self.unit is Unit.ROW else piece.length
 
     def state_dtype(self, element: ElementType) -> torch.dtype:
-        """Returns the type of the state for an element type. It is the same type, except that sums
-        over rows have at least 32 bits, which costs little."""
+        """Returns the dtype of the optimizer state for an element type. It is the same type, except
+        that sums over rows have at least 32 bits, which costs little."""
         return torch.float32 if self.unit is Unit.ROW and element.itemsize < 4 else element.torch
 
     @property
@@ -189,11 +193,11 @@ def optimizer_settings(
     tensors: frozenset[str] | None = None,
     delay_compensation: float = 0.0,
 ) -> OptimizerSettings:
-    """Validates an optimizer from a request or a snapshot, and fills in the defaults.
+    """Validates the optimizer in a request or a snapshot, and fills in the defaults.
 
-    `tensors`: names that groups may use; None: any. Raises InvalidRequestError / OPTIMIZER_INVALID
-    for an unknown optimizer or hyperparameter, for a value that torch would refuse, and for a
-    tensor that does not exist or is in two groups.
+    `tensors`: names that groups may contain; None: any. Raises InvalidRequestError /
+    OPTIMIZER_INVALID for an unknown optimizer or hyperparameter, a value that torch would reject,
+    and a tensor that does not exist or is in two groups.
     """
     declared = SERVER_OPTIMIZERS.get(name)
     if declared is None:

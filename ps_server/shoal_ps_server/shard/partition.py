@@ -1,5 +1,5 @@
-"""One partition: its values, version, optimizer and applied sequence numbers. All of them change
-together or not at all."""
+"""One partition: its values, version, optimizer, and the sequence numbers of applied pushes. All of
+them change together or not at all."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
 
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
-"""Magnitudes whose square, as computed by Adam, is far below the type's largest number. float16 has
-no such magnitude."""
+"""Dtype -> magnitude whose square, as Adam computes it, is far below the largest number of the
+type. float16 has no such magnitude."""
 
 _CALM_MARGIN: Final = 1e8
-"""Factor by which values must be smaller than _CALM if an update is multiplied by the ratio of the
-values' norm to its own."""
+"""Factor by which values must be smaller than _CALM if an update is scaled by the ratio between the
+norms of the values and of the update."""
 
 MOST_LEFT: Final = 1024
-"""Maximum number of remembered batches that were given up by their members."""
+"""Maximum number of batches remembered that members have given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +40,18 @@ class PartitionImage:
 
     spec: PartitionSpec
     version: int
-    """Version of the partition, at least 1, since partitions without values are not in
-    snapshots."""
+    """Version of the partition, at least 1: partitions without values are not in snapshots."""
     values: torch.Tensor
     runs: tuple[RunImage, ...]
     """State of the optimizer; empty before the first push."""
     sequences: dict[str, int]
     batches: dict[str, int]
     left: list[int]
-    """Keys of batches that were pushed to this partition and given up by their members, as in
+    """Keys of batches that were pushed to this partition and then given up by their members, as in
     `Settled.left`."""
     pulled: Mapping[str, int] = field(default_factory=dict)
-    """Version that each member pulled last, used by delay compensation. `base_values` holds the
-    values of earlier versions."""
+    """Member -> the version that it pulled last, which delay compensation uses. `base_values`
+    contains the values of earlier versions."""
     base_values: Mapping[int, torch.Tensor] = field(default_factory=dict)
     rows: RowsImage | None = None
     """Rows of a bucket of a sparse table, which has neither `values` nor `runs`; None for other
@@ -61,13 +60,13 @@ class PartitionImage:
     """Number of the last restoration, as in `Partition.restoration`."""
 
     def settled(self) -> Settled:
-        """Returns a copy of the settled pushes."""
+        """Returns a copy of the record of finished pushes."""
         return Settled(
             sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns the state tensors of the optimizer by "RUN:NAME"."""
+        """Returns the state tensors of the optimizer by name: "RUN:NAME"."""
         return {
             f"{place}:{name}": run.state[name]
             for place, run in enumerate(self.runs)
@@ -75,7 +74,7 @@ class PartitionImage:
         }
 
     def copy(self) -> PartitionImage:
-        """Returns a copy of the image with its own tensors."""
+        """Returns a copy whose tensors are independent of this image."""
         runs = tuple(
             replace(run, state={name: tensor.clone() for name, tensor in run.state.items()})
             for run in self.runs
@@ -86,22 +85,22 @@ class PartitionImage:
 
 @dataclass(kw_only=True)
 class Settled:
-    """Pushes that were applied, or were recognized by their batch, and need no further
-    attention."""
+    """Record of the pushes that need no further action, because they were applied or recognized by
+    their batch."""
 
     sequences: dict[str, int] = field(default_factory=dict)
-    """Member -> last of its sequence numbers 1, 2, 3, ..."""
+    """Member -> last sequence number. Each member numbers its pushes 1, 2, 3, ..."""
     batches: dict[str, int] = field(default_factory=dict)
     """Member -> key of the batch of its last push, if the push had one. A member works on one batch
-    at a time, so only this batch may be partially pushed when the member dies; the next owner of
-    the batch then pushes the missing part."""
+    at a time, so when it dies, only this batch may have been pushed to some partitions and not to
+    others; the member that gets the batch next then pushes to the others."""
     left: list[int] = field(default_factory=list)
     """Keys of batches that were pushed to this partition and then given up by their members for
-    another batch; other partitions may lack them."""
+    another batch. Other partitions may lack these pushes."""
 
     def settle(self, push: UploadHeader, finished: Container[int]) -> None:
-        """Marks the push's sequence number as used. A number below the last one changes nothing.
-        `finished`: batches that all partitions have."""
+        """Records that the sequence number of a push is used. A number below the last one changes
+        nothing. `finished`: batches that have been pushed to all partitions."""
         if push.sequence <= self.sequences.get(push.member_id, 0):
             return
         self.sequences[push.member_id] = push.sequence
@@ -114,7 +113,7 @@ class Settled:
             self.batches.pop(push.member_id, None)
 
     def has(self, batch: int, *, but_of: str = "") -> bool:
-        """Returns whether any member other than `but_of` has pushed the batch."""
+        """Returns whether a member other than `but_of` has pushed the batch."""
         return batch != 0 and (
             batch in self.left
             or any(key == batch for member, key in self.batches.items() if member != but_of)
@@ -134,43 +133,44 @@ class Settled:
 
 @dataclass(kw_only=True)
 class Partition:
-    """A partition of a server. Invariants: version 0 <=> no values; version = 1 + pushes applied.
-    Pushes are admitted first; then, in the same order, they are all applied or, from some push on,
-    all refused."""
+    """A partition of a server. Invariants: version 0 means no values; otherwise the version is 1 +
+    the number of pushes applied. Pushes are admitted first. Then, in the same order, they are all
+    applied or, from some push on, all refused."""
 
     spec: PartitionSpec
     version: int = 0
     values: torch.Tensor | None = None
     settled: Settled = field(default_factory=Settled)
     largest_at_first: float = 0.0
-    """Largest magnitude among the initial values. Calm updates do not raise it so far that values
-    could overflow."""
+    """Largest magnitude among the initial values. "Calm" updates cannot make values grow from there
+    so far that they overflow."""
     optimizer: PartitionOptimizer | None = None
-    """Optimizer of the partition, created at the first push."""
+    """Optimizer of the partition; None until the first push."""
     bases: BaseValues = field(default_factory=BaseValues)
-    """Used with delay compensation; otherwise empty."""
+    """Earlier values for delay compensation; empty without it."""
     readings: set[Reading] = field(default_factory=set)
-    """Open readings of the live values. They must not see the next change."""
+    """Open readings of the live values, which must not see the next change."""
     encoded: WeakValueDictionary[int, EncodedValues] = field(default_factory=WeakValueDictionary)
-    """Codec -> current values encoded with it, while a reader uses them."""
+    """Codec -> the current values encoded with it, for as long as a reader uses them."""
     ahead: Settled | None = None
-    """`settled` including pushes that are admitted but not applied; None if there are none."""
+    """`settled` as it will be once all admitted pushes are applied; None if no pushes are
+    pending."""
     on_their_way: int = 0
     """Number of admitted pushes that are neither applied nor refused; `to_apply`: the number of
-    those that will change the values."""
+    these that will change the values."""
     to_apply: int = 0
     restoration: int = 0
-    """Number of the last restoration of a bucket of a table, which determined its version; 0 if
-    there was none."""
+    """Number of the last restoration of a bucket of a table, which also set its version; 0 if there
+    was none."""
     is_restoring: bool = False
-    """True if a restoration is admitted but neither carried out nor refused."""
+    """True if a restoration has been admitted and is neither carried out nor refused."""
     _is_calm: tuple[OptimizerSettings, bool] | None = None
-    """Cached result of `OptimizerSettings.is_calm` for these settings and this partition's
-    tensors."""
+    """Cached result of `OptimizerSettings.is_calm` for these settings and the tensors of this
+    partition."""
 
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
-        """Restores a partition from `image` and adopts its tensors as the partition's own."""
+        """Restores a partition from `image`, whose tensors become the partition's own."""
         partition = cls(
             spec=image.spec,
             version=image.version,
@@ -186,14 +186,14 @@ class Partition:
         return partition
 
     def initialize(self, values: torch.Tensor) -> None:
-        """Sets the first values. Must be called at version 0."""
+        """Sets the first values. May be called only at version 0."""
         self.values = values
         self.largest_at_first = largest_of(values)
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
-        """Returns True if a push was already applied, either by its member or by another member
-        with the same batch. Returns False if the push is the member's next one.
+        """Returns whether a push was already applied, either sent by its member or sent by another
+        member with the same batch. Returns False if the push is the member's next one.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """
@@ -209,9 +209,9 @@ class Partition:
         if push.sequence > last + 1:
             raise PreconditionError(
                 f"{describe(self.spec)}: received sequence {push.sequence} of member "
-                f"{push.member_id!r} after {last}; expected {last + 1}. Send the missing ones, "
-                "or, if this server was restored from a snapshot, continue from the sequences in "
-                "GetServer",
+                f"{push.member_id!r} after {last}; expected {last + 1}. Send the missing "
+                "pushes or, if this server was restored from a snapshot, continue from the "
+                "sequence numbers that GetServer returns",
                 reason="SEQUENCE_GAP",
             )
         if push.base_version > self.version:
@@ -224,23 +224,23 @@ class Partition:
         return known.has(push.batch)
 
     def has_of_another(self, push: UploadHeader) -> bool:
-        """Returns whether the batch of a push is already in the partition. Another member, or the
-        same member before it gave the batch up, has then pushed it."""
+        """Returns whether the batch of a push was already pushed to this partition, by another
+        member or by the same member before it gave the batch up."""
         return self.settled.has(push.batch, but_of=push.member_id)
 
     def last_sequence(self, member_id: str) -> int:
-        """Returns the last sequence number of a member that was applied or is pending; 0 if there
-        is none."""
+        """Returns the sequence number of a member's last push that was applied or is pending; 0 if
+        there is none."""
         return (self.ahead or self.settled).sequences.get(member_id, 0)
 
     def is_next(self, push: UploadHeader) -> bool:
-        """Returns whether the sequence number of a push is the member's next one. A push recognized
-        by its batch must still use up its number."""
+        """Returns whether a push has the member's next sequence number. The number must be used up
+        even if the push is recognized by its batch."""
         return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)
 
     def admit(self, push: UploadHeader, finished: Container[int], *, applies: bool) -> int:
-        """Registers a pending push and returns the version after the push. `applies`: True if the
-        push changes the values."""
+        """Registers a push as pending, and returns the version that the partition will have after
+        it. `applies`: True if the push changes the values."""
         if self.ahead is None:
             self.ahead = self.settled.copy()
         self.ahead.settle(push, finished)
@@ -251,7 +251,7 @@ class Partition:
     def arrived(
         self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False
     ) -> None:
-        """Unregisters the earliest pending push, which has been applied or refused."""
+        """Unregisters the earliest pending push, because it has been applied or refused."""
         if not refused:
             self.settled.settle(push, finished)
         self.on_their_way -= 1
@@ -267,10 +267,19 @@ class Partition:
         copies: Copies,
         base: int = 0,
     ) -> None:
-        """Performs one optimizer step. `gradient`: valid gradient of the values' dtype without
-        the pieces at the positions `absent`; it is not kept. `copies`: memory in which open
-        readings continue. `base`: version used for compensation, which `bases` expects; 0: no
-        compensation."""
+        """Performs one optimizer step.
+
+        Args:
+            gradient: valid gradient of the values' dtype, without the pieces at the positions
+            `absent`. It is
+                not kept.
+            absent: positions of pieces without a gradient.
+            optimizer: settings of the optimizer.
+            copies: provides memory in which open readings continue.
+            base: version with whose values the gradient is compensated, registered with `bases`; 0:
+            no
+                compensation.
+        """
         values = self._values()
         gradient = self._compensated(gradient, absent, optimizer, base)
         if base:
@@ -285,8 +294,8 @@ class Partition:
         self.version += 1
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
-        """Returns whether an update by a gradient with this largest magnitude may be infinite.
-        `check_trial` then verifies the update."""
+        """Returns whether an update by a gradient with this largest magnitude may produce infinite
+        values, so that it must first be tried on copies (`check_trial`)."""
         limit = _CALM.get(self.spec.element.torch, 0.0)
         if not limit or not max(largest, self.largest_at_first) <= limit:
             return True
@@ -302,7 +311,7 @@ class Partition:
 
     def _may_outgrow(self, limit: float, growth: float) -> bool:
         """Returns whether values may exceed `limit` after the pending updates and one more. Each
-        update multiplies their norm by at most `growth`, or changes zero values by about 1."""
+        update multiplies their norm by at most `growth`, or changes values of zero by about 1."""
         norm = max(1.0, largest_of(self._values())) * math.sqrt(self.spec.length)
         return math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
 
@@ -313,11 +322,11 @@ class Partition:
         optimizer: OptimizerSettings,
         base: int = 0,
     ) -> None:
-        """Performs the update on copies to verify that its result is finite. Must not be called
-        while a push is pending. `base`: as in `apply`.
+        """Performs an update on copies, to verify that its result is finite. May be called only
+        while no push is pending. `base`: as in `apply`.
 
-        Raises InvalidRequestError / RESULT_NOT_FINITE if values or the optimizer's state become
-        infinite or NaN.
+        Raises InvalidRequestError / RESULT_NOT_FINITE if values or optimizer state become infinite
+        or NaN.
         """
         trial = Partition.restored(self.as_it_is().copy(), optimizer)
         gradient = self._compensated(gradient, absent, optimizer, base)
@@ -337,8 +346,8 @@ class Partition:
     def reserve(
         self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
     ) -> None:
-        """Reserves memory for the state created by the first push of a piece, and for a copy of the
-        values if delay compensation may need one.
+        """Reserves memory for optimizer state that the push creates (the first one of a piece), and
+        for a copy of the values if delay compensation may need one.
 
         Raises LimitError / MEMORY_EXHAUSTED.
         """
@@ -364,9 +373,11 @@ class Partition:
             self.ahead.forget(member_id)
 
     def read(self, codec: int, copies: Copies) -> Reading:
-        """Returns a reading of the current values, to be read in pieces. `codec`: encoding of the
-        values. The partition must have values; call `readings.discard` when done. Raises the errors
-        of `encode_values`."""
+        """Returns a reading of the current values, which can be read piece by piece. The partition
+        must have values. Call `readings.discard` when done. Raises the errors of `encode_values`.
+
+        `codec`: encoding of the values.
+        """
         if codec != codecs.RAW:
             encoded = self.encoded.get(codec)
             if encoded is None:
@@ -383,8 +394,8 @@ class Partition:
         ).copy()
 
     def as_it_is(self) -> PartitionImage:
-        """Returns an image that shares the partition's tensors, so that it shows later changes.
-        Excludes the copies for delay compensation. The partition must have values."""
+        """Returns an image that shares the partition's tensors, so that later changes are visible
+        in it. Omits the copies for delay compensation. The partition must have values."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,
@@ -397,12 +408,12 @@ class Partition:
 
     @property
     def stored_rows(self) -> int:
-        """Number of rows of a sparse table; 0 for any other partition."""
+        """Number of rows if the partition is a bucket of a sparse table; otherwise 0."""
         return 0
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of values, optimizer state, and copies for delay compensation."""
+        """Number of bytes of values, optimizer state, and copies for delay compensation."""
         if self.values is None:
             return 0
         copies = sum(copy.nbytes for copy in self.bases.copies.values())

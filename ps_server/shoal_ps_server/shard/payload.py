@@ -1,12 +1,12 @@
-"""Converts the chunks of one upload to a validated tensor: checks the size, the checksum, and that
+"""Converts the chunks of one upload to a validated tensor: checks its size, its checksum, and that
 all numbers are finite. Applies nothing.
 
-A payload of sparse-table rows consists of their ids followed by their gradients; it is validated as
-bytes.
+Rows of a sparse table are sent as their ids followed by their gradients; such a payload is
+validated as bytes.
 
-Each chunk is copied and checked on arrival, while it is in the processor's cache. The message that
-contained it is then released, so the next message reuses its memory. A compressed partition stays
-compressed and is decoded once complete.
+Each chunk is copied and checked when it arrives, while it is in the processor's cache. The message
+that contained it is then released, so that the next message reuses its memory. A compressed
+partition is decoded once it is complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal_ps_server.shard.layout import Bucket, PartitionSpec
 
 ID_BYTES: Final = 8
 _WITH_NORMS: Final = frozenset({torch.float32, torch.float64})
-"""Types in which a sum of products is computed quickly and without another type."""
+"""Dtypes whose sum of squares is computed quickly, without conversion to another type."""
 _CALM_SQUARES: Final = 1e32
 """Sum of squares up to which an overflow is impossible."""
 
@@ -44,22 +44,22 @@ class UploadHeader:
     base_version: int
     """Version on which the gradient was computed, at least 1; 0 in Initialize."""
     clock: int
-    """Number of iterations finished by the member, including this one."""
+    """Number of iterations that the member has finished, including the one of this push."""
     codec: int
-    """shoal.v1.Codec."""
+    """Value of shoal.v1.Codec."""
     payload_bytes: int
-    """Size of the payload, consistent with the codec and the partition's length."""
+    """Size of the payload in bytes, which matches the codec and the partition's length."""
     checksum: int
-    """xxh3-64 of the payload; 0 if not computed."""
+    """xxh3-64 of the payload; 0 if the sender did not compute it."""
     batch: int = 0
-    """Key of the leased batch that a gradient was computed on, independent of the pushing member; 0
-    if none."""
+    """Key of the leased batch on which the gradient was computed, the same for any member that
+    pushes it; 0 if there is none."""
     absent: tuple[int, ...] = ()
-    """Positions of the partition's pieces missing from the payload, ascending."""
+    """Positions of the partition's pieces that are not in the payload, ascending."""
     finished_batches: tuple[int, ...] = ()
-    """Keys of batches that the member has finished on all servers."""
+    """Keys of batches that the member has pushed to all servers."""
     rows: int = 0
-    """Number of table rows with gradients in the payload; 0 also for partitions that are not
+    """Number of table rows whose gradients are in the payload; 0 for partitions that are not
     buckets."""
 
     @property
@@ -73,7 +73,7 @@ class UploadHeader:
 
 
 class Upload:
-    """One partition, or some of its pieces, while it arrives. Call `add` with the chunks until
+    """A partition, or some of its pieces, while it arrives. Pass the chunks to `add` until
     `missing` is 0, then read `values`."""
 
     def __init__(self, header: UploadHeader) -> None:
@@ -105,7 +105,7 @@ class Upload:
 
     @property
     def payload(self) -> memoryview:
-        """Payload as received. For CODEC_RAW these bytes are the memory of `values`."""
+        """The payload as received. With CODEC_RAW, this is the memory of `values`."""
         return self._bytes.data
 
     def add(self, chunk: memoryview) -> None:
@@ -114,8 +114,8 @@ class Upload:
         self.came(chunk.nbytes)
 
     def room(self, nbytes: int) -> memoryview:
-        """Returns the memory for the next `nbytes` of the payload. Write the bytes, then call
-        `came`, either once or after each part.
+        """Returns the memory for the next `nbytes` of the payload. Write the bytes to it, then call
+        `came`, once or after each part.
 
         Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH if the header declares fewer bytes.
         """
@@ -128,7 +128,7 @@ class Upload:
         return self._bytes.data[self._received : self._received + nbytes]
 
     def came(self, nbytes: int) -> None:
-        """Checks the next `nbytes`, which have just been written, while they are in the processor's
+        """Checks the next `nbytes`, which have just been written and are still in the processor's
         cache."""
         end = self._received + nbytes
         if self._digest is not None:
@@ -138,8 +138,8 @@ class Upload:
             self._look_up_to(end // self.header.spec.element.itemsize)
 
     def values(self) -> torch.Tensor:
-        """Returns all received values, one piece after another, or for rows the payload
-        (`split_rows`). Each call returns the same tensor. Must be called only when nothing is
+        """Returns all received values, piece after piece. For rows, returns the payload
+        (`split_rows`). Each call returns the same tensor. May be called only once nothing is
         missing.
 
         Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID,
@@ -152,8 +152,8 @@ class Upload:
 
     @property
     def largest(self) -> float:
-        """Largest magnitude among the `values`, or a slightly larger bound (`bound_of`); 0 without
-        elements. Raises the errors of `values`."""
+        """Largest magnitude among the `values`, or an upper bound of it (`bound_of`); 0 if there
+        are no elements. Raises the errors of `values`."""
         self.values()
         return self._largest
 
@@ -182,8 +182,8 @@ class Upload:
         return values
 
     def _decoded(self) -> torch.Tensor:
-        """Decodes the payload. Codecs produce float32 values, which are converted to the
-        partition's type."""
+        """Decodes the payload. Codecs produce float32, which is then converted to the partition's
+        dtype."""
         spec = self.header.spec
         values = torch.empty(self.header.length, dtype=torch.float32)
         try:
@@ -204,15 +204,18 @@ class Upload:
     def _look_up_to(self, end: int) -> None:
         if end > self._seen:
             found = bound_of(self._tensor[self._seen : end])
-            if not math.isnan(self._largest) and not found <= self._largest:  # also when it is nan
+            if not math.isnan(self._largest) and not found <= self._largest:  # also if it is NaN
                 self._largest = found
             self._seen = end
 
 
 def bound_of(values: torch.Tensor) -> float:
-    """Returns an upper bound of all magnitudes, up to rounding. It is usually the norm, which takes
-    a quarter of the time of the maximum. If the bound would be above about 1e16, it is the exact
-    maximum. It is NaN if any value is NaN."""
+    """Returns an upper bound of the magnitudes of all values, up to rounding; NaN if any value is
+    NaN.
+
+    The bound is usually the norm, which takes a quarter of the time of the maximum. If the norm is
+    above about 1e16, the exact maximum is returned.
+    """
     if values.dtype in _WITH_NORMS:
         squares = float(torch.dot(values, values))
         if squares < _CALM_SQUARES:
@@ -221,7 +224,7 @@ def bound_of(values: torch.Tensor) -> float:
 
 
 def largest_of(values: torch.Tensor) -> float:
-    """Returns the largest magnitude; NaN if any value is NaN. Takes a twentieth of the time of
+    """Returns the largest magnitude; NaN if any value is NaN. It is 20 times as fast as
     isfinite()."""
     if not values.numel():
         return 0.0
@@ -231,15 +234,14 @@ def largest_of(values: torch.Tensor) -> float:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns a writable view of a contiguous tensor's bytes."""
-    if not tensor.numel():  # whose strides may be anything
+    if not tensor.numel():  # the strides of such a tensor may be arbitrary
         return memoryview(bytearray())
     # numpy's stubs for 3.11 lack __buffer__
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def split_rows(payload: torch.Tensor, dim: int) -> tuple[Ids, Values]:
-    """Splits a payload of rows into their ids and their gradients, `[rows, dim]`; both are
-    views."""
+    """Splits a payload of rows into the ids and the gradients, `[rows, dim]`. Both are views."""
     raw = payload.numpy()
     rows = raw.nbytes // (ID_BYTES + 4 * dim)
     return raw[: ID_BYTES * rows].view(np.int64), raw[ID_BYTES * rows :].view(np.float32).reshape(
@@ -260,7 +262,7 @@ def check_ids(spec: PartitionSpec, bucket: Bucket, ids: Ids) -> None:
 
 
 def describe(spec: PartitionSpec) -> str:
-    """Describes a partition for people."""
+    """Returns a human-readable description of a partition."""
     if spec.bucket is not None:
         return (
             f"partition {spec.partition_id} (bucket {spec.bucket.number} of table "

@@ -1,12 +1,12 @@
-"""Reads a partition in pieces while it may change, by copy on write.
+"""Reads a partition piece by piece while it may change, by copy on write.
 
-A reading sees the values at the time it was opened. Until the partition changes, the reading uses
+A reading returns the values as they were when it was opened. Until the partition changes, it uses
 the live values. Before a push is applied, the values are copied once for all unfinished readings. A
-pull therefore normally needs no copy and no lock, and a slow reader delays nobody. If slow readers
-would require too many copies, the oldest readings are ended.
+pull therefore normally needs neither a copy nor a lock, and a slow reader delays nobody. If slow
+readers would need too many copies, the oldest readings are ended.
 
-Readings of compressed values use a copy from the start, which all concurrent readers of a version
-share.
+Readings of compressed values use a copy from the beginning, which all concurrent readers of a
+version share.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shoal_common.errors import UnavailableError
 from shoal_ps_server.shard.payload import bytes_of
 
 MOST_COPIES_BYTES: Final = 256 << 20
-"""Maximum total size of a server's copies for readers, in bytes."""
+"""Maximum total size in bytes of the copies that a server keeps for readers."""
 RETRY_AFTER: Final = timedelta(seconds=1)
-"""Time for which a reader that was ended should wait before reading again; other readers may have
+"""Suggested delay before a reader whose reading was ended reads again. Other readers may have
 finished by then."""
 
 
@@ -36,7 +36,8 @@ class Reading:
     def __init__(
         self, values: torch.Tensor, *, version: int, encoded: EncodedValues | None = None
     ) -> None:
-        """`encoded`: owner of the payload `values`; None if they are the partition's own values."""
+        """`encoded`: object that owns the compressed `values`; None if they are the partition's own
+        values."""
         self.version = version
         self._encoded = encoded
         self._rest = bytes_of(values)
@@ -44,8 +45,8 @@ class Reading:
         self._promised = 0
 
     def take(self, nbytes: int) -> memoryview:
-        """Returns the next bytes, at most `nbytes`; empty at the end. The bytes are live memory:
-        copy them before any change of the shard.
+        """Returns the next bytes, at most `nbytes`; empty at the end. The result is live memory:
+        copy it before anything changes the shard.
 
         Raises UnavailableError / PULL_TOO_SLOW if the reading was ended.
         """
@@ -55,8 +56,8 @@ class Reading:
         return piece
 
     def promise(self, nbytes: int) -> None:
-        """Reserves bytes already announced to the reader. They can be taken even after the reading
-        is ended. Raises the errors of `take`."""
+        """Reserves bytes whose size has already been announced to the reader. They can be taken
+        even if the reading is ended meanwhile. Raises the errors of `take`."""
         self._check_held()
         self._promised = nbytes
 
@@ -71,7 +72,7 @@ class Reading:
 
     @property
     def rest(self) -> memoryview:
-        """Unread bytes, in the same live memory as the result of `take`."""
+        """The bytes that have not been read, in the same live memory as the results of `take`."""
         return self._rest
 
     @property
@@ -80,28 +81,29 @@ class Reading:
         return self._rest.nbytes
 
     def detach(self, copy: memoryview) -> None:
-        """Continues the reading in `copy`, a complete copy of the values, because the values are
-        about to change."""
+        """Continues the reading in `copy`, a complete copy of the values, because they are about to
+        change."""
         self._rest = copy[copy.nbytes - self._rest.nbytes :]
 
     def give_up(self) -> None:
-        """Ends the reading: the next `take` fails, except for promised bytes."""
+        """Ends the reading. The next `take` raises an error, unless the bytes were promised."""
         self._given_up = True
-        # one more byte remains, and taking it fails
+        # leaves at least one byte to read, so that the reader gets the error
         self._rest = memoryview(bytes(self._rest[: self._promised]) + b"\0")
 
 
 @dataclass(eq=False)
 class EncodedValues:
-    """One version of a partition, compressed. Only its readers keep the object alive."""
+    """The values of one version of a partition, compressed. The object lives only as long as a
+    reader uses it."""
 
     payload: torch.Tensor
-    """Payload as uint8."""
+    """Compressed values as uint8."""
     readers: weakref.WeakSet[Reading] = field(default_factory=weakref.WeakSet)
 
     def read(self, copies: Copies, *, version: int) -> Reading:
-        """Adds a reader and returns its reading. `copies`: accounts for the memory. `version`:
-        version of the values."""
+        """Adds a reader and returns its reading. `copies`: counts the memory. `version`: version of
+        the values."""
         copies.keep(self.payload.nbytes, self.readers)
         reading = Reading(self.payload, version=version, encoded=self)
         self.readers.add(reading)
@@ -109,16 +111,16 @@ class EncodedValues:
 
 
 class Copies:
-    """Memory used by a server's readers besides the live values: copies of changed values, and
-    compressed values."""
+    """Memory that a server uses for readers in addition to the live values: copies of values that
+    have changed, and compressed values."""
 
     def __init__(self, *, limit: int = MOST_COPIES_BYTES) -> None:
         self._limit = limit
         self._copies: deque[tuple[int, weakref.WeakSet[Reading]]] = deque()
-        """Bytes of each copy and its readers, oldest first."""
+        """Size in bytes and readers of each copy, oldest first."""
 
     def detach(self, values: torch.Tensor, readings: Iterable[Reading]) -> None:
-        """Lets unfinished readings of `values` continue in a copy, because the values are about to
+        """Makes unfinished readings of `values` continue in a copy, because the values are about to
         change."""
         unread = weakref.WeakSet(reading for reading in readings if reading.remaining)
         if not unread:
@@ -129,8 +131,8 @@ class Copies:
             reading.detach(copy)
 
     def keep(self, nbytes: int, readers: weakref.WeakSet[Reading]) -> None:
-        """Counts memory as used until all readings in `readers`, including ones added later, have
-        finished. Ends the oldest readings if the total is too large."""
+        """Counts memory as used until all readings in `readers`, including those added later, have
+        finished. If the total is too large, ends the oldest readings."""
         self._copies = deque(
             each for each in self._copies if any(reading.remaining for reading in each[1])
         )

@@ -1,9 +1,11 @@
-"""Optimizer of a partition: one `torch.optim` instance over the runs of its values.
+"""Optimizer of a partition: one `torch.optim` instance whose parameters are the runs of the
+partition.
 
-A run is one tensor for adjacent pieces with the same hyperparameters and the same history of
-updates, so that torch updates them at once. A push with a gradient for only part of a run splits
-the run, because the parts then differ (e.g. in Adam's step count); with optimizer state the split
-is permanent. For an optimizer that combines several elements, each piece is a separate run.
+A run is one tensor for adjacent pieces that have the same hyperparameters and have received the
+same updates, so that torch updates them together. If a push has gradients for only a part of a run,
+the run is split, because the parts then differ (e.g. in Adam's step count). If there is optimizer
+state, the split is permanent. For an optimizer that combines several elements, each piece is a run
+of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings
 
 @dataclass(frozen=True, kw_only=True)
 class RunImage:
-    """State of a run at one moment."""
+    """State of one run at one moment."""
 
     first: int
-    """Position of the run's first piece; `end` is exclusive."""
+    """Position of the run's first piece; `end`: position after its last piece."""
     end: int
     state: Mapping[str, torch.Tensor]
-    """State tensors of the optimizer by torch's names; empty before the run's first update."""
+    """State tensors of the optimizer, by torch's names; empty before the run's first update."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,12 +37,12 @@ class _Run:
     first: int
     end: int
     values: torch.Tensor
-    """Part of the partition's values: a view that serves as torch's parameter. It is flat, or has
-    rows if the optimizer works on rows."""
+    """The run's part of the partition's values: a view, which is torch's parameter. It is flat, or
+    has rows if the optimizer works on rows."""
 
 
 class PartitionOptimizer:
-    """Changes a partition's values in place. Belongs to the thread that owns the partition."""
+    """Updates a partition's values in place. Belongs to the thread that owns the partition."""
 
     def __init__(
         self,
@@ -49,8 +51,8 @@ class PartitionOptimizer:
         settings: OptimizerSettings,
         runs: Sequence[RunImage] = (),
     ) -> None:
-        """`runs`: runs of an earlier optimizer of the partition, whose tensors this optimizer
-        adopts; empty before the first update."""
+        """`runs`: runs of an earlier optimizer of the partition, whose tensors this one uses from
+        now on; empty before the first update."""
         self._values = values
         self._spec = spec
         self._place_of_piece = [settings.place_of(piece.tensor) for piece in spec.pieces]
@@ -62,7 +64,8 @@ class PartitionOptimizer:
         for run in self._runs:
             by_place.setdefault(self._place_of(run), []).append(run.values)
         self._places = list(by_place)
-        """Index, in the settings, of the hyperparameters of each torch parameter group."""
+        """For each of torch's parameter groups, the index of its hyperparameters in the
+        settings."""
         declared = SERVER_OPTIMIZERS[settings.name]
         made: Callable[..., torch.optim.Optimizer] = declared.optimizer_class()
         least = declared.fused_from_bytes
@@ -78,14 +81,14 @@ class PartitionOptimizer:
                 self._torch.state[run.values] = dict(image.state)
 
     def retune(self, settings: OptimizerSettings) -> None:
-        """Adopts the hyperparameters of `settings` and keeps the state."""
+        """Switches to the hyperparameters in `settings`. The optimizer state is kept."""
         declared = SERVER_OPTIMIZERS[settings.name]
         for place, group in zip(self._places, self._torch.param_groups, strict=True):
             group.update(declared.arguments(settings.at(place)))
 
     def step(self, gradient: torch.Tensor, absent: Collection[int] = ()) -> None:
-        """Performs one update. `gradient`: gradient of all pieces except the pieces at the
-        positions `absent`, consecutively; it is not kept."""
+        """Performs one update. `gradient`: gradients of all pieces except those at the positions
+        `absent`, one after another; it is not kept."""
         missing = frozenset(absent)
         if missing:
             self._split(missing)
@@ -96,11 +99,12 @@ class PartitionOptimizer:
         for run, part in zip(present, gradients, strict=True):
             (known if run.values in self._torch.state else fresh)[run] = part
         try:
-            # Separately, since torch's fused SGD fails if only some parameters have momentum.
+            # Updates these separately, since torch's fused SGD fails if only some parameters have
+            # momentum.
             self._step(fresh)
             self._step(known)
         except BaseException:
-            for run in fresh:  # half of a state would be taken for a whole one
+            for run in fresh:  # an incomplete state would be mistaken for a complete one
                 self._torch.state.pop(run.values, None)
             raise
         if missing:
@@ -118,8 +122,8 @@ class PartitionOptimizer:
                 run.values.grad = None
 
     def fresh_pieces(self, absent: Collection[int]) -> list[Piece]:
-        """Returns the pieces without state that would receive state from an update without the
-        pieces `absent`."""
+        """Returns the pieces for which an update without the pieces `absent` would create optimizer
+        state."""
         missing = frozenset(absent)
         fresh = (run for run in self._runs if run.values not in self._torch.state)
         return [
@@ -130,22 +134,24 @@ class PartitionOptimizer:
         ]
 
     def state(self) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-        """Yields, for every state tensor, its name, the index of its first element in the values,
-        the number of values per state element, and the tensor."""
+        """Yields each state tensor, as: name, index of its first element in the values, number of
+        values per state element, and the tensor."""
         for run in self._runs:
             each = self._spec.pieces[run.first].row if self._unit is Unit.ROW else 1
             for name, tensor in self._state_of(run).items():
                 yield name, self._spec.starts[run.first], each, tensor
 
     def images(self) -> tuple[RunImage, ...]:
-        """Returns the state of all runs in order. The images contain the tensors that the next step
-        changes."""
+        """Returns the state of all runs, in order. The images share the tensors, which the next
+        step changes."""
         return tuple(
             RunImage(first=run.first, end=run.end, state=self._state_of(run)) for run in self._runs
         )
 
     def _state_of(self, run: _Run) -> dict[str, torch.Tensor]:
-        if run.values not in self._torch.state:  # indexing would create an empty state
+        if (
+            run.values not in self._torch.state
+        ):  # avoids indexing, which would create an empty state
             return {}
         return {
             name: tensor
@@ -161,7 +167,7 @@ class PartitionOptimizer:
         return _Run(first=first, end=end, values=values)
 
     def _split(self, missing: frozenset[int]) -> None:
-        """Splits runs so that each run contains only missing pieces or only other pieces."""
+        """Splits runs so that each one contains either only missing pieces or none."""
         parts_of: dict[_Run, list[_Run]] = {}
         for run in self._runs:
             parts = [
@@ -175,7 +181,7 @@ class PartitionOptimizer:
         self._put([part for run in self._runs for part in parts_of.get(run, (run,))])
 
     def _join_stateless(self) -> None:
-        """Merges adjacent runs that have no state and the same hyperparameters."""
+        """Merges adjacent runs without state that have the same hyperparameters."""
         if self._unit is not Unit.ELEMENT:
             return
         runs: list[_Run] = []
@@ -206,7 +212,7 @@ class PartitionOptimizer:
         return self._place_of_piece[run.first]
 
     def _hand_down(self, run: _Run, parts: Sequence[_Run]) -> None:
-        """Passes a run's state to the parts into which the run was split."""
+        """Distributes a run's state to the parts into which the run was split."""
         if run.values not in self._torch.state:
             return
         state = self._torch.state.pop(run.values)
@@ -226,13 +232,13 @@ class PartitionOptimizer:
 
 
 def _alike(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the start and end of each sequence of pieces with the same hyperparameters."""
+    """Yields the start and end of each maximal sequence of pieces with the same hyperparameters."""
     for _, positions in groupby(range(len(places)), key=places.__getitem__):
         stretch = list(positions)
         yield stretch[0], stretch[-1] + 1
 
 
 def warm_up() -> None:
-    """Creates a first optimizer. Call this once at the start: torch then imports its compiler,
-    which takes a second, so that no push has to wait for the import."""
+    """Creates a first optimizer, so that torch imports its compiler at the start. Otherwise the
+    first push would have to wait a second for the import."""
     torch.optim.SGD([torch.zeros(1)], lr=0.0)

@@ -1,15 +1,14 @@
-"""Shard of a server: all partitions that the server stores, and the only functions that change a
-partition.
+"""Shard of a server: all its partitions, and the only functions that change a partition.
 
-A change is made in two steps. `admit_push` checks everything that can be checked and fixes the
-change's position in the order. Once the change is in the journal, `apply` makes it, or `refuse`
+A change is made in two steps. `admit_push` checks everything that can be checked, and determines
+the change's position in the order. Once the change is in the journal, `apply` makes it, or `refuse`
 withdraws it. Admitted changes are applied in the order of their admission or, from some change on,
 all refused.
 
 The shard belongs to the event loop's thread: no method locks, waits, or may be called from another
-thread (docs/decisions/0031-the-event-loop-owns-the-shard.md has the measurement). gRPC's own
-threads read the next chunks from the network while torch, which releases the GIL, applies a
-partition.
+thread (docs/decisions/0031-the-event-loop-owns-the-shard.md has the measurement). While torch
+applies a partition, it releases the GIL, and gRPC's own threads read the next chunks from the
+network.
 """
 
 from __future__ import annotations
@@ -37,40 +36,40 @@ from shoal_ps_server.shard.reading import Copies, Reading
 from shoal_ps_server.shard.table_rows import TableRows, new_partition, restored_partition
 
 MOVING_RETRY: Final = timedelta(milliseconds=50)
-"""Time for which a client waits before it requests a moving partition again; a move takes fractions
-of a second."""
+"""Suggested delay before a client requests a partition again that is being moved; a move takes
+fractions of a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of one uploaded partition."""
+    """Result of one uploaded partition."""
 
     partition_id: int
     version: int
-    """Version after the upload."""
+    """Version of the partition after the upload."""
     staleness: int = 0
-    """Number of versions between the version on which the gradient was computed and the version to
-    which it was applied."""
+    """Number of versions between the values on which the gradient was computed and those to which
+    it was applied."""
     duplicate: bool = False
-    """True if the upload was already known and changed nothing."""
+    """True if the upload was received before, so that it changed nothing."""
     known_batch: bool = False
-    """True if another push had already delivered the batch of this push; `duplicate` is then True
-    as well."""
+    """True if the batch of this push had been pushed before, by another push; `duplicate` is then
+    True too."""
     apply_seconds: float = 0.0
-    """Time spent on arithmetic and final checks."""
+    """Seconds spent on the update and the last checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A validated change of a partition that will be applied."""
+    """A change of a partition that has been validated and will be applied."""
 
     partition: Partition
     header: UploadHeader
     version: int
-    """Version of the partition after the change."""
+    """Version that the partition will have after the change."""
     values: torch.Tensor | None
-    """Gradient or first values. None for a push recognized by its batch, which only uses up its
-    sequence number."""
+    """Gradient or first values. None for a push that is recognized by its batch and only uses up
+    its sequence number."""
     first: bool = False
     """True if `values` are the partition's first values."""
     base: int = 0
@@ -80,16 +79,16 @@ class Admitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """Rows that will replace the rows of a bucket, as requested by RestoreRows."""
+    """Rows that will replace those of a bucket, as requested by RestoreRows."""
 
     spec: PartitionSpec
     number: int
     """Value of RowsHeader.restoration."""
     version: int
     rows: Rows
-    """Validated rows, which the bucket will adopt as its own (`Shard.prepared`)."""
+    """Validated rows (`Shard.prepared`), which will become the bucket's own."""
     payload: memoryview
-    """File that contained the rows."""
+    """The file from which the rows were read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +98,8 @@ class ShardSummary:
     versions: Mapping[int, int]
     """Partition id -> version, ascending; 0 if it has no values yet."""
     sequences: Mapping[int, int]
-    """Partition id -> last sequence number of the requested member that was applied or is pending;
-    only numbers above 0."""
+    """Partition id -> sequence number of the requested member's last push that was applied or is
+    pending; only numbers above 0."""
     restorations: Mapping[int, int]
     """Partition id -> number of the last restoration; only numbers above 0."""
     stored_bytes: int
@@ -111,7 +110,7 @@ class ShardSummary:
 
 
 class Shard:
-    """All partitions of one server. `restored`: contents of a snapshot."""
+    """All partitions of one server."""
 
     def __init__(
         self,
@@ -120,12 +119,16 @@ class Shard:
         restored: Iterable[PartitionImage] = (),
         batches: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """`batches`: ranges of keys of finished batches, as in `Batches`."""
+        """Args:
+        optimizer: settings of the job's optimizer; None if they are not configured yet.
+        restored: partitions from a snapshot.
+        batches: ranges of keys of finished batches, as in `Batches`.
+        """
         self.batches = Batches(batches)
-        """Batches that are finished after the applied changes, as stored in a snapshot."""
+        """Batches that are finished as of the applied changes. This is what a snapshot stores."""
         self._admitted_batches = Batches(self.batches.runs())
-        """Batches that are finished after the admitted changes. The next push is checked against
-        them."""
+        """Batches that will be finished once all admitted changes are applied. New pushes are
+        checked against them."""
         self._optimizer = optimizer
         self._partitions = {
             image.spec.partition_id: restored_partition(image, optimizer) for image in restored
@@ -136,41 +139,42 @@ class Shard:
         self._pushes_deduplicated = 0
 
     def adopt(self, layout: Layout) -> None:
-        """Creates the partitions of a layout that are missing. Existing partitions stay
+        """Creates the partitions of a layout that do not exist yet. Existing partitions stay
         unchanged."""
         for partition_id, spec in layout.partitions.items():
             self._partitions.setdefault(partition_id, new_partition(spec))
 
     @property
     def frozen(self) -> frozenset[int]:
-        """Ids of partitions that move to another server and can be neither pulled nor pushed."""
+        """Ids of partitions that are being moved to another server, so that they can be neither
+        pulled nor pushed."""
         return self._frozen
 
     def freeze(self, partition_ids: Iterable[int]) -> None:
-        """Blocks pulls and pushes of these partitions. Changes admitted earlier are still applied;
-        afterwards the partitions no longer change."""
+        """Blocks pulls and pushes of these partitions. Changes that were admitted before are still
+        applied; after that, the partitions do not change."""
         self._frozen |= frozenset(partition_ids)
 
     def thaw(self, partition_ids: Iterable[int]) -> None:
-        """Ends the freeze of these partitions, which are served again."""
+        """Ends the freeze of these partitions, which can be pulled and pushed again."""
         self._frozen -= frozenset(partition_ids)
 
     def drop(self, partition_ids: Collection[int]) -> None:
-        """Drops partitions that now belong to another server. Open readings can still finish."""
+        """Removes partitions that now belong to another server. Open readings can still finish."""
         for partition_id in partition_ids:
             del self._partitions[partition_id]
         self.thaw(partition_ids)
 
     def put(self, image: PartitionImage) -> None:
-        """Adds a partition of another server and adopts the image's tensors as the partition's
-        own."""
+        """Adds a partition received from another server. The tensors of the image become the
+        partition's own."""
         assert image.spec.partition_id not in self._partitions, "one server has it"
         self._partitions[image.spec.partition_id] = restored_partition(image, self._optimizer)
 
     def check_open(self, spec: PartitionSpec) -> None:
-        """Raises UnavailableError / PARTITION_MOVING for a frozen partition, and PreconditionError
-        / STALE_SHARD_MAP for a partition that has moved to another server since the request for it
-        was checked."""
+        """Raises UnavailableError / PARTITION_MOVING for a frozen partition. Raises
+        PreconditionError / STALE_SHARD_MAP for a partition that has moved to another server since
+        the request was checked."""
         if spec.partition_id in self._frozen:
             raise UnavailableError(
                 f"{describe(spec)} is moving to another server; fetch the shard map again from "
@@ -190,8 +194,8 @@ class Shard:
         return self._partitions[spec.partition_id]
 
     def add_batches(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Marks leased batches known to another server as finished. `runs`: ranges of their
-        keys."""
+        """Marks batches as finished that another server knows to be finished. `runs`: ranges of
+        their keys."""
         runs = tuple(runs)
         for batches in (self.batches, self._admitted_batches):
             batches.add_runs(runs)
@@ -223,14 +227,14 @@ class Shard:
         )
 
     def is_settled(self, header: UploadHeader) -> bool:
-        """Returns whether the sequence number of a push is used up, or will be used up by pending
-        pushes. Raises the errors of `check_open`."""
+        """Returns whether the sequence number of a push is used up, or will be once pending pushes
+        are applied. Raises the errors of `check_open`."""
         return not self._open(header.spec).is_next(header)
 
     def needs_trial(self, upload: Upload) -> bool:
-        """Returns whether an update must first be tried once all earlier changes are applied. This
-        is the case if its result may be infinite, or while a restoration, which changes the
-        partition's version, is pending. Raises the errors of `admit_push`."""
+        """Returns whether an update must first be tried on copies, once all earlier changes are
+        applied. This is so if its result may be infinite, or while a restoration is pending, which
+        changes the partition's version. Raises the errors of `admit_push`."""
         partition = self._open(upload.header.spec)
         if partition.is_restoring:
             return True
@@ -239,9 +243,9 @@ class Shard:
         return partition.needs_trial(upload.largest, self._optimizer)
 
     def admit_push(self, upload: Upload) -> Admitted | None:
-        """Admits a gradient, which will be applied once. Returns None if the push is recognized by
-        its sequence number. If `needs_trial` is True for the push, no change of the partition may
-        be pending.
+        """Admits a gradient, which will then be applied once. Returns None if the push is
+        recognized by its sequence number. If `needs_trial` is True for the push, no change of the
+        partition may be pending.
 
         Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and the errors of
         `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED, InvalidRequestError /
@@ -314,20 +318,20 @@ class Shard:
         )
 
     def prepared(self, spec: PartitionSpec, image: RowsImage) -> Rows:
-        """Returns the rows of a `Restoration` for a bucket. May be called on any thread. Raises the
-        errors of `TableRows.prepared`."""
+        """Converts the image of a bucket to the rows of a `Restoration`. May be called on any
+        thread. Raises the errors of `TableRows.prepared`."""
         return TableRows.empty(spec).prepared(image)
 
     def admit_restoration(self, restoration: Restoration) -> bool:
-        """Returns whether a restoration must be carried out with `restore`, and admits it in this
-        case; False if it is already known. No change of the bucket may be pending. Raises the
+        """Admits a restoration and returns True, or returns False if it has been carried out
+        before. After True, call `restore`. No change of the bucket may be pending. Raises the
         errors of `check_open`."""
         partition = self._bucket(restoration.spec)
         partition.is_restoring = partition.takes(restoration.number)
         return partition.is_restoring
 
     def restore(self, restoration: Restoration) -> Outcome:
-        """Carries out a restoration that was admitted here or in another process."""
+        """Carries out a restoration that was admitted, here or in an earlier process."""
         partition = self._partitions[restoration.spec.partition_id]
         assert isinstance(partition, TableRows), "it was looked at when it was admitted"
         partition.is_restoring = False
@@ -357,8 +361,8 @@ class Shard:
         return partition
 
     def refuse(self, admitted: Admitted) -> None:
-        """Withdraws an admitted change. Changes of the partition that were admitted later must be
-        withdrawn as well."""
+        """Withdraws an admitted change. All changes of the partition that were admitted later must
+        be withdrawn too."""
         if admitted.first:
             admitted.partition.on_their_way -= 1
         else:
@@ -374,13 +378,15 @@ class Shard:
         return partition.is_duplicate(header) or header.batch in self._admitted_batches
 
     def settle(self, header: UploadHeader) -> None:
-        """Marks the sequence number of a push that was recognized by its batch as used."""
+        """Marks the sequence number of a push as used that was recognized by its batch."""
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload, *, compensated: bool = False) -> int:
-        """Applies a push again that was admitted and applied in another process, and returns the
-        version after it. `compensated`: True if the push was compensated and registered by
-        `will_redo`. Raises the errors of `Upload.values`."""
+        """Applies a push again that an earlier process has admitted and applied, and returns the
+        version after it. Raises the errors of `Upload.values`.
+
+        `compensated`: True if the push was compensated and has been registered with `will_redo`.
+        """
         assert self._optimizer is not None, "it was admitted with one"
         partition = self._partitions[upload.header.spec.partition_id]
         base = upload.header.base_version if compensated else 0
@@ -390,29 +396,30 @@ class Shard:
 
     def will_redo(self, partition_id: int, base_version: int) -> None:
         """Registers a push that was compensated with the values of `base_version` and will be
-        applied again later."""
+        applied again."""
         self._partitions[partition_id].bases.expect(base_version)
 
     def note_pull(self, partition_id: int, member_id: str) -> None:
-        """Records that a member has pulled the partition's current values. With delay compensation
-        the values are kept for the member's next push."""
+        """Records that a member has pulled the current values of a partition. With delay
+        compensation, the values are kept for the member's next push."""
         if self._optimizer is not None and self._optimizer.delay_compensation:
             partition = self._partitions[partition_id]
             partition.bases.note_pull(member_id, partition.version)
 
     def keep_bases_of(self, members: Container[str]) -> None:
-        """Drops the values kept for pushes of members that are not in `members`."""
+        """Drops the values that are kept for pushes of members not in `members`."""
         for partition in self._partitions.values():
             partition.bases.forget_all_but(members)
 
     def pushed_before(self, header: UploadHeader) -> None:
-        """Records the finished batches reported by a push that was applied in another process."""
+        """Records the finished batches that were reported with a push which an earlier process has
+        applied."""
         for batches in (self.batches, self._admitted_batches):
             batches.add(header.finished_batches)
 
     def known(self, header: UploadHeader) -> Outcome:
-        """Returns the outcome of an upload that changes nothing. Raises the errors of
-        `check_open`."""
+        """Returns the outcome of an upload that changes nothing because it was received before.
+        Raises the errors of `check_open`."""
         partition = self._open(header.spec)
         if header.sequence:
             self._pushes_deduplicated += 1
@@ -442,8 +449,11 @@ class Shard:
 
     @contextmanager
     def reading(self, partition_id: int, codec: int = codecs.RAW) -> Iterator[Reading]:
-        """Yields a reading of a partition's current values, to be read in pieces. `codec`: encoding
-        of the values. The partition must have values. Raises the errors of `encode_values`."""
+        """Yields a reading of a partition's current values, which can be read piece by piece. The
+        partition must have values. Raises the errors of `encode_values`.
+
+        `codec`: encoding of the values.
+        """
         partition = self._partitions[partition_id]
         reading = partition.read(codec, self._copies)
         try:
@@ -452,8 +462,8 @@ class Shard:
             partition.readings.discard(reading)
 
     def read_rows(self, partition_id: int, ids: Ids) -> Reading:
-        """Returns a reading of current rows of a bucket, to be read in pieces. `ids`: ids of the
-        rows."""
+        """Returns a reading of the current rows `ids` of a bucket, which can be read piece by
+        piece."""
         partition = self._partitions[partition_id]
         assert isinstance(partition, TableRows), "the request was checked against the layout"
         return partition.read_rows(ids, self._copies)
@@ -465,9 +475,9 @@ class Shard:
         return partition.image() if partition is not None and partition.version else None
 
     def frozen_image(self, partition_id: int) -> PartitionImage:
-        """Returns an image that shares the memory of a frozen partition without pending changes.
-        Omits the versions pulled by members for delay compensation, which the receiving server
-        cannot know."""
+        """Returns an image of a frozen partition without pending changes. The image shares the
+        partition's memory. Omits which versions members have pulled (for delay compensation), which
+        the receiving server cannot know."""
         partition = self._partitions[partition_id]
         assert partition_id in self._frozen, "it would change"
         assert not partition.on_their_way, "what was admitted is waited for"

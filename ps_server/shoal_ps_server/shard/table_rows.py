@@ -1,9 +1,9 @@
-"""Bucket of a sparse table as a partition, which contains rows by id instead of values. A push
-changes the rows, and a pull only reads them.
+"""Bucket of a sparse table: a partition that contains rows by id instead of values. A push changes
+rows, and a pull only reads them.
 
-The version of a bucket starts at 1, since even a row that was never pushed has values; they are
-computed from its id and are not stored. The bucket therefore accepts no first values, and version -
-1 is the number of pushes, including empty ones.
+The version of a bucket starts at 1, because rows have values even before they are pushed: these are
+computed from the id and not stored. The bucket therefore accepts no first values, and version - 1
+is the number of pushes, including empty ones.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from shoal_ps_server.shard.payload import UploadHeader, check_ids, describe, lar
 from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 
 LARGEST_BUCKET_BYTES: Final = 256 << 20
-"""Maximum bytes of a bucket. A bucket is copied as a unit, for snapshots and for other servers,
-while nothing else runs."""
+"""Maximum size of a bucket in bytes. For snapshots and for other servers a bucket is copied at
+once, while nothing else runs."""
 _CALM: Final = 1e16
-"""Magnitudes whose square, as computed by Adagrad, is far below the largest float32."""
+"""Magnitude whose square, as Adagrad computes it, is far below the largest float32."""
 
 
 @dataclass(kw_only=True)
 class TableRows(Partition):
-    """Partition that is a bucket of a sparse table. The fields `optimizer`, `values` and `bases` of
-    `Partition` are unused."""
+    """A partition that is a bucket of a sparse table. The fields `optimizer`, `values` and `bases`
+    of `Partition` are not used."""
 
     rows: Rows
     coming: int = 0
-    """Upper bound for the number of rows that pending pushes will create."""
+    """Maximum number of rows that pending pushes will create."""
 
     @classmethod
     def empty(cls, spec: PartitionSpec) -> TableRows:
@@ -66,8 +66,8 @@ class TableRows(Partition):
         return made
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
-        """Returns whether an update must first be tried, like `Partition.needs_trial`. Uses the
-        table's own optimizer instead of `optimizer`."""
+        """Returns whether an update must first be tried on copies, like `Partition.needs_trial`.
+        Uses the table's own optimizer in place of `optimizer`."""
         return not max(largest, self.largest_at_first) <= _CALM or not is_calm(
             dict(_bucket(self.spec).spec.hyperparameters)
         )
@@ -138,14 +138,14 @@ class TableRows(Partition):
         copies: Copies,
         base: int = 0,
     ) -> None:
-        """Applies a payload of rows, like `Partition.apply`. The version before the update numbers
-        the step."""
+        """Applies a payload of rows, like `Partition.apply`. The version before the update is the
+        number of the step."""
         ids, gradients = split_rows(gradient, _bucket(self.spec).dim)
         self.rows.update(ids, gradients, self.version)
         self.version += 1
 
     def prepared(self, image: RowsImage) -> Rows:
-        """Returns the rows of an image for `put_in_place`, without changing the bucket. May be
+        """Converts an image to the rows for `put_in_place`, without changing the bucket. May be
         called on any thread.
 
         Raises InvalidRequestError / ROWS_INVALID for rows that cannot belong to this bucket, and
@@ -181,8 +181,11 @@ class TableRows(Partition):
             ) from error
 
     def takes(self, restoration: int) -> bool:
-        """Returns whether a restoration must be carried out. `restoration`: its number, or 0, as in
-        RowsHeader.restoration. No change of the bucket may be pending."""
+        """Returns whether a restoration must be carried out: False if it was carried out before. No
+        change of the bucket may be pending.
+
+        `restoration`: number of the restoration, or 0, as in RowsHeader.restoration.
+        """
         return (
             restoration > self.restoration
             if restoration
@@ -190,12 +193,12 @@ class TableRows(Partition):
         )
 
     def put_in_place(self, rows: Rows, version: int, restoration: int) -> None:
-        """Replaces the bucket's rows in a restoration. `restoration`: its number."""
+        """Replaces the bucket's rows. `restoration`: number of the restoration."""
         self.rows, self.version, self.restoration = rows, version, restoration
         self.largest_at_first = max(self.largest_at_first, rows.largest)
 
     def read_rows(self, ids: Ids, copies: Copies) -> Reading:
-        """Returns a reading of a copy of the rows `ids`."""
+        """Returns a reading of the rows `ids`, which are copied."""
         values = torch.from_numpy(self.rows.values(ids))
         return EncodedValues(values.view(-1).view(torch.uint8)).read(copies, version=self.version)
 
@@ -216,12 +219,12 @@ class TableRows(Partition):
 
     @property
     def stored_rows(self) -> int:
-        """Number of rows that were pushed and have not been evicted."""
+        """Number of rows that are stored: those that were pushed and have not been evicted."""
         return len(self.rows)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of rows and their optimizer state, including spare capacity."""
+        """Number of bytes of rows and their optimizer state, including unused capacity."""
         return self.rows.nbytes
 
 

@@ -1,5 +1,5 @@
-"""Path of every change of a server's state: checks the change, writes it to the journal, and
-applies it. Belongs to the event loop.
+"""The way of every change of a server's state: it is checked, written to the journal, and applied.
+Belongs to the event loop.
 
 Without a data directory there is no journal, and changes are applied at once.
 """
@@ -32,11 +32,11 @@ from shoal_ps_server.storage.recovery import (
 T = TypeVar("T")
 
 PENDING_LIMIT: Final = timedelta(seconds=5)
-"""Time for which a change may wait for a backup before its waiters are told to retry."""
+"""Maximum time for which a change waits for a backup before its callers are told to retry."""
 
 
 class Changes:
-    """All changes of one server's state, made in a single order."""
+    """All changes of one server's state, which are made in a single order."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Changes:
         members: Callable[[], Members],
         pending_limit: timedelta = PENDING_LIMIT,
     ) -> None:
-        """`layout`, `members`: return the current shard map and membership, which the journal
-        records before any change made under them."""
+        """`layout`, `members`: return the current shard map and the current members. The journal
+        records these before any change that depends on them."""
         self._shard = shard
         self._pending_limit = pending_limit
         self._layout = layout
@@ -55,37 +55,37 @@ class Changes:
         self._journal: Journal | None = None
         self._layout_written: Layout | None = None
         self._layout_on_its_way: Layout | None = None
-        """Newest layout passed to `adopt`; None if there is none."""
+        """Newest layout that was passed to `adopt`; None if there is none."""
         self._members_due = True
         self._latest: dict[int, asyncio.Future[Outcome]] = {}
-        """Partition id -> latest change of the partition, pending or not."""
+        """Partition id -> last change of the partition, pending or not."""
         self._configured: asyncio.Future[None] | None = None
-        """The latest change of the configuration, pending or not."""
+        """Last change of the configuration, pending or not."""
 
     def write_to(self, journal: Journal) -> None:
-        """Sets the journal that changes are written to."""
+        """Sets the journal to which changes are written."""
         self._journal = journal
 
     @property
     def write_error(self) -> Exception | None:
-        """Error of the journal's last write. None if the write succeeded or there is no journal.
-        May be read on any thread."""
+        """Error of the journal's last write; None if it succeeded or there is no journal. May be
+        read on any thread."""
         return None if self._journal is None else self._journal.write_error
 
     def members_changed(self) -> None:
-        """Schedules a journal record of the members, written before the next change."""
+        """Schedules a journal record of the members, which is written before the next change."""
         self._members_due = True
 
     async def push(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits a gradient and returns a future with its outcome. The future is shared, so use
-        `shield` to await it. Raises the errors of `Shard.admit_push`."""
+        """Admits a gradient, and returns a future for its outcome. Several callers share the
+        future, so await it with `shield`. Raises the errors of `Shard.admit_push`."""
         while self._shard.needs_trial(upload) and (before := self._on_their_way(upload)):
             await asyncio.wait(before)
         return await self._partition(upload, self._shard.admit_push(upload))
 
     async def quiet(self) -> None:
-        """Waits for the currently pending changes of partitions. Raises UnavailableError if this
-        server applies no more changes."""
+        """Waits until the changes of partitions that are pending now are done. Raises
+        UnavailableError if this server applies no more changes."""
         if pending := [each for each in self._latest.values() if not each.done()]:
             await asyncio.wait(pending)
         if self.is_broken:
@@ -95,9 +95,9 @@ class Changes:
             )
 
     async def in_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `attempt`, which waits for changes, and cancels and restarts it periodically.
-        While changes wait for a backup, raises an error instead, so that callers look for the
-        server elsewhere: it may have been replaced without knowing it.
+        """Awaits `attempt`, which waits for changes, and cancels and restarts it periodically. If
+        changes are waiting for a backup, raises an error instead. The caller then asks where the
+        server is, because another server may have taken its place without its knowledge.
 
         Raises UnavailableError / CHANGE_PENDING.
         """
@@ -117,7 +117,7 @@ class Changes:
                     ) from error
 
     async def made(self, partition_ids: Iterable[int]) -> None:
-        """Waits for the pending changes of these partitions, whatever their outcomes are."""
+        """Waits until the pending changes of these partitions are done, whatever their outcomes."""
         if pending := [
             latest
             for each in partition_ids
@@ -126,8 +126,8 @@ class Changes:
             await asyncio.wait(pending)
 
     async def restore(self, restoration: Restoration) -> asyncio.Future[Outcome]:
-        """Admits rows that replace the rows of a bucket, and returns a future with the outcome.
-        Raises the errors of `Shard.check_open`."""
+        """Admits rows that replace those of a bucket, and returns a future for the outcome. Raises
+        the errors of `Shard.check_open`."""
         number = restoration.spec.partition_id
         while (latest := self._latest.get(number)) is not None and not latest.done():
             await asyncio.wait([latest])
@@ -153,21 +153,22 @@ class Changes:
         return self._shard.is_settled(push)
 
     async def initialize(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits first values and returns a future with the outcome. Raises the errors of
+        """Admits first values, and returns a future for the outcome. Raises the errors of
         `Shard.admit_values`."""
         return await self._partition(upload, self._shard.admit_values(upload))
 
     def configure(
         self, configuration: Configuration, effect: Callable[[], None]
     ) -> asyncio.Future[None]:
-        """Calls `effect` once the configuration is in the journal. The returned future fails with
-        UnavailableError / JOURNAL_FAILED."""
+        """Calls `effect` once the configuration is in the journal. Returns a future that fails with
+        UnavailableError / JOURNAL_FAILED if it cannot be written."""
         self._configured = self._make(configuration_record(configuration), effect)
         return self._configured
 
     def adopt(self, layout: Layout, effect: Callable[[], None]) -> asyncio.Future[None]:
         """Calls `effect`, which adds and removes partitions, once the shard map `layout` is in the
-        journal. The returned future fails with UnavailableError / JOURNAL_FAILED."""
+        journal. Returns a future that fails with UnavailableError / JOURNAL_FAILED if it cannot be
+        written."""
         if self._journal is None:
             effect()
             return _done(None)
@@ -181,19 +182,19 @@ class Changes:
         *,
         refused: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[None]:
-        """Calls `effect` once a record about moving partitions is in the journal, or `refused`
-        if it cannot be written. The returned future then fails with UnavailableError /
+        """Calls `effect` once a record about a move of partitions is in the journal, or `refused`
+        if it cannot be written. Returns a future that then fails with UnavailableError /
         JOURNAL_FAILED."""
         return self._make(record, effect, refused=refused)
 
     def in_order(self, look: Callable[[], T]) -> asyncio.Future[T]:
-        """Calls `look` once all earlier changes have been applied. The returned future fails with
-        UnavailableError / JOURNAL_FAILED."""
+        """Calls `look` once all earlier changes have been applied. Returns a future for its result,
+        which fails with UnavailableError / JOURNAL_FAILED."""
         return self._make(None, look)
 
     def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:
-        """Writes the clock that a member reported without a push to the journal. Nobody waits for
-        the record. If it is lost, the member counts as slower than it is until its next report."""
+        """Writes to the journal which clock a member has reported without a push. Nothing waits for
+        this record. If it is lost, the member counts as slower than it is until its next report."""
         if self._journal is not None:
             self._make(clock_record(member_id, clock, place=place), lambda: None)
 
@@ -203,7 +204,7 @@ class Changes:
         return self._journal is not None and self._journal.holds
 
     def give_up(self, reason: UnavailableError) -> None:
-        """Stops applying changes; waiters receive the error `reason`."""
+        """Stops applying changes. Everyone who waits for one gets the error `reason`."""
         if self._journal is not None:
             self._journal.give_up(reason)
 
@@ -212,7 +213,7 @@ class Changes:
         with the number 0."""
         if self._journal is None:
             return _done(effect(0))
-        # The new file starts with what the snapshot taken at its beginning may lack.
+        # The new file begins with records that a snapshot taken at this point may lack.
         self._layout_written, self._members_due = None, True
         return self._journal.rotate(effect)
 
@@ -233,7 +234,7 @@ class Changes:
             await self._journal.close()
 
     def _on_their_way(self, upload: Upload) -> list[asyncio.Future[Any]]:
-        """Returns the pending changes for which an update must wait before it can be tried."""
+        """Returns the pending changes that must be done before an update can be tried on copies."""
         changes = (self._latest.get(upload.header.spec.partition_id), self._configured)
         return [each for each in changes if each is not None and not each.done()]
 
@@ -244,7 +245,7 @@ class Changes:
         if admitted is None:
             if (latest := self._latest.get(number)) is not None:
                 await asyncio.wait([latest])
-                latest.result()  # raises if the push that it repeats could not be written
+                latest.result()  # raises if the push which this one repeats could not be written
             return _done(self._shard.known(upload.header))
         change = admitted
         made = self._make(
@@ -257,7 +258,8 @@ class Changes:
 
     def _refused(self, change: Admitted) -> None:
         self._shard.refuse(change)
-        # With everything pending for the partition; applied pushes are known by their numbers.
+        # Waits for everything pending for the partition; pushes already applied are recognized by
+        # their numbers.
         self._latest.pop(change.header.spec.partition_id, None)
 
     def _make(
@@ -280,8 +282,8 @@ class Changes:
         return journal.append(record, effect, refused=refused)
 
     def _newest_layout(self) -> Layout | None:
-        """Returns the newest layout, pending or not. The journal never returns to a map older than
-        a pending one."""
+        """Returns the newest layout, pending or not. After a newer map, pending or not, the journal
+        never records an older one."""
         layout, coming = self._layout(), self._layout_on_its_way
         return (
             coming

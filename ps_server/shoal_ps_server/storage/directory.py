@@ -1,8 +1,8 @@
-"""Data directory of a server: one snapshot, and the journal of later changes. Only one server at a
-time uses a directory.
+"""Data directory of a server: a snapshot, and the journal of the changes since. Only one server at
+a time may use a directory.
 
-The contents belong to one run of the job, named in the file `run`. State of past runs is set aside
-in folders such as `run-3`.
+The contents belong to one run of the job, which the file `run` names. State of past runs is moved
+to folders such as `run-3`.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from shoal_ps_server.storage.snapshot import read_snapshot
 _SNAPSHOT: Final = "snapshot.safetensors"
 _LOCK: Final = "lock"
 _CLEARING: Final = "clearing"
-"""Name of a file whose existence means that all other files in the directory are ignored."""
+"""Name of a file. While it exists, all other files in the directory are ignored."""
 _RUN: Final = "run"
 _ASIDE: Final = "run-"
 _SETTING_ASIDE: Final = "setting-aside"
-"""Name of a file that contains the folder into which all contents are being moved."""
+"""Name of a file that contains the name of the folder to which the contents are being moved."""
 RUNS_KEPT: Final = 4
 """Maximum number of folders of past runs. It exceeds the number of times that compose.yaml restarts
-a failing job, so that restarts do not displace older state."""
+a job that fails, so that restarts do not displace older state."""
 
 
 class DataDirectory:
-    """An open, locked data directory, as a context manager. The lock is released when the process
-    ends, however it ends."""
+    """A data directory that is open and locked. A context manager. The lock is released when the
+    process ends, however it ends."""
 
     def __init__(self, path: Path) -> None:
-        """Creates the directory if necessary and locks it. Raises ConfigurationError if the
-        directory cannot be used or another server uses it."""
+        """Creates the directory if necessary, and locks it. Raises ConfigurationError if it is
+        unusable or another server uses it."""
         self.path = path
         self.run: Run | None = None
-        """Run to which the directory's contents belong; None if the directory is empty."""
+        """Run to which the contents of the directory belong; None if it is empty."""
         self._segments: Segments | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -79,11 +79,11 @@ class DataDirectory:
         return self.path / _SNAPSHOT
 
     def read(self, *, job_id: str, server_id: str) -> ServerImage | None:
-        """Returns the snapshot of this job and server; None if there is none.
+        """Returns the snapshot of this job and server; None if there is none. After a successful
+        read, removes temporary files that a killed server has left.
 
         Raises CorruptDataError like `read_snapshot`, and ConfigurationError / SNAPSHOT_FOREIGN for
-        the snapshot of another job or server. After a successful read, removes temporary files left
-        by a killed server.
+        the snapshot of another job or server.
         """
         image = read_snapshot(self.snapshot)
         if image is not None and (image.state.job_id, image.state.server_id) != (job_id, server_id):
@@ -98,8 +98,8 @@ class DataDirectory:
         return image
 
     def recover(self, *, job_id: str, server_id: str) -> Recovered:
-        """Returns the server's state at the end of its last process, however it ended. Raises the
-        errors of `read` and `recovery.recover`."""
+        """Returns the state that the server had when its last process ended, however it ended.
+        Raises the errors of `read` and `recovery.recover`."""
         if (self.path / _CLEARING).exists():
             self._remove_all()
         image = self.read(job_id=job_id, server_id=server_id)
@@ -113,9 +113,9 @@ class DataDirectory:
             ) from error
 
     def clear(self, *, job_id: str, server_id: str) -> None:
-        """Removes the snapshot and the journal, because another server's state will replace them,
-        and starts a new journal. Raises OSError; the next start of the server then removes the
-        rest."""
+        """Removes the snapshot and the journal, because the state of another server will replace
+        them, and starts a new journal. If this raises OSError, the next start of the server removes
+        the rest."""
         (self.path / _CLEARING).touch()
         sync_directory(self.path)
         self._remove_all()
@@ -123,8 +123,8 @@ class DataDirectory:
         self._segments.open()
 
     def note_run(self, run: Run) -> None:
-        """Records, on disk, the run to which the contents belong from now on. Must be called before
-        anything is written for this run. Raises ConfigurationError."""
+        """Writes to disk to which run the contents belong from now on. Must be called before
+        anything is written for that run. Raises ConfigurationError."""
         if run == self.run:
             return
         try:
@@ -136,10 +136,10 @@ class DataDirectory:
         self.run = run
 
     def set_aside(self) -> Path | None:
-        """Moves the contents into a separate folder and returns its path. Only the newest such
+        """Moves the contents to a separate folder and returns its path. Only the newest of these
         folders are kept. Raises ConfigurationError.
 
-        Returns None if the directory had no contents. A run that ends before it starts to train
+        Returns None if there were no contents. A run that ends before it begins to train therefore
         leaves no folder; otherwise a few restarts of a container would displace all older folders.
         """
         number = 1 if self.run is None else self.run.number
@@ -170,8 +170,8 @@ class DataDirectory:
         return self.path / name
 
     def _holds_nothing(self) -> bool:
-        """Returns whether the directory contains neither a snapshot nor a change. Must be called
-        after `recover`."""
+        """Returns whether the directory contains neither a snapshot nor a change. May be called
+        only after `recover`."""
         if self.snapshot.exists() or self._segments is None:
             return False
         try:
@@ -180,7 +180,7 @@ class DataDirectory:
             return False
 
     def _finish_setting_aside(self) -> None:
-        """Completes a `set_aside` that was interrupted because its server was killed."""
+        """Completes a `set_aside` that was interrupted by the death of its server."""
         marker = self.path / _SETTING_ASIDE
         if not marker.exists():
             return
@@ -194,8 +194,8 @@ class DataDirectory:
         marker.unlink()
 
     def _read_run(self) -> Run | None:
-        """Returns the run to which the contents belong. Older releases did not write the run; such
-        contents belong to the job's first run."""
+        """Returns the run to which the contents belong. Older releases did not record it; their
+        contents belong to the first run of the job."""
         if not (self.path / _RUN).exists():
             return (
                 Run(number=1)
@@ -223,13 +223,13 @@ class DataDirectory:
 
     @property
     def segments(self) -> Segments:
-        """Files of the journal. Available after `recover`."""
+        """Files of the journal. May be read only after `recover`."""
         assert self._segments is not None, "recover() comes first"
         return self._segments
 
     def forget_journal_before(self, number: int) -> None:
-        """Removes the journal files before `number`, whose contents are in a snapshot. Raises
-        OSError."""
+        """Removes the journal files before file `number`, because a snapshot contains their
+        changes. Raises OSError."""
         self.segments.forget_before(number)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Contents of a snapshot as values, and the conversion of its metadata to and from JSON.
+"""Contents of a snapshot, and the conversion of its metadata to and from JSON.
 
-The metadata lists every tensor in the file with its xxh3-64, and another xxh3-64 covers the
-metadata (snapshot.py). A file is therefore accepted only if it is exactly what was written. No
-pickle is used anywhere.
+The metadata lists the xxh3-64 of each tensor in the file, and another xxh3-64 covers the metadata
+itself (snapshot.py). A file is therefore accepted only if it is exactly what was written. No pickle
+is used.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.moves import Leaving, Taken
 
 FORMAT_VERSION: Final = 7
-"""Format of the file, increased when older releases could not read it. In 2 a journal accompanies
-the snapshot, in 3 a partition has pieces of several tensors, in 4 pieces know their rows, in 5
-partitions may move between servers, in 6 they may be buckets of tables, and in 7 buckets may have
-been restored from a checkpoint."""
+"""Format of the file. It is increased when older releases could not read the file. Since 2 a
+journal accompanies the snapshot; since 3 a partition has pieces of several tensors; since 4 pieces
+record their rows; since 5 partitions may move between servers; since 6 they may be buckets of
+tables; since 7 buckets may have been restored from a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """Membership and clocks of a job, as stored."""
+    """Membership and clocks of a job, as stored in a snapshot."""
 
     generation: int = -1
     members: frozenset[str] = frozenset()
@@ -43,10 +43,10 @@ class Members:
     """Member -> clock."""
     slowest_clock: int = 0
     opened: int = 0
-    """Under bsp, the newest iteration with an admitted push."""
+    """Under bsp, the newest iteration of which a push was admitted."""
 
     def fence(self) -> Fence:
-        """Returns a fence with the stored state."""
+        """Creates a fence with the stored state."""
         return Fence.restored(
             generation=self.generation,
             members=self.members,
@@ -55,14 +55,14 @@ class Members:
         )
 
     def restored_clocks(self) -> Clocks:
-        """Returns the clocks of the members with the stored state."""
+        """Creates the members' clocks with the stored state."""
         clocks = Clocks(members=self.clocks, slowest=self.slowest_clock, opened=self.opened)
         clocks.follow(self.members)
         return clocks
 
     @classmethod
     def of(cls, fence: Fence, clocks: Clocks) -> Members:
-        """Captures the state of a fence and of clocks."""
+        """Captures the current state of a fence and of clocks."""
         return cls(
             generation=fence.generation,
             members=fence.members,
@@ -76,8 +76,7 @@ class Members:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """State of a server except for its partitions. It is small and is captured on the event
-    loop."""
+    """State of a server without its partitions. It is small and is captured on the event loop."""
 
     job_id: str
     server_id: str
@@ -85,33 +84,33 @@ class ServerState:
     configuration: Configuration | None
     membership: Members
     batches: Sequence[tuple[int, int]] = ()
-    """Finished leased batches, as ranges of keys as in `Batches`."""
+    """Finished leased batches, as ranges of keys like in `Batches`."""
     backup: str = ""
     """Id of the backup that must receive all acknowledged changes, as in `Recovered.backup`."""
     settled: int = 0
-    """Number of the last move of partitions decided by the coordinator; `leaving`: partitions that
-    are about to leave."""
+    """Number of the last move of partitions that the coordinator has decided; `leaving`: partitions
+    that are about to leave."""
     leaving: Leaving | None = None
     journal: int = 0
-    """Number of the first journal file that is not included in the snapshot; 0 if there is no
-    journal yet."""
+    """Number of the first journal file whose changes the snapshot does not contain; 0 if there is
+    no journal yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerImage:
-    """State of an entire server. Each partition is consistent, but different partitions may have
-    been copied at slightly different moments."""
+    """Complete state of a server. Each partition is consistent; different partitions may have been
+    copied at slightly different times."""
 
     state: ServerState
     partitions: tuple[PartitionImage, ...]
     taken: Taken | None = None
-    """Partitions handed over by another server that do not belong to this server yet; `coming`:
-    partitions received so far of an incomplete move."""
+    """Partitions that another server has handed over and that do not belong to this server yet;
+    `coming`: partitions received so far of a move that is not complete."""
     coming: Taken | None = None
 
 
 def state_to_json(state: ServerState) -> dict[str, Any]:
-    """Converts the state to plain JSON values."""
+    """Converts the state to JSON-compatible values."""
     return {
         "job_id": state.job_id,
         "server_id": state.server_id,
@@ -131,8 +130,8 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
 
 
 def state_from_json(value: Mapping[str, Any]) -> ServerState:
-    """Restores the state from JSON values. Raises KeyError, TypeError or ValueError for values not
-    produced by `state_to_json`."""
+    """Restores the state from JSON values. Raises KeyError, TypeError or ValueError if
+    `state_to_json` did not produce them."""
     return ServerState(
         job_id=str(value["job_id"]),
         server_id=str(value["server_id"]),
@@ -157,7 +156,7 @@ def _leaving_from_json(value: Sequence[Any] | None) -> Leaving | None:
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """Converts a layout to plain JSON values."""
+    """Converts a layout to JSON-compatible values."""
     return {
         "epoch": layout.epoch,
         "server_index": layout.server_index,
@@ -184,15 +183,15 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 
 
 def spec_to_json(spec: PartitionSpec) -> list[Any]:
-    """Converts a partition's specification to plain JSON values. A bucket of a table has one more
-    value than other partitions."""
+    """Converts the specification of a partition to JSON-compatible values. A bucket of a table has
+    one more value than other partitions."""
     pieces = [[piece.tensor, piece.offset, piece.length, piece.row] for piece in spec.pieces]
     bucket = [] if spec.bucket is None else [_bucket_to_json(spec.bucket)]
     return [spec.partition_id, spec.element.name, pieces, *bucket]
 
 
 def spec_from_json(value: Sequence[Any]) -> PartitionSpec:
-    """Restores a partition's specification from JSON values. Raises the errors of
+    """Restores the specification of a partition from JSON values. Raises the errors of
     `state_from_json`."""
     number, dtype, pieces, *bucket = value
     return PartitionSpec(
@@ -207,7 +206,7 @@ def spec_from_json(value: Sequence[Any]) -> PartitionSpec:
 
 
 def configuration_to_json(configuration: Configuration) -> dict[str, Any]:
-    """Converts a configuration to plain JSON values."""
+    """Converts a configuration to JSON-compatible values."""
     return {
         "configured": _optimizer_to_json(configuration.configured),
         "optimizer": _optimizer_to_json(configuration.optimizer),
@@ -233,7 +232,7 @@ def configuration_from_json(value: Mapping[str, Any]) -> Configuration:
 
 
 def members_to_json(members: Members) -> dict[str, Any]:
-    """Converts membership and clocks to plain JSON values."""
+    """Converts membership and clocks to JSON-compatible values."""
     return {
         "generation": members.generation,
         "members": sorted(members.members),
@@ -276,7 +275,7 @@ def members_from_json(value: Mapping[str, Any]) -> Members:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """Serializes a value as canonical JSON, so that digests can be compared."""
+    """Serializes a value as canonical JSON, so that equal values have equal digests."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

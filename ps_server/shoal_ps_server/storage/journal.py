@@ -1,15 +1,15 @@
-"""Appends records to the journal in the given order, many per sync. The effect of each record is
-called after the record is on disk, in the same order.
+"""Appends records to the journal in the order in which they are passed, many per sync. Once a
+record is on disk, its effect is called; effects are called in the same order.
 
-Threads: the event loop calls `append` and `rotate` and calls effects; one thread writes. The two
-share only the queue.
+Threads: the event loop calls `append` and `rotate`, and calls the effects; a separate thread
+writes. The two share only the queue.
 
-If the disk does not accept a batch, neither that batch nor any record appended meanwhile has an
-effect, and their waiters receive an error. The next append starts a new file, which records that
-nothing of that batch counts.
+If the disk does not accept a batch of records, neither these nor any records appended meanwhile
+have an effect; their callers get an error. The next append starts a new file, which records that
+nothing of the failed batch counts.
 
-With `hold`, each record must also be received by another server. The effect of the record then
-waits for that server's confirmation.
+With `hold`, each record must also be received by another server, the follower. The record's effect
+then waits until the follower has confirmed the record.
 """
 
 from __future__ import annotations
@@ -41,46 +41,49 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_IN_A_BATCH_BYTES: Final = 64 << 20
-"""Maximum bytes written in one batch, i.e. before the waiters for its first record are answered."""
+"""Maximum number of bytes written in one batch, before the effects of its records are called."""
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Suggested retry delay. A full disk is unlikely to have room sooner, and pushes are megabytes."""
+"""Suggested delay before a client retries. A full disk is unlikely to have room sooner, and a push
+has megabytes."""
 _LOG_EVERY_S: Final = 10.0
 _MOST_AT_ONCE_S: Final = 0.005
-"""Time for which consecutive effects may run before the loop's other tasks run."""
+"""Maximum time in seconds for which effects are called one after another before other tasks of the
+loop run."""
 
 
 class Follower(Protocol):
-    """Interface for receiving every record in order. Methods are called on the event loop."""
+    """Interface of an object that receives every record, in order. Its methods are called on the
+    event loop."""
 
     def made(self, record: Record) -> None:
-        """Called with a record that is on disk and has had its effect, while effects do not wait
-        for the follower."""
+        """Called while effects do not wait for the follower, with a record that is on disk and has
+        had its effect."""
 
     def written(self, record: Record) -> int:
-        """Called with a record that is on disk, while effects wait for the follower. The effect
-        runs once the returned position is confirmed."""
+        """Called while effects wait for the follower, with a record that is on disk. Returns the
+        record's position. Its effect is called once this position is confirmed."""
 
 
 @dataclass(kw_only=True)
 class _Entry(Generic[T]):
     record: Record | None
-    """Record to write; None if nothing is written."""
+    """Record to write; None if there is nothing to write."""
     effect: Callable[[], T]
     refused: Callable[[], None]
     done: asyncio.Future[T]
     rotates: bool = False
-    """True if the next file starts with this entry."""
+    """True if this entry begins the next file."""
     number: int = 0
-    """Number of the file that starts with this entry. Assigned before the loop is notified."""
+    """Number of the file that begins with this entry. It is set before the loop is told."""
     over: bool = False
-    """True if the effect of the entry has run, or the entry was refused. Owned by the loop."""
+    """True if the entry's effect has been called, or the entry was refused. Belongs to the loop."""
     position: int = 0
-    """Position that the follower must confirm before the effect runs. Owned by the loop."""
+    """Position that the follower must confirm before the effect is called. Belongs to the loop."""
 
 
 class _Control(enum.Enum):
     RESUME = "resume"
-    """The loop has learned of the failure: later entries in the queue were appended with this
+    """The loop knows of the failure: entries that follow in the queue were appended with this
     knowledge."""
     CLOSE = "close"
 
@@ -92,7 +95,7 @@ class _Batch:
 
 
 class Journal:
-    """Journal of one server. Created on the event loop; must be closed with `close`."""
+    """Journal of one server. Create it on the event loop, and close it with `close`."""
 
     def __init__(
         self,
@@ -105,10 +108,19 @@ class Journal:
         written: Callable[[int, int, float], None] = lambda records, nbytes, seconds: None,
         unwritten: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts file `number`. `previous_end`: number of valid bytes in the previous file.
-        `failed`: called when an effect raises an error; memory then lacks changes on disk, so the
-        server must end and recover. `written`: called with the records, bytes and seconds of each
-        batch. `unwritten`: called for a batch that the disk did not accept. Raises OSError."""
+        """Starts file `number`. Raises OSError.
+
+        Args:
+            segments: the journal's files.
+            number: number of the file to start.
+            previous_end: number of valid bytes in the previous file.
+            fsync: when to sync the file.
+            failed: called if an effect raises an error. Memory then lacks changes that are on disk,
+            so the server
+                must end and recover.
+            written: called after each batch with its number of records, bytes and seconds.
+            unwritten: called for each batch that the disk did not accept.
+        """
         self._segments = segments
         self._fsync = fsync
         self._failed = failed
@@ -120,41 +132,41 @@ class Journal:
         self._descriptor, self._end = segments.create(number, previous_end=previous_end)
         self._journal_id = segments.journal_id
         self._durable = self._end
-        """Number of bytes of the file that are on disk for certain; `_end`: number of valid
-        bytes."""
+        """Number of bytes of the file that are certainly on disk; `_end`: number of valid bytes."""
         self._pending: deque[_Entry[Any]] = deque()
-        """Entries that are not known to be written. Owned by the loop."""
+        """Entries that may not be written yet. Belongs to the loop."""
         self._ready: deque[_Entry[Any]] = deque()
-        """Written entries whose effects have not run. Owned by the loop."""
+        """Entries that are written and whose effects have not been called. Belongs to the loop."""
         self._refusal: Exception | None = None
         """Reason why the entries in `_pending` cannot be written. They are refused once `_ready` is
-        empty. Owned by the loop, like the following fields."""
+        empty. Belongs to the loop, like the fields below."""
         self._making_soon = False
         """True if a call of `_make_some` is scheduled."""
         self._follower: Follower | None = None
         self._holding = False
         self._position = 0
-        """Position of the last record passed to the follower while effects wait for it;
+        """Position of the last record that was passed to the follower while effects wait for it;
         `_confirmed`: position up to which the follower has confirmed records."""
         self._confirmed = 0
         self.write_error: Exception | None = None
-        """Error of the last write; None if it succeeded. Assigned on the loop, read by any
+        """Error of the last write; None if it succeeded. Set on the loop; may be read on any
         thread."""
         self._unmade: Exception | None = None
-        """Reason why the effect of a record failed or no further records are written. Later records
-        have no effect. Owned by the loop."""
+        """Reason why no further effects are called: an effect has failed, or no more records are
+        written. Belongs to the loop."""
         self._broken = False
-        """True if the file may end with part of a batch. Owned by the writing thread, like the
+        """True if the file may end with a part of a batch. Belongs to the writing thread, like the
         fields above except the queue."""
         self._unwritten_batches = 0
         """Number of batches refused since the last one that was written; `_logged_at`: time of the
-        last log message about them. Owned by the writing thread."""
+        last log message about them. Belongs to the writing thread."""
         self._logged_at = -math.inf
         self._held: _Entry[Any] | None = None
-        """Entry taken from the queue that starts the next batch; None without one."""
+        """Entry that was taken from the queue and will begin the next batch; None if there is
+        none."""
         self.bytes_since_rotation = segments.nbytes()
-        """Bytes written since the last `rotate`; after a start, bytes that a recovery would have to
-        read. Owned by the loop."""
+        """Bytes written since the last `rotate` or, after a start, bytes that a recovery would have
+        to read. Belongs to the loop."""
         self._thread = threading.Thread(target=self._write, name="shoal-ps-journal", daemon=True)
         self._thread.start()
 
@@ -165,20 +177,20 @@ class Journal:
         *,
         refused: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[T]:
-        """Writes a record, then calls `effect` on the loop. The returned future receives the result
-        of `effect`, or UnavailableError / JOURNAL_FAILED.
+        """Writes a record, then calls `effect` on the loop. Returns a future for the result of
+        `effect`; it fails with UnavailableError / JOURNAL_FAILED if the record cannot be written.
 
-        `record`: None only waits for all earlier appends. `refused`: called instead of `effect` if
-        the record could not be written.
+        `record`: None writes nothing and only waits for all earlier records. `refused`: called in
+        place of `effect` if the record cannot be written.
         """
         return self._put(
             _Entry(record=record, effect=effect, refused=refused, done=self._loop.create_future())
         )
 
     def rotate(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
-        """Starts the next file. Calls `effect` with the number of this file after the records of
-        earlier files and before its own. The returned future fails with UnavailableError /
-        JOURNAL_FAILED."""
+        """Starts the next file. Calls `effect` with the file's number, between the effects of the
+        records in earlier files and those of its own. Returns a future that fails with
+        UnavailableError / JOURNAL_FAILED."""
         done: asyncio.Future[T] = self._loop.create_future()
         entry = _Entry(
             record=None,
@@ -190,29 +202,31 @@ class Journal:
         return self._put(entry)
 
     def follow(self, follower: Follower) -> None:
-        """Sets the follower, which from now on receives records after their effects. Replaces an
-        earlier follower. May be called by an effect."""
+        """Sets the follower, in place of an earlier one. It receives each record after its effect.
+        May be called by an effect."""
         assert not self._holding, "the one before has been let go"
         self._follower = follower
 
     def hold(self, *, position: int, confirmed: int) -> None:
-        """Makes effects wait: from now on the follower receives each record before its effect,
-        which then waits for `confirm`. `position`: position of the last record that the follower
-        has received. `confirmed`: position up to which it has confirmed records. May be called by
-        an effect."""
+        """Makes effects wait for the follower. From now on it receives each record before the
+        record's effect is called, and the effect waits for `confirm`. May be called by an effect.
+
+        `position`: position of the last record that the follower has received. `confirmed`:
+        position up to which it has confirmed records.
+        """
         assert self._follower is not None, "somebody follows"
         self._holding, self._position, self._confirmed = True, position, confirmed
         for entry in self._ready:
             self._give(entry)
 
     def confirm(self, position: int) -> None:
-        """Records that the follower has everything up to `position`, so that the effects of these
-        records may run."""
+        """Records that the follower has everything up to `position`, so that effects up to there
+        can be called."""
         self._confirmed = max(self._confirmed, position)
         self._make_soon()
 
     def follow_no_more(self) -> None:
-        """Removes the follower, so that effects no longer wait."""
+        """Removes the follower. Effects no longer wait."""
         self._follower, self._holding = None, False
         self._make_soon()
 
@@ -223,24 +237,26 @@ class Journal:
 
     @property
     def is_broken(self) -> bool:
-        """True if a record has had no effect, so that memory lacks a change on disk."""
+        """True if the effect of a record was not called, so that memory lacks a change that is on
+        disk."""
         return self._unmade is not None
 
     @property
     def end(self) -> tuple[int, int]:
-        """Number of the last file, and number of its valid bytes. Available after `close`."""
+        """Number of the last file, and number of its valid bytes. May be read only after
+        `close`."""
         return self._number, self._end
 
     def give_up(self, reason: UnavailableError) -> None:
-        """Prevents all further effects; waiters receive the error `reason`."""
+        """Prevents all further effects. Everyone who waits for one gets the error `reason`."""
         if self._unmade is None:
             self._unmade = reason
         self._follower, self._holding = None, False
         self._make_soon()
 
     async def close(self) -> None:
-        """Waits until appended records are written, but not for a follower. Nothing may be appended
-        afterwards."""
+        """Waits until all appended records are written, but not for the follower. Nothing may be
+        appended after that."""
         self._queue.put(_Control.CLOSE)
         # the thread has reported everything to the loop before this returns
         await asyncio.to_thread(self._thread.join)
@@ -266,13 +282,13 @@ class Journal:
     # ---------------------------------------------------------------------------------- on the loop
 
     def _finish(self, batch: _Batch, error: Exception | None, seconds: float) -> None:
-        """Processes a batch that the writing thread has finished: makes its entries ready, or
-        refuses them after an error."""
+        """Handles a batch that the writing thread is done with: makes its entries ready or, after
+        an error, refuses them."""
         if all(entry.over for entry in batch.entries):
-            return  # refused with a batch before it
+            return  # already refused together with an earlier batch
         if error is not None:
-            # Records written earlier get their effects first, since later admissions depend on
-            # them.
+            # The effects of records that were written earlier are called first, since later
+            # admissions depend on them.
             self._refusal = self._refusal or error
             self.write_error = error
         else:
@@ -335,7 +351,7 @@ class Journal:
             self._follower.made(entry.record)
 
     def _refuse(self, error: Exception) -> None:
-        """Refuses everything pending at once, so that later admissions do not depend on any refused
+        """Refuses all pending entries at once, so that no later admission depends on a refused
         entry."""
         self._refusal = None
         refused, self._pending = self._pending, deque()
@@ -365,7 +381,7 @@ class Journal:
             os.close(self._descriptor)
 
     def _next(self) -> tuple[_Batch, _Control | None]:
-        """Waits for the next entries and returns those that form one batch. If a control message
+        """Waits for entries, and returns those that form the next batch. If a control message
         follows them, returns it too."""
         batch = _Batch()
         held, self._held = self._held, None
@@ -387,8 +403,8 @@ class Journal:
                 return batch, None
 
     def _write_batch(self, batch: _Batch) -> Exception | None:
-        """Writes a batch and returns the error, if any. After any error the journal continues with
-        the next batch."""
+        """Writes a batch. Returns the error if it failed. After an error, the journal continues
+        with the next batch."""
         try:
             if self._broken:
                 self._begin(self._number + 1)
@@ -429,8 +445,8 @@ class Journal:
         return None
 
     def _log_failure(self, error: Exception) -> None:
-        """Logs a failure immediately and then every ten seconds, since clients repeat refused
-        updates endlessly."""
+        """Logs a failure at once and then every ten seconds, since clients repeat refused updates
+        again and again."""
         self._unwritten_batches += 1
         now = time.monotonic()
         if now >= self._logged_at + _LOG_EVERY_S:
@@ -441,19 +457,19 @@ class Journal:
             )
 
     def _disown(self) -> None:
-        """Invalidates the remainder of a failed write or sync, whose extent is unknown. This must
-        be on disk even if the process is killed before the next write."""
+        """Marks what a failed write or sync has left in the file as invalid, since its extent is
+        unknown. This must be on disk before the next write, even if the process is killed."""
         if not self._broken:
             return
         try:
             self._begin(self._number + 1)
-        except Exception:  # no room for a new file; the next write tries again
+        except Exception:  # the disk has no room for a new file; the next write tries again
             with contextlib.suppress(OSError):
                 write_all(self._descriptor, [bytes(OVERHEAD_BYTES)], at=self._end)
                 os.fdatasync(self._descriptor)
 
     def _begin(self, number: int) -> None:
-        """Switches to the next file, which records how much of the current file is valid."""
+        """Switches to the next file, which records how many bytes of the current file are valid."""
         if not self._broken:
             os.fdatasync(self._descriptor)
         descriptor, end = self._segments.create(number, previous_end=self._end)
@@ -462,7 +478,7 @@ class Journal:
         self._broken = False
         failpoint("journal.file_begun")
         with contextlib.suppress(OSError):
-            # an error loses nothing: the old file is already synced, or not needed
+            # an error here loses nothing, since the old file is synced or no longer needed
             os.close(before)
 
     def _tell(self, batch: _Batch, failure: Exception | None, seconds: float) -> None:

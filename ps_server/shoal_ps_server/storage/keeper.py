@@ -1,7 +1,7 @@
 """Writes snapshots: on request, periodically, and at the end. Belongs to the event loop.
 
-Partitions are copied one by one between pushes and written to disk on a thread, so training
-continues. Meanwhile one copy of the shard is in memory
+Partitions are copied one by one between pushes, and a thread writes them to disk, so training
+continues. Until the snapshot is written, one copy of the shard is in memory
 (docs/explanation/parameter-servers.md#journal-and-snapshots).
 """
 
@@ -30,9 +30,9 @@ from shoal_ps_server.storage.snapshot import write_snapshot
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Suggested retry delay. A full disk is unlikely to have room sooner."""
+"""Suggested delay before a client retries. A full disk is unlikely to have room sooner."""
 _LOOK_S: Final = 1.0
-"""Interval between checks of the journal's length."""
+"""Interval in seconds between checks of the journal's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,10 @@ class SnapshotKeeper:
         metrics: Metrics,
         journal_limit: int,
     ) -> None:
-        """`state`: returns the state outside the shard; None while the server does not know its
-        partitions. `journal_limit`: size of the journal in bytes above which a snapshot is due, if
-        the journal also exceeds four times the size of the server's state."""
+        """`state`: returns the server's state without its partitions; None while the server does
+        not know its partitions. `journal_limit`: size of the journal in bytes above which a
+        snapshot is due, provided that the journal is also larger than four times the server's
+        state."""
         self._directory = directory
         self._shard = shard
         self._moves = moves
@@ -71,17 +72,17 @@ class SnapshotKeeper:
         self._writing = asyncio.Lock()
         self._on_disk: asyncio.Future[int] | None = None
         """Result of the thread that writes; `_forgetting`: result of the thread that removes files
-        made obsolete by a snapshot."""
+        which a snapshot has made obsolete."""
         self._forgetting: asyncio.Future[None] | None = None
         self._last: tuple[object, ...] = ()
         self._begun = _Begun()
-        """Data captured so far for the snapshot in progress."""
+        """Data copied so far for the snapshot in progress."""
 
     async def write(self) -> Written:
-        """Writes a snapshot now and returns once it is on disk.
+        """Writes a snapshot now, and returns once it is on disk.
 
-        Raises PreconditionError (SNAPSHOTS_OFF without a data directory, TENSORS_UNDECLARED before
-        there are partitions) and UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED if the disk
+        Raises PreconditionError (SNAPSHOTS_OFF without a data directory, TENSORS_UNDECLARED while
+        there are no partitions) and UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED if the disk
         does not accept the data. The previous snapshot is then kept.
         """
         if self._directory is None:
@@ -92,16 +93,16 @@ class SnapshotKeeper:
         async with self._writing:
             if self._state() is None:
                 raise PreconditionError(
-                    "this server holds no partitions yet; declare the job's tensors first",
+                    "this server has no partitions yet; declare the job's tensors first",
                     reason="TENSORS_UNDECLARED",
                 )
             started = time.perf_counter()
-            # Later changes are in the journal's new file, and earlier ones in the partitions copied
-            # now.
+            # Later changes are in the new journal file, earlier ones in the partitions that are
+            # copied now.
             state = await asyncio.shield(self._changes.begin_file(self._state_at))
             partitions = await self._capture()
             if state.configuration is None and (now := self._state()) is not None:
-                # the first one: nothing was pushed before it
+                # this is the first journal file, so nothing was pushed before it
                 state = replace(state, configuration=now.configuration)
             if self._changes.is_broken:
                 raise UnavailableError(
@@ -116,8 +117,8 @@ class SnapshotKeeper:
             )
             self._begun = _Begun()
             if self._on_disk is not None:
-                # Cancelling its waiter did not end that thread, which writes the same temporary
-                # file.
+                # Cancelling the caller did not end the thread, which is still writing the same
+                # temporary file.
                 await asyncio.wait([self._on_disk])
             self._on_disk = asyncio.get_running_loop().run_in_executor(
                 None, write_snapshot, self._directory.snapshot, image
@@ -147,8 +148,8 @@ class SnapshotKeeper:
             return Written(path=self._directory.snapshot, nbytes=nbytes)
 
     async def write_if_changed(self) -> None:
-        """Writes a snapshot unless there is nothing to write or nothing has changed since the last
-        snapshot. Raises UnavailableError like `write`."""
+        """Writes a snapshot, unless there is nothing to write or nothing has changed since the last
+        one. Raises UnavailableError like `write`."""
         state = self._state()
         if self._directory is None or state is None:
             return
@@ -172,8 +173,8 @@ class SnapshotKeeper:
             await asyncio.wait(threads)
 
     async def periodically(self, interval: timedelta) -> None:
-        """Writes a snapshot every `interval`, and whenever the journal has grown enough, until
-        cancelled. An interval of 0 means never. Failures are logged and counted; training
+        """Until cancelled, writes a snapshot every `interval`, and whenever the journal has grown
+        enough. An interval of 0 means never. Failures are logged and counted; training
         continues."""
         loop = asyncio.get_running_loop()
         due = loop.time() + interval.total_seconds() if interval else float("inf")
@@ -194,8 +195,8 @@ class SnapshotKeeper:
     def _state_at(self, journal_file: int) -> ServerState:
         state, moves = self._state(), self._moves
         assert state is not None, "what is known of the partitions is not forgotten"
-        # Partitions handed over by others are served, and change, once they become this server's
-        # own.
+        # Partitions that other servers have handed over change once they belong to this server and
+        # are served.
         taken, coming = (
             None if each is None else each.copy() for each in (moves.taken, moves.coming)
         )
@@ -218,12 +219,12 @@ class SnapshotKeeper:
             )
 
     async def _capture(self) -> tuple[PartitionImage, ...]:
-        """Returns copies of all partitions as of the beginning of the current journal file,
-        including partitions that move to another server meanwhile."""
+        """Returns copies of all partitions as they were at the beginning of the current journal
+        file, including partitions that move to another server meanwhile."""
         begun = self._begun
         while begun.due:
             self._copy_now([min(begun.due)])
-            await asyncio.sleep(0)  # lets pushes and pulls go on in between
+            await asyncio.sleep(0)  # lets pushes and pulls proceed in between
         return tuple(begun.images)
 
     def _copy_now(self, partition_ids: Collection[int]) -> None:
@@ -236,13 +237,13 @@ class SnapshotKeeper:
 @dataclass(kw_only=True)
 class _Begun:
     due: set[int] = field(default_factory=set)
-    """Partitions still to be copied."""
+    """Partitions that have not been copied yet."""
     images: list[PartitionImage] = field(default_factory=list)
     taken: Taken | None = None
     coming: Taken | None = None
 
 
 def _fingerprint(state: ServerState, versions: dict[int, tuple[int, int]]) -> tuple[object, ...]:
-    """Returns a value that is equal at two moments if no value of the server changed between
-    them."""
+    """Returns a value that is equal at two times if no value of the server has changed in
+    between."""
     return versions, state.configuration, state.layout.epoch

@@ -1,8 +1,8 @@
 """Partitions that move between this server and another one, as recorded in the journal
 (docs/explanation/parameter-servers.md#moving-partitions).
 
-Leaving partitions stay on this server, frozen, and received ones are not served until the
-coordinator's shard map names their owner. A running server, a recovering server and a backup all
+Leaving partitions stay on this server, frozen, and received ones are not served, until the
+coordinator's shard map says who owns them. A running server, a recovering server and a backup all
 reach the same state through the methods below, one for each kind of record. Belongs to the event
 loop.
 """
@@ -25,7 +25,7 @@ class Leaving:
     """Partitions that another server has received, or may have received."""
 
     move: int
-    """Number of the move assigned by the coordinator: 1, 2, 3, ... in a job."""
+    """Number that the coordinator has given to the move: 1, 2, 3, ... in a job."""
     partitions: frozenset[int]
 
 
@@ -35,21 +35,21 @@ class Taken:
 
     move: int
     images: Mapping[int, PartitionImage]
-    """Partition id -> image. The server adopts the tensors of an image as its own when the shard
-    map assigns the partition to it."""
+    """Partition id -> image. Its tensors become the server's own when the shard map assigns the
+    partition to this server."""
 
     def copy(self) -> Taken:
-        """Returns a copy with its own tensors."""
+        """Returns a copy whose tensors are independent."""
         return replace(self, images={number: image.copy() for number, image in self.images.items()})
 
 
 class Moves:
     """Partitions that one server gives away and receives.
 
-    Invariants: `leaving` partitions are in the shard and frozen; `taken` and `coming` partitions
-    are not served. They are not in the shard either, with one exception: a copy may arrive again
-    just when the shard map has assigned the first copy to this server. The second copy is ignored
-    and is dropped when its move is settled.
+    Invariants: `leaving` partitions are in the shard and frozen. `taken` and `coming` partitions
+    are not served and not in the shard, with one exception: a copy may arrive a second time just
+    when the shard map has assigned the first copy to this server. The second copy is then ignored,
+    and dropped when its move is decided.
     """
 
     def __init__(
@@ -61,24 +61,24 @@ class Moves:
         taken: Taken | None = None,
         coming: Taken | None = None,
     ) -> None:
-        """Restores the state from a snapshot; by default nothing is in progress."""
+        """Restores the state from a snapshot. By default, no move is in progress."""
         self._shard = shard
         self.settled = settled
-        """Number of the last move decided by the coordinator."""
+        """Number of the last move that the coordinator has decided."""
         self.leaving = leaving
         self.taken = taken
-        """All partitions of a completely received move; None without one."""
+        """All partitions of a move that was received completely; None if there is none."""
         self.coming = coming
-        """Partitions received so far of an incomplete move. They do not count until all have
-        arrived."""
+        """Partitions received so far of a move that is not complete. They do not count until all
+        have arrived."""
         self.before_drop: Callable[[Collection[int]], None] = lambda partition_ids: None
-        """Called with partitions that are about to be dropped. Set by the component that copies the
+        """Called with partitions that are about to be dropped. Set by the code that copies the
         shard."""
         if leaving is not None:
             shard.freeze(leaving.partitions)
 
     def bring(self, move: int, image: PartitionImage) -> None:
-        """Adds one received partition of a move, and replaces an earlier copy from the same move.
+        """Adds a received partition of a move, in place of an earlier copy from the same move.
         Ignores a partition of a move older than the current one."""
         if self._is_late(move):
             return
@@ -88,9 +88,11 @@ class Moves:
     def take(
         self, move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
     ) -> None:
-        """Completes a move whose partitions have all arrived. Does nothing if the move is late or a
-        partition is missing, except that the batches are always recorded. `batches`: ranges of
-        finished batches known to the giver."""
+        """Completes a move, all of whose partitions have arrived. If the move is late or a
+        partition is missing, only the batches are recorded.
+
+        `batches`: ranges of finished batches that the giver knows.
+        """
         self._shard.add_batches(batches)
         wanted = frozenset(partition_ids)
         if (
@@ -111,16 +113,18 @@ class Moves:
         )
 
     def leave(self, move: int, partition_ids: Iterable[int]) -> None:
-        """Records that another server has these partitions. From now on only the coordinator
-        decides about them."""
+        """Records that another server has received these partitions. From now on, only the
+        coordinator decides what happens to them."""
         self.leaving = Leaving(move=move, partitions=frozenset(partition_ids))
         self._shard.freeze(self.leaving.partitions)
 
     def check(self, layout: Layout, *, before: Layout | None) -> None:
-        """Raises PreconditionError / LAYOUT_CONFLICT for a map that would silently lose values.
-        Such a map assigns partitions to this server that nobody handed over, has different tensors
-        for them, or omits partitions that were not given away. `before`: map that the server knew;
-        None if it knew none."""
+        """Raises PreconditionError / LAYOUT_CONFLICT for a map with which values would be lost
+        silently: it assigns partitions to this server that nobody has handed over, has different
+        tensors for them, or omits partitions that were not given away.
+
+        `before`: the map that the server knew before; None if it knew none.
+        """
         arriving, gone = self._changed_by(layout)
         known = {} if before is None else before.partitions
         wrong = {
@@ -134,22 +138,24 @@ class Moves:
         if wrong:
             since = "" if before is None else f" since epoch {before.epoch}"
             raise PreconditionError(
-                f"the shard map at epoch {layout.epoch} assigns this server other partitions than "
-                f"it holds{since}: {_shown(wrong)} were not handed over to it or by it; start it "
-                "with an empty data directory, or use another job",
+                f"the shard map at epoch {layout.epoch} does not match the partitions of this "
+                f"server{since}: {_shown(wrong)} changed their owner without being handed "
+                "over; start the server with an empty data directory, or use another job",
                 reason="LAYOUT_CONFLICT",
             )
 
     def changes_with(self, layout: Layout) -> bool:
-        """Returns whether this server gains or loses a partition with values under the map
+        """Returns whether this server gains or loses partitions with values under the map
         `layout`."""
         arriving, gone = self._changed_by(layout)
         return bool(gone) or (self.taken is not None and not arriving.isdisjoint(self.taken.images))
 
     def adopt(self, layout: Layout, *, before: Layout | None, members: AbstractSet[str]) -> None:
-        """Adopts a shard map: partitions assigned to this server are served, and all other
-        partitions are dropped. `members`: members whose sequence numbers are kept. Raises the
-        errors of `check` before anything has changed."""
+        """Adopts a shard map: from now on partitions assigned to this server are served, and all
+        others are dropped. Raises the errors of `check` before anything has changed.
+
+        `before`: as in `check`. `members`: members whose sequence numbers are kept.
+        """
         self.check(layout, before=before)
         arriving, gone = self._changed_by(layout)
         if gone:
@@ -168,9 +174,9 @@ class Moves:
         self._shard.adopt(layout)
 
     def settle(self, move: int) -> None:
-        """Settles all moves up to `move` after the corresponding map was adopted. Partitions that
-        are still leaving stay on this server. Partitions that are still taken belong to another
-        server and are dropped."""
+        """Ends all moves up to `move`, after the shard map with their outcome was adopted.
+        Partitions that are still leaving stay on this server. Partitions that are still taken
+        belong to another server and are dropped."""
         self.settled = max(self.settled, move)
         if self.taken is not None and self.taken.move <= move:
             self.taken = None
@@ -181,7 +187,7 @@ class Moves:
             self.leaving = None
 
     def is_open(self, move: int) -> bool:
-        """Returns whether any partition waits for the coordinator's decision on a move up to
+        """Returns whether any partition waits for the coordinator's decision about a move up to
         `move`."""
         return any(
             each is not None and each.move <= move

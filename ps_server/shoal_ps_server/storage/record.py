@@ -1,19 +1,21 @@
-"""Record format of the journal: one change of a server, with a checksum that shows completeness.
+"""Format of a journal record: one change of a server, with a checksum by which a complete record is
+recognized.
 
     magic        8 bytes
-    file         8 bytes: number of the record's file; later data may be left from an older file
+    file         8 bytes: number of the record's file; data behind the records may be from an older
+    file
     header size  4 bytes, little-endian, like all numbers
     payload size 8 bytes
     durable      8 bytes: bytes of this file known to be on disk when this record was written
     checksum     8 bytes: xxh3-64 of all of the above, of the record's offset in the file, and of
                  what follows; seeded with the journal's id, so that no part of a received payload
-                 can pass for a record
+                 can be mistaken for a record
     header       JSON
     payload      a partition as received from a member or another server; empty in records without
                  one
 
-`durable` distinguishes a write torn by a crash, which was never acknowledged, from damage to
-acknowledged data (segments.py).
+`durable` distinguishes a write that a crash has interrupted, which was never acknowledged, from
+damage to acknowledged data (segments.py).
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ _NOTHING: Final = memoryview(b"")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Record of one change."""
+    """Record of one change of a server."""
 
     kind: str
-    """Kind of change: `recovery.py` defines the kinds and the fields of each."""
+    """Kind of the change. `recovery.py` defines the kinds and the fields of each."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """JSON values."""
     payload: memoryview = _NOTHING
@@ -49,9 +51,11 @@ class Record:
     def encoded(
         self, journal_id: int, *, file: int, at: int, durable: int
     ) -> tuple[bytes, memoryview]:
-        """Returns the bytes in front of the payload, and the payload in its original memory. `at`:
-        offset in the file at which the record will be written. `file`, `durable`: as described in
-        the module."""
+        """Returns the bytes before the payload, and the payload itself without copying it.
+
+        `at`: offset in the file at which the record will be written. `file`, `durable`: see the
+        module's docstring.
+        """
         header = json.dumps(
             {"kind": self.kind, **self.fields}, separators=(",", ":"), allow_nan=False
         ).encode()
@@ -63,7 +67,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A complete record found in a file."""
+    """A complete record that was found in a file."""
 
     record: Record
     end: int
@@ -118,7 +122,7 @@ def read_all(data: memoryview, journal_id: int, file: int) -> Iterator[Found]:
 
 
 def later(data: memoryview, start: int, journal_id: int, file: int) -> Iterator[Found]:
-    """Yields valid records that begin anywhere after `start`, to find records behind damaged
+    """Yields valid records that begin anywhere after `start`. Used to find records behind damaged
     data."""
     for position in _places(data, start + 1):
         if (found := read(data, position, journal_id, file)) is not None:
@@ -135,8 +139,8 @@ def _digest(journal_id: int, at: int, *parts: bytes | memoryview) -> int:
 
 
 def _places(data: memoryview, start: int) -> Iterator[int]:
-    """Yields the offsets at which the magic occurs. Searches in pieces that overlap by the length
-    of the magic."""
+    """Yields the offsets at which the magic occurs. Searches piece by piece; the pieces overlap by
+    the length of the magic."""
     step = 1 << 24
     for piece in range(start, data.nbytes, step):
         part = bytes(data[piece : piece + step + len(MAGIC) - 1])

@@ -1,13 +1,14 @@
-"""Recovers a server from a snapshot and the later journal: replays every acknowledged change once,
-in its original order.
+"""Recovers a server from a snapshot and the journal since: replays each acknowledged change once,
+in the original order.
 
-This module defines the record of each kind of change and its replay. The record of a partition's
-change contains the version after the change; changes already in the partition's snapshot are
-skipped. The arithmetic equals that of the original change, so the values are identical to the bit.
+This module defines the records of all kinds of changes and how they are replayed. The record of a
+change contains the version of the partition after the change; changes that the snapshot already
+contains are skipped. The computations are those of the original change, so the values are bitwise
+identical.
 
-A push compensated for its delay (shard/compensation.py) needs the values of an earlier version,
-which are not needed otherwise. If a job uses compensation, the journal is therefore searched for
-such pushes before the first of them is replayed.
+A push that was compensated for its delay (shard/compensation.py) needs the values of an earlier
+version, which are not kept otherwise. If a job uses compensation, the journal is therefore searched
+for such pushes before the first one is replayed.
 """
 
 from __future__ import annotations
@@ -55,27 +56,27 @@ CONFIGURATION: Final = "configuration"
 VALUES: Final = "values"
 PUSH: Final = "push"
 CLOCK: Final = "clock"
-"""Kind of record: a member reported finished iterations without a push."""
+"""Kind of record: a member has reported finished iterations without a push."""
 BACKUP: Final = "backup"
 """Kind of record: from here on, the named backup had to receive each change before it was applied.
-Without a name, none had to."""
+Without a name, no backup had to."""
 KNOWN: Final = "known"
-"""Kind of record: a push whose batch was already known. It changes only the member's sequence
+"""Kind of record: a push whose batch had been pushed before. It changes only the member's sequence
 number."""
 RESTORED: Final = "restored"
 """Kind of record: the rows of a bucket were restored from a checkpoint. Later versions count from
-the restored one, so records of pushes name the restoration after which they were made."""
+the restored one, so records of pushes contain the restoration after which they were made."""
 COMING: Final = "coming"
-"""Kind of record: a partition that another server is handing over."""
+"""Kind of record: a partition that another server is handing over to this one."""
 TAKEN: Final = "taken"
-"""Kind of record: all partitions of a move have arrived. They belong to this server once a LAYOUT
-assigns them to it."""
+"""Kind of record: all partitions of a move have arrived. They belong to this server once a shard
+map assigns them to it."""
 LEAVING: Final = "leaving"
-"""Kind of record: another server has received partitions, which no longer change. A LAYOUT without
-these partitions drops them."""
+"""Kind of record: another server has received partitions, which no longer change here. A shard map
+that does not contain them drops them."""
 SETTLED: Final = "settled"
-"""Kind of record: the coordinator has decided on all moves up to the given one, as recorded in the
-last LAYOUT."""
+"""Kind of record: the coordinator has decided all moves up to the given one. The shard map recorded
+last contains the outcome."""
 
 
 def layout_record(layout: Layout) -> Record:
@@ -94,8 +95,10 @@ def configuration_record(configuration: Configuration) -> Record:
 
 
 def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
-    """Returns the record of a member's finished iterations. `place`: clock that corresponds to the
-    report; 0 if the member did not report it."""
+    """Returns the record of the iterations that a member has finished.
+
+    `place`: clock that corresponds to the report; 0 if the member did not report it.
+    """
     return Record(
         kind=CLOCK,
         fields={"member": member_id, "clock": clock} | ({"place": place} if place else {}),
@@ -104,18 +107,18 @@ def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
 
 def backup_record(server_id: str) -> Record:
     """Returns the record of the backup that must receive each change from now on. `server_id`: id
-    of the backup; empty: none."""
+    of the backup; empty if there is none."""
     return Record(kind=BACKUP, fields={"server_id": server_id})
 
 
 def coming_record(move: int, entry: Mapping[str, Any], payload: memoryview) -> Record:
-    """Returns the record of a partition that another server is handing over. `entry`: result of
-    `coming_fields`. `payload`: the partition's tensors."""
+    """Returns the record of a partition that another server is handing over. `entry`: its
+    description from `coming_fields`. `payload`: its tensors."""
     return Record(kind=COMING, fields={**entry, "move": move}, payload=payload)
 
 
 def coming_fields(image: PartitionImage) -> tuple[dict[str, Any], bytes]:
-    """Returns the description of a partition to be handed over, and its tensors."""
+    """Returns the description of a partition that is handed over, and its tensors."""
     entry, data = partition_to_bytes(image)
     return entry | {"spec": spec_to_json(image.spec)}, data
 
@@ -132,7 +135,7 @@ def taken_record(
     move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
 ) -> Record:
     """Returns the record of a move whose partitions have all arrived. `batches`: finished batches
-    known to the giver."""
+    that the giver knows."""
     return Record(
         kind=TAKEN,
         fields={"move": move, "partitions": list(partition_ids), "batches": list(batches)},
@@ -145,13 +148,13 @@ def leaving_record(move: int, partition_ids: Iterable[int]) -> Record:
 
 
 def settled_record(move: int) -> Record:
-    """Returns the record of the coordinator's decision on all moves up to `move`."""
+    """Returns the record that the coordinator has decided all moves up to `move`."""
     return Record(kind=SETTLED, fields={"move": move})
 
 
 def moves_records(moves: Moves) -> Iterator[Record]:
-    """Yields the records of partitions received so far from other servers, for a new follower. The
-    payloads are copies."""
+    """Yields records of the partitions received so far from other servers, to be sent to a new
+    follower. The payloads are copies."""
     for taken in (moves.taken, moves.coming):
         if taken is not None:
             for image in taken.images.values():
@@ -188,7 +191,7 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
 
 
 def restoration_record(restoration: Restoration) -> Record:
-    """Returns the record of rows that replace the rows of a bucket."""
+    """Returns the record of rows that replace those of a bucket."""
     fields = {
         "partition": restoration.spec.partition_id,
         "version": restoration.version,
@@ -203,13 +206,13 @@ class Recovered:
 
     shard: Shard
     moves: Moves
-    """Partitions moving into or out of this server's shard."""
+    """Partitions that move to or from this server."""
     layout: Layout | None = None
-    """Last known shard map; None if the server knew none."""
+    """Last shard map that the server knew; None if it knew none."""
     configuration: Configuration | None = None
     members: Members = field(default_factory=Members)
     backup: str = ""
-    """Id of the backup that had to receive all acknowledged changes and may have taken over since;
+    """Id of the backup that had to receive all acknowledged changes, and may have taken over since;
     empty if there is none."""
     next_file: int = 0
     """Number of the next journal file."""
@@ -254,17 +257,17 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
 
 
 class Replay:
-    """Replays records one after another on the state of a server."""
+    """Replays records, one after another, on the state of a server."""
 
     def __init__(
         self, image: ServerImage | None, records: Callable[[], Iterable[Record]] = tuple
     ) -> None:
-        """`image`: state of the server before the records, whose tensors the shard adopts; None if
-        the server was empty. `records`: returns all records to be replayed, as far as they are
-        known in advance."""
+        """`image`: state of the server before the records, whose tensors become the shard's own;
+        None if the server was empty. `records`: returns all records that will be replayed, as far
+        as they are known in advance."""
         self._records = records
         self._looked_ahead: frozenset[int] = frozenset()
-        """Partitions of the layout for which the journal has been searched."""
+        """Partitions of the layout for which the journal has already been searched."""
         state = None if image is None else image.state
         self._backup = "" if state is None else state.backup
         self.layout = None if state is None else state.layout
@@ -322,7 +325,7 @@ class Replay:
         )
 
     def make(self, record: Record) -> None:
-        """Replays one change. Raises an error of any type for a record that cannot be replayed."""
+        """Replays one change. If the record cannot be replayed, raises an error of any type."""
         self._makers[record.kind](record)
 
     def _hold(self, record: Record) -> None:
@@ -351,8 +354,9 @@ class Replay:
         self.moves.settle(int(record.fields["move"]))
 
     def _look_ahead(self) -> None:
-        """Searches the journal for compensated pushes and registers the values that they need. Does
-        so once compensation is configured, and again for partitions added later."""
+        """Searches the journal for compensated pushes, and registers the values that they need.
+        This is done once compensation is configured, and again for partitions that are added
+        later."""
         compensates = (
             self.configuration is not None and self.configuration.optimizer.delay_compensation
         )
@@ -391,7 +395,7 @@ class Replay:
             self._clocks.report(member_id, clock, place=place)
 
     def _let_in(self, push: UploadHeader) -> None:
-        """Counts the iteration before a push as finished. The push's own iteration may be
+        """Counts the iteration before a push as finished. The iteration of the push itself may be
         incomplete."""
         self._finished(push.member_id, max(0, push.clock - 1))
         if (
@@ -444,7 +448,7 @@ class Replay:
             self.shard.restoration(spec.partition_id),
         )
         if restoration < newest or (restoration == newest and version <= have):
-            return  # the snapshot contains it, or rows restored after it
+            return  # the snapshot contains it, or contains rows that were restored after it
         if restoration > newest:
             raise ValueError(
                 f"it was made after restoration {restoration}, but the partition is at restoration "

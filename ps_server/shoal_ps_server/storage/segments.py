@@ -1,15 +1,15 @@
-"""Files of the journal, `journal.NUMBER`. Each is written once from beginning to end.
+"""Files of the journal, `journal.NUMBER`. Each is written once from its beginning to its end.
 
-A snapshot starts a new file, and once the snapshot is on disk the earlier files are obsolete. One
-of them is kept as a spare for the next file: overwriting existing pages takes the kernel a tenth of
-the time of allocating new ones. Data behind the last record of a file may therefore stem from an
-older file; each record contains the number of its file.
+A snapshot starts a new file; once the snapshot is on disk, earlier files are obsolete. One of them
+is kept as a spare and becomes the next file, because overwriting existing pages takes the kernel a
+tenth of the time of allocating new ones. Data behind the last record of a file may therefore be
+from an older file; each record contains the number of its file.
 
 The first record of a file identifies its owner and the end of the previous file. The file
 `journal.id` contains a random number that seeds the checksums of all records. The last file ends
-with its last record. A crash may have torn that record, which was never acknowledged. If a record
-behind the damage shows that the damaged bytes were already on disk, the disk has lost acknowledged
-data, and the server does not start.
+with its last record. A crash may have interrupted the write of that record, which was then never
+acknowledged. If a record behind damaged bytes shows that these bytes were already on disk, the disk
+has lost acknowledged data, and the server does not start.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 6
-"""Format of the file, increased when older releases could not read it. In 2 a partition has pieces
-of several tensors, in 3 pieces know their rows, in 4 partitions move between servers, in 5 they may
-be buckets of tables, and in 6 buckets may be restored from a checkpoint."""
+"""Format of the file. It is increased when older releases could not read the file. Since 2 a
+partition has pieces of several tensors; since 3 pieces record their rows; since 4 partitions move
+between servers; since 5 they may be buckets of tables; since 6 buckets may be restored from a
+checkpoint."""
 _OLDEST_READABLE: Final = 3
 OPENING: Final = "journal"
 """Kind of a file's first record."""
@@ -43,7 +44,7 @@ JOURNAL_PREFIX: Final = "journal."
 _SPARE: Final = "journal.spare"
 _ID: Final = "journal.id"
 _MOST_PARTS: Final = 512
-"""Maximum number of buffers per write, below the kernel's limit."""
+"""Maximum number of buffers in one write, below the kernel's limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +74,9 @@ class Segments:
         self._directory = directory
         self._owner = owner
         self.last_end = 0
-        """Number of valid bytes in the last file. Available after `records` is exhausted."""
+        """Number of valid bytes in the last file. Known once `records` is exhausted."""
         self.journal_id = 0
-        """Random number from `journal.id`. Available after `open`."""
+        """Random number from `journal.id`. Known after `open`."""
 
     def open(self) -> None:
         """Reads the journal's id, or creates an id for a new journal. Raises OSError, and
@@ -111,8 +112,8 @@ class Segments:
         return sum(self.path(number).stat().st_size for number in self.numbers())
 
     def create(self, number: int, *, previous_end: int) -> tuple[int, int]:
-        """Creates a file and writes its first record to disk. Returns a descriptor and the offset
-        for the next write. Raises OSError; the file then does not exist."""
+        """Creates a file and writes its first record to disk. Returns a file descriptor and the
+        offset of the next write. If this raises OSError, the file does not exist."""
         path = self.path(number)
         with contextlib.suppress(FileNotFoundError):
             (self._directory / _SPARE).rename(path)
@@ -126,15 +127,15 @@ class Segments:
             sync_directory(self._directory)
         except BaseException:
             with contextlib.suppress(OSError):
-                # its remaining contents are invalid and get overwritten
+                # its old contents are invalid and will be overwritten
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
             raise
         return descriptor, end
 
     def forget_before(self, number: int) -> None:
-        """Removes the files before `number`, whose contents are in a snapshot. The newest removed
-        file becomes the spare. Raises OSError."""
+        """Removes the files before file `number`, because a snapshot contains their changes. The
+        newest of them becomes the spare. Raises OSError."""
         *older, newest = [0, *(each for each in self.numbers() if each < number)]
         if newest:
             self.path(newest).rename(self._directory / _SPARE)
@@ -144,7 +145,7 @@ class Segments:
         failpoint("snapshot.journal_shortened")
 
     def records(self, first: int) -> Iterator[Record]:
-        """Yields all records of the files from number `first` on, in order; 0: of all files. The
+        """Yields all records of the files from number `first` on (0: of all files), in order. The
         payloads are views of the files.
 
         Raises CorruptDataError: JOURNAL_CORRUPT, JOURNAL_NEWER, JOURNAL_OLDER; ConfigurationError /
@@ -191,7 +192,8 @@ class Segments:
             if any(found.durable > end for found in behind):
                 raise _corrupt(
                     path,
-                    f"its records end at byte {end}, but a later one shows that more was on disk",
+                    f"its valid records end at byte {end}, but a record behind the damage "
+                    "shows that more was on disk",
                 )
             if behind:
                 logger.warning(
@@ -199,7 +201,8 @@ class Segments:
                     "may have been acknowledged",
                     extra={"path": path, "byte": end, "records": len(behind)},
                 )
-            # Data written by a killed process may not be on disk yet; from here on it must be.
+            # Data that a killed process has written may not be on disk yet. It must be before the
+            # server continues.
             sync_file(path)
             self.last_end = end
         elif end != counted:
@@ -256,7 +259,7 @@ def write_all(descriptor: int, parts: list[bytes | memoryview], *, at: int) -> i
 
 
 def sync_file(path: Path) -> None:
-    """Makes a file's content durable, even if another process wrote it. Raises OSError."""
+    """Makes the contents of a file durable, even if another process wrote them. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

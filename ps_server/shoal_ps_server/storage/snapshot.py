@@ -1,14 +1,15 @@
-"""Snapshot on disk: a safetensors file that any tool can open. It is written under a temporary
+"""Snapshot on disk: a safetensors file, which any tool can open. It is written under a temporary
 name, synced, and renamed.
 
-Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and, for values of earlier versions
-kept for delay compensation, `PARTITION:base:VERSION`. A bucket of a table has `PARTITION:rows:ids`,
-`PARTITION:rows:values`, `PARTITION:rows:updated_at` and `PARTITION:rows:state:NAME`. Partitions
-handed over by another server have the prefix `taken:` or `coming:`. The metadata lists the pieces
-of each run. It has three entries: `format` identifies the file, `shoal` is the JSON of image.py
-with each tensor's xxh3-64, and `xxh3` is the xxh3-64 of that JSON. This module writes the file
-itself, since the library's writer would copy everything in memory; the library, whose parser is
-strict, reads the file.
+Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and, for earlier values that delay
+compensation needs, `PARTITION:base:VERSION`. A bucket of a table has `PARTITION:rows:ids`,
+`PARTITION:rows:values`, `PARTITION:rows:updated_at` and `PARTITION:rows:state:NAME`. Names of
+partitions that another server has handed over begin with `taken:` or `coming:`. The metadata lists
+the pieces of each run. It has three entries: `format` identifies the file, `shoal` is the JSON of
+image.py with each tensor's xxh3-64, and `xxh3` is the xxh3-64 of that JSON.
+
+This module writes the file itself, because the library's writer would copy everything in memory.
+The library, whose parser is strict, reads the file.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ def read_snapshot(path: Path) -> ServerImage | None:
 
 
 def partition_to_bytes(partition: PartitionImage) -> tuple[dict[str, Any], bytes]:
-    """Converts one partition for another server. Returns its entry in a snapshot's metadata, and
-    its tensors as a safetensors file."""
+    """Converts a partition to a form that can be sent to another server. Returns its entry in a
+    snapshot's metadata, and its tensors as a safetensors file."""
     tensors = _named(partition)
     header = _header(tensors, {})
     return _entry(partition), b"".join(
@@ -167,9 +168,11 @@ def partition_from_bytes(
     spec: PartitionSpec,
     optimizer: OptimizerSettings | None,
 ) -> PartitionImage:
-    """Restores a partition from the result of `partition_to_bytes`, with its own tensors.
-    `optimizer`: optimizer to which the partition's state belongs. Raises KeyError, TypeError or
-    ValueError for other data."""
+    """Restores a partition from the result of `partition_to_bytes`, with tensors of its own. Raises
+    KeyError, TypeError or ValueError for other data.
+
+    `optimizer`: the optimizer to which the partition's state belongs.
+    """
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:begin]))
 
@@ -356,7 +359,7 @@ def _partition(
 def _bucket(
     spec: PartitionSpec, bucket: Bucket, entry: Mapping[str, Any], tensors: dict[str, torch.Tensor]
 ) -> PartitionImage:
-    """Restores the image of a bucket of a table from its entry and tensors."""
+    """Restores the image of a bucket of a table from its metadata entry and its tensors."""
     prefix = f"{spec.partition_id}:rows:"
     arrays = {name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items()}
     begun = Rows(bucket.spec, bucket.dim)
@@ -427,7 +430,7 @@ def _check_shape(
 
 
 def _sync_directory(directory: Path) -> None:
-    """Makes a rename durable by syncing its directory."""
+    """Makes a rename durable by syncing the directory that contains the file."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

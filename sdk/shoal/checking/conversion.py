@@ -66,16 +66,17 @@ class Conversion:
     changes: int
     """Number of places that were changed."""
     marks: int
-    """Number of comments that name remaining work."""
+    """Number of comments inserted to mark work that is left to the user."""
     refusal: str
-    """Reason why the training loop was not changed; empty if it was converted."""
+    """Reason why the training loop was left unchanged; empty if it was converted."""
 
 
 class _Unclear(Exception):
-    """The training loop has a shape that cannot be converted."""
+    """Raised if the training loop has a shape that cannot be converted."""
 
     def __init__(self, what: str, node: ast.AST | None = None, *, remedy: str = "") -> None:
-        """`remedy`: what to write instead; it is marked at the line of `node`."""
+        """`what`: why the loop cannot be converted. `node`: statement above which the problem is
+        marked. `remedy`: what to write instead."""
         line = getattr(node, "lineno", None)
         super().__init__(f"line {line}: {what}" if line else what)
         self.marks = (
@@ -157,7 +158,9 @@ def _find_shape(script: Script) -> _Shape:
     if epochs not in block:
         raise _Unclear("the loop over epochs is inside another statement", epochs)
     if scope is not None and scope not in script.unguarded_scopes:
-        raise _Unclear(f"{scope.name}() may not run on all ranks", scope)
+        raise _Unclear(
+            f"the loop is in {scope.name}(), which may not be called on every rank", scope
+        )
     inner = _only([part for part in epochs.body if _trains(script, part)], "batches", epochs)
     if not isinstance(inner, ast.For):
         raise _Unclear("the loop over batches is not a `for`", inner, remedy=_BY_STEPS)
@@ -177,11 +180,11 @@ def _find_shape(script: Script) -> _Shape:
     loader, loader_call = _loader(script, block, inner)
     for statement in (made, script.statement(loader_call)):
         if block.index(statement) > block.index(epochs):
-            raise _Unclear("created after the training loop", statement)
+            raise _Unclear("it is created after the training loop", statement)
     _check_names(script, block, made, inner, (model, optimizer, loader))
     for whole in (made, backward, step, scheduler):
         if whole is not None and not _has_lines_of_its_own(script, whole):
-            raise _Unclear("more than one statement on a line", whole)
+            raise _Unclear("the line has more than one statement", whole)
     imports = (
         part
         for part in script.tree.body
@@ -306,7 +309,7 @@ def _scheduler(script: Script, inner: ast.For, step: ast.stmt) -> ast.stmt | Non
 
 
 def _optimizers(script: Script) -> list[ast.Assign]:
-    """Returns the assignments that create torch optimizers."""
+    """Returns the assignments whose value is a newly created torch optimizer."""
     return [
         node
         for node in script.of_type(ast.Assign)
@@ -388,7 +391,7 @@ def _loader(script: Script, block: list[ast.stmt], inner: ast.For) -> tuple[str,
     assert isinstance(call, ast.Call)
     names = {each.arg for each in call.keywords}
     if len(call.args) > 3 or None in names or names & _NOT_DEALT:
-        raise _Unclear(f"{name} has, or may have, a sampler or worker_init_fn", call)
+        raise _Unclear(f"{name} has a sampler or worker_init_fn, or may have one", call)
     for use in script.of_type(ast.Name):
         if use.id == name and isinstance(use.ctx, ast.Load) and not _is_read(script, use):
             raise _Unclear(f"{name} is used outside of a `for`, enumerate() or len()", use)
@@ -437,7 +440,11 @@ def _check_names(
     for part in block[: block.index(made)]:
         for node in ast.walk(part):
             if _takes_hold(script, node, model) and not _names_again(part, model):
-                raise _Unclear(f"{model} may be stored elsewhere before it is replaced", node)
+                raise _Unclear(
+                    f"other code may keep a reference to {model} from before as_distributed "
+                    "replaces it",
+                    node,
+                )
     if not any(
         isinstance(call, ast.Call) and ast.unparse(call.func) == model for call in ast.walk(inner)
     ):
@@ -445,8 +452,8 @@ def _check_names(
 
 
 def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
-    """Returns whether an expression passes on the model itself, e.g. as an argument, a value or an
-    item."""
+    """Returns whether an expression stores the model or passes it on (as an argument, a value or an
+    item), so that code elsewhere may keep a reference to it."""
     if not isinstance(node, ast.Name) or node.id != model or not isinstance(node.ctx, ast.Load):
         return False
     parent = next(script.above(node))
@@ -458,7 +465,7 @@ def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
 
 
 def _names_again(part: ast.stmt, model: str) -> bool:
-    """Returns whether a statement only rebinds the model's own name: `model = f(model)`."""
+    """Returns whether a statement only rebinds the model's own name, as in `model = f(model)`."""
     return isinstance(part, ast.Assign) and [ast.unparse(each) for each in part.targets] == [model]
 
 
@@ -536,7 +543,7 @@ def _convert_loop(script: Script, shape: _Shape, found: list[Finding], edits: _E
 
 
 def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast.Call]:
-    """Yields calls of print that every rank makes after the model is distributed."""
+    """Yields the print calls that every rank executes after the model is distributed."""
     later = shape.block[shape.block.index(shape.made) + 1 :]
     inside = {node for part in later for node in ast.walk(part)}
     reported = {finding.line for finding in found if finding.what.startswith("print()")}
@@ -553,8 +560,11 @@ def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast
 
 
 def _marked(source: str, name: str, left: tuple[Finding, ...]) -> tuple[str, int]:
-    """Returns the script with a comment above each statement that has findings, and the number of
-    these comments. `left`: findings of the conversion, besides those of `check`."""
+    """Inserts a comment with the findings above each statement that has any. Returns the new script
+    and the number of comments.
+
+    `left`: problems found during the conversion, in addition to those that `check` finds.
+    """
     script = Script(source, name)
     edits = _Edits(source)
     for finding in (*left, *(check(source, name) or ())):

@@ -1,4 +1,4 @@
-"""Plain DataLoaders of a script: where they are created, passed and iterated."""
+"""Tracks the plain DataLoaders of a script: where they are created, passed and iterated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.checking.script import Function, Loop, Script, last_name
 
 DATA_LOADERS: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _DEALS: Final = frozenset({"from_dataloader", "as_distributed", "evaluate", "prepare"})
-"""Names of calls that deal the batches of a DataLoader passed to them."""
+"""Names of calls that distribute the batches of a DataLoader passed to them over the ranks."""
 _PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "islice", "cycle"})
 
 
@@ -34,7 +34,8 @@ class Loaders:
         """Loaders whose batches Shoal deals."""
 
     def plain_loops(self) -> Iterator[tuple[Loop, set[ast.Call]]]:
-        """Yields loops over loaders that are not dealt, with these loaders."""
+        """Yields each loop over DataLoaders that are not distributed over the ranks, with these
+        DataLoaders."""
         for loop in self._script.of_type(ast.For, ast.AsyncFor):
             found = self.of(loop.iter) - self.dealt
             if found:
@@ -74,8 +75,8 @@ class Loaders:
         return found
 
     def _spread(self) -> bool:
-        """Follows assignments, arguments and results once. Returns whether a further reference to a
-        loader was found."""
+        """Propagates DataLoaders once through all assignments, arguments and results. Returns
+        whether a new reference to a DataLoader was found, in which case another pass is needed."""
         before = self._count()
         for node in self._script.of_type(ast.Assign):
             for target in node.targets:

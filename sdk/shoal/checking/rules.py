@@ -134,8 +134,8 @@ def _writes(mode: ast.AST | None) -> bool:
 
 
 def _is_own(script: Script, path: ast.AST) -> bool:
-    """Returns whether a path seems to belong to one process, because it contains the rank or is
-    temporary."""
+    """Returns whether a path seems to be used by one process only, because it contains the rank or
+    is temporary."""
     if script.mentions_rank(path) or words_in(path) & _OWN_FILE:
         return True
     names = {part.id for part in ast.walk(path) if isinstance(part, ast.Name)}
@@ -220,8 +220,8 @@ def _plain_loader(loader: ast.Call) -> Finding:
     if sampler is not None:
         return _finding(
             loader,
-            "the DataLoader of the training loop deals samples only to the ranks that its sampler "
-            "knows, if any",
+            "the DataLoader of the training loop does not adapt to workers that die or join; "
+            "its sampler, if it has one, knows only the initial ranks",
             "shoal.ElasticDataLoader(dataset, global_batch_size=...), and `for epoch in "
             "loader.epochs(n)`",
         )
@@ -301,7 +301,7 @@ def _values(script: Script) -> Iterator[Finding]:
 
 
 def _assigned(made: ast.Assign | ast.AnnAssign) -> Iterator[tuple[str, ast.AST]]:
-    """Yields assigned names with their values, also for `a, b = 0, 1` and `a: int = 0`."""
+    """Yields each assigned name with its value, also for `a, b = 0, 1` and `a: int = 0`."""
     if made.value is None:
         return
     for target in made.targets if isinstance(made, ast.Assign) else (made.target,):
@@ -330,8 +330,8 @@ def _is_plain(value: ast.AST) -> bool:
 
 
 def _decides(script: Script, loop: Loop, name: str) -> bool:
-    """Returns whether a loop carries a name from one iteration to the next and bases a decision on
-    it."""
+    """Returns whether a loop carries a name from one iteration to the next and branches on its
+    value."""
     if name in {
         part.id
         for part in ast.walk(getattr(loop, "target", ast.Pass()))
@@ -357,14 +357,15 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
 
 
 def _until(script: Script, node: ast.AST, end: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes around a node, up to the enclosing node `end`."""
+    """Yields the ancestors of a node from the inside out, up to the ancestor `end`."""
     return itertools.takewhile(lambda above: above is not end, script.above(node))
 
 
 def _unregistered(made: ast.AST, name: str, value: ast.AST, remedy: str) -> Finding:
     return _finding(
         made,
-        f"the training loop depends on {name}, but a joiner's {name} is {ast.unparse(value)}",
+        f"the training loop depends on {name}, but a worker that joins later starts with "
+        f"{name} = {ast.unparse(value)}",
         remedy,
     )
 
@@ -404,7 +405,8 @@ def _copies(script: Script) -> Iterator[Finding]:
         ):
             yield _finding(
                 made,
-                f"{target.id} is a copy that the loop updates, but a joiner's copy is new",
+                f"the loop updates the copy {target.id}, but a worker that joins later starts "
+                "with a fresh copy",
                 f"shoal.register_state({target.id}={target.id}), or "
                 "torch.optim.swa_utils.AveragedModel, which is registered automatically",
             )
@@ -423,8 +425,8 @@ def _made_in_loops(script: Script) -> Iterator[Finding]:
         if kind and script.is_in_training_loop(call):
             yield _finding(
                 call,
-                f"{kind} created within the training loop: its state starts over in every "
-                "iteration, and in a joiner",
+                f"{kind} created within the training loop: its state is reset in every "
+                "iteration, and in workers that join later",
                 f"create the {kind} once, before the loop",
             )
 
@@ -445,8 +447,10 @@ def _seeds(script: Script) -> Iterator[Finding]:
         if not call.args or words & {"time", "rank", "urandom", "getpid", "now", "randint"}:
             yield _finding(
                 call,
-                "the seed differs between ranks, and a replacement draws different numbers",
-                "the same constant on every rank; ElasticDataLoader(seed=...) seeds each batch",
+                "the seed differs between ranks, so a replacement worker draws other random "
+                "numbers than the worker that it replaces",
+                "use the same constant on every rank; ElasticDataLoader(seed=...) seeds the "
+                "random numbers of each batch",
             )
 
 
@@ -500,14 +504,15 @@ def _left_over(script: Script) -> Iterator[Finding]:
         elif name in _WRAPPERS:
             yield _finding(
                 call,
-                f"{last_name(call)}() synchronizes with ranks that may be gone",
+                f"{last_name(call)}() communicates with ranks that may have died",
                 "model, optimizer = shoal.as_distributed(model, optimizer), after the optimizer "
                 "is created",
             )
         elif name in _SAMPLERS:
             yield _finding(
                 call,
-                "DistributedSampler deals samples only to the initial ranks, and repeats samples",
+                "DistributedSampler distributes samples only to the initial ranks, and "
+                "repeats some to pad the last batch",
                 "shoal.ElasticDataLoader(dataset, global_batch_size=...)",
             )
         elif name in _COLLECTIVES and not any(each.arg == "group" for each in call.keywords):

@@ -14,7 +14,7 @@ _B = TypeVar("_B", bound=ast.AST)
 _C = TypeVar("_C", bound=ast.AST)
 
 _ONE_PROCESS: Final = frozenset({"rank", "main", "master", "primary", "leader", "chief", "zero"})
-"""Words in the names of conditions that select one process."""
+"""Words that suggest that a condition selects one process."""
 _MAIN_FIRST: Final = ("main_first", "main_process_first", "local_main_process_first")
 _TRAINING_CALLS: Final = frozenset({"backward", "train_step"})
 
@@ -44,8 +44,8 @@ class Script:
         self._training_functions = self._find_training_functions()
         self._flags = self._named_after_ranks()
         self.unguarded_scopes = self._find_unguarded_scopes()
-        """Scopes whose code every worker runs: the module (None) and functions called from it
-        outside of any condition on the rank."""
+        """Scopes that every worker executes: the module (None), and the functions called from it
+        without a condition on the rank."""
 
     # ---------------------------------------------------------------------------------------- nodes
 
@@ -71,7 +71,7 @@ class Script:
                 yield call
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yields the enclosing nodes of a node, innermost first."""
+        """Yields the ancestors of a node, innermost first."""
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
@@ -112,7 +112,7 @@ class Script:
         return self.scope(node) in self.unguarded_scopes and not self._is_guarded(node)
 
     def mentions_rank(self, node: ast.AST) -> bool:
-        """Returns whether an expression depends on the rank, judged by its names."""
+        """Returns whether an expression seems to depend on the rank, judged by the names in it."""
         return any(_words(name) & _ONE_PROCESS or name in self._flags for name in _names_in(node))
 
     def _is_guarded(self, node: ast.AST) -> bool:
@@ -149,8 +149,8 @@ class Script:
         return isinstance(own[-1], ast.Return) or any(self.trains(part) for part in other)
 
     def _follows_exit(self, node: ast.stmt, parent: ast.AST) -> bool:
-        """Returns whether an earlier condition on the rank may end the block before the
-        statement."""
+        """Returns whether an earlier statement of the block may leave the block on some ranks, so
+        that not all ranks reach the statement."""
         for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
             if isinstance(block, list) and node in block:
                 return any(
@@ -194,8 +194,8 @@ class Script:
         return found
 
     def called(self, call: ast.Call) -> Iterator[Function]:
-        """Yields the functions of the script that a call may run, including functions passed to it
-        by name."""
+        """Yields the functions of the script that a call may execute, including functions passed to
+        it by name."""
         if isinstance(call.func, ast.Name):
             if call.func.id in self._initializers:
                 yield from (
@@ -233,7 +233,7 @@ class Script:
             self._training_functions = found
 
     def training_loops(self) -> list[Loop]:
-        """Returns the loops that train, except loops inside another one in the same scope."""
+        """Returns the loops that train. Omits loops nested in another one in the same scope."""
         loops = [
             loop for loop in self.of_type(ast.For, ast.AsyncFor, ast.While) if self.trains(loop)
         ]
@@ -252,7 +252,7 @@ class Script:
 
 
 def _imported(tree: ast.AST) -> dict[str, str]:
-    """Returns the imported names of a script, mapped to their full names."""
+    """Returns a mapping from the names that a script imports to their full dotted names."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,5 +1,5 @@
-"""Command `shoal`: one module per command, imported when the command is called. None of them
-imports torch, since `shoal run` must start as fast as possible."""
+"""The command `shoal`. Each subcommand has a module, which is imported when the subcommand is
+called. None of them imports torch, so that `shoal run` starts as fast as possible."""
 
 from shoal.cli.entry import main
 

@@ -1,5 +1,5 @@
-"""Command-line program: its commands, and the presentation of errors. Each command's flags are in
-its own module, whose dependencies are imported when the command is called.
+"""The command-line program: its subcommands, and how errors are shown. The flags of each subcommand
+are in its own module, whose dependencies are imported when the subcommand is called.
 
 Flags may be spelled with hyphens or underscores, as in torchrun. docs/exit-status.md lists the exit
 statuses, docs/troubleshooting.md the errors and their remedies.
@@ -83,7 +83,7 @@ app.command(
 
 
 def run_command() -> None:
-    """Runs the command named by the process's arguments, and exits with its status."""
+    """Runs the subcommand given on this process's command line, and exits with its status."""
     try:
         app(prog_name="shoal")
     except ShoalError as error:
@@ -99,14 +99,14 @@ def run_command() -> None:
 
 
 def _described(error: OSError) -> str:
-    """Returns the text of an OSError, with a remedy if the machine rather than the command is at
-    fault."""
+    """Returns the text of an OSError. Adds a remedy if the machine is at fault rather than the
+    command."""
     if error.errno == errno.ENOSPC:
         return f"{error}; free some space, or set TMPDIR to a directory on another disk"
     if error.errno == errno.ENOENT and "temporary directory" in str(error):
         return f"{error.strerror}; set TMPDIR to a writable directory"
     if error.errno in (errno.EROFS, errno.EACCES):
-        return f"{error}; use a writable directory (TMPDIR holds a run's own files)"
+        return f"{error}; use a writable directory (set TMPDIR for a run's temporary files)"
     return str(error)
 
 

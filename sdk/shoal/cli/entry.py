@@ -1,5 +1,5 @@
-"""Entry point of the program. It also loads the commands, so that Ctrl-C during loading ends the
-program without a traceback."""
+"""Entry point of the program. It also imports the commands, so that Ctrl-C during the imports ends
+the program without a traceback."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import typer
 from shoal.launcher.machines.notices import NoticeSource
 
 Script = Annotated[
-    str, typer.Argument(help="Training script; with -m a module.", show_default=False)
+    str, typer.Argument(help="Training script or, with -m, a module.", show_default=False)
 ]
 Arguments = Annotated[
     list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
@@ -32,15 +32,15 @@ Module = Annotated[
 Servers = Annotated[
     int,
     typer.Option(
-        help="Number of parameter servers, for async_sgd and sparse tables. By default, a run's "
-        "own cluster starts one if the script asks for it."
+        help="Number of parameter servers, which async_sgd and sparse tables use. By default, a "
+        "run without --rdzv-endpoint starts one if the script needs it."
     ),
 ]
 ServerBackups = Annotated[
     int,
     typer.Option(
-        help="Number of backups of each parameter server, 0 or 1. With one, a server that dies is "
-        "replaced at once.",
+        help="Number of backups of each parameter server, 0 or 1. A backup replaces a server that "
+        "dies at once.",
         min=0,
         max=1,
     ),
@@ -48,8 +48,8 @@ ServerBackups = Annotated[
 MaxServers = Annotated[
     int,
     typer.Option(
-        help="Maximum number of parameter servers. Those started later receive a share while "
-        "training continues. Default: --servers.",
+        help="Maximum number of parameter servers. Servers started later take over a share of the "
+        "model while training continues. Default: the value of --servers.",
         min=0,
     ),
 ]
@@ -57,31 +57,32 @@ RecordDirectory = Annotated[
     Path | None,
     typer.Option(
         "--record-dir",
-        help="Record every sample index and commit in this directory, as JSON lines.",
+        help="Record the indices of all samples and the commits in this directory, as JSON lines.",
         show_default=False,
     ),
 ]
 Metrics = Annotated[
     bool,
     typer.Option(
-        help="Serve Prometheus metrics from the workers, at SHOAL_METRICS_LISTEN or any loopback "
-        "port."
+        help="Serve Prometheus metrics from each worker, at the address in SHOAL_METRICS_LISTEN "
+        "or at any loopback port."
     ),
 ]
 Warm = Annotated[
     bool,
     typer.Option(
         "--warm/--no-warm",
-        help="Fork workers from a process that has imported torch; --no-warm starts a fresh "
-        "interpreter for each.",
+        help="Fork workers from a process that has already imported torch. --no-warm starts a "
+        "fresh interpreter for each worker.",
         envvar="SHOAL_WARM",
     ),
 ]
 PreemptionNotice = Annotated[
     NoticeSource,
     typer.Option(
-        help="Cloud whose notices make this machine's workers leave before the machine stops. "
-        "auto: the cloud that the firmware names, if any.",
+        help="Cloud provider whose preemption notices to watch for; after a notice, this "
+        "machine's workers leave before the machine stops. auto: the provider named by the "
+        "machine's firmware, if any.",
         envvar="SHOAL_PREEMPTION_NOTICE",
     ),
 ]
@@ -89,8 +90,8 @@ HealthChecks = Annotated[
     bool,
     typer.Option(
         "--health-checks",
-        help="Check this machine before its workers start and before one is replaced, as `shoal "
-        "health` does. The job refuses a machine that fails.",
+        help="Run the checks of `shoal health` before workers start and before a worker is "
+        "replaced. The job refuses a machine that fails them.",
         envvar="SHOAL_HEALTH_CHECKS",
     ),
 ]
@@ -98,7 +99,7 @@ Progress = Annotated[
     bool,
     typer.Option(
         "--progress/--no-progress",
-        help="Show the progress of an elastic run: a bar on a terminal, otherwise a line on "
+        help="Show the progress of an elastic run: as a bar on a terminal, otherwise as a line on "
         "standard error every 30 s.",
     ),
 ]
@@ -106,18 +107,19 @@ Plot = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.png|FILE.svg",
-        help="Draw the loss, other reported numbers and the throughput over time to this file at "
-        "the end, with faults, joins and leaves. May be a URL (s3://bucket/run.svg). Needs "
-        "matplotlib: the extra [plot].",
+        help="At the end, plot the loss, other reported numbers and the throughput over time to "
+        "this file, with faults, joins and leaves marked. May be a URL (s3://bucket/run.svg). "
+        "Requires matplotlib (the extra [plot]).",
         show_default=False,
     ),
 ]
 MaxRestarts = Annotated[
     int | None,
     typer.Option(
-        help="How often workers are restarted: those of a plain script all together, elastic ones "
-        "one by one. Default: 0, or 3 for elastic workers that were killed or evicted "
-        "without raising an exception.",
+        help="Maximum number of restarts. Workers of a plain script restart together, and "
+        "restarts are counted for all; elastic workers restart one by one, each with its own "
+        "count. Default: 0, or 3 for elastic workers that were killed or evicted without "
+        "raising an exception.",
         envvar="PET_MAX_RESTARTS",
         show_envvar=False,
         show_default=False,
@@ -126,8 +128,8 @@ MaxRestarts = Annotated[
 MinWorkers = Annotated[
     int | None,
     typer.Option(
-        help="Minimum number of workers to continue training with once it has begun. Default: 1; "
-        "with --nnodes MIN:MAX the workers of MIN machines.",
+        help="Minimum number of workers with which training continues once it has begun. Default: "
+        "1 or, with --nnodes MIN:MAX, the number of workers on MIN machines.",
         show_default=False,
     ),
 ]
@@ -135,8 +137,9 @@ FailFast = Annotated[
     bool,
     typer.Option(
         "--fail-fast/--no-fail-fast",
-        help="End the job if an elastic worker raises an exception and is not restarted. "
-        "Otherwise the others continue, and the exit status is that worker's.",
+        help="End the job if an elastic worker raises an exception and is not restarted. With "
+        "--no-fail-fast, the other workers continue, and the exit status at the end is that "
+        "of the failed worker.",
     ),
 ]
 FailOnStop = Annotated[
@@ -150,28 +153,29 @@ FromScratch = Annotated[
     bool,
     typer.Option(
         "--allow-restart-from-scratch",
-        help="Begin again at step 0 if all workers with the training state have died and the "
-        "script loads no checkpoint. Otherwise that is an error.",
+        help="Start again from step 0 if all workers that hold the training state have died and "
+        "the script loads no checkpoint. Without this flag, the job then fails.",
     ),
 ]
 Coordinator = Annotated[
     str | None,
     typer.Option(
-        help="HOST:PORT of the coordinator. Default: that of the newest cluster on this machine.",
+        help="HOST:PORT of the coordinator. Default: the coordinator of the newest cluster on "
+        "this machine.",
         envvar="SHOAL_COORDINATOR",
     ),
 ]
 Job = Annotated[
     str | None,
-    typer.Option(help="Id of the job. Default: the only job.", envvar="SHOAL_JOB_ID"),
+    typer.Option(help="Id of the job. Default: the coordinator's only job.", envvar="SHOAL_JOB_ID"),
 ]
 PastRun = Annotated[
     str | None,
     typer.Option(
         "--run",
         metavar="RUN",
-        help="A past run of this machine, JOB/NUMBER or a job, as `shoal history` lists them. "
-        "Default: the newest, if no cluster is running.",
+        help="Past run of this machine to show: JOB/NUMBER as listed by `shoal history`, or a "
+        "job's id for its newest run. Default, if no cluster is running: the newest run.",
         show_default=False,
     ),
 ]
@@ -198,10 +202,15 @@ def _file(flag: str, text: str) -> Any:
 
 _CREDENTIALS: Final = {
     "tls_ca": _file(
-        "--tls-ca", "PEM file of the authorities that sign the cluster's certificates; enables TLS."
+        "--tls-ca",
+        "PEM file with the certificate authorities that the cluster's certificates are "
+        "signed by; enables TLS.",
     ),
-    "tls_cert": _file("--tls-cert", "PEM certificate of this caller, if the cluster requires one."),
-    "tls_key": _file("--tls-key", "PEM private key of --tls-cert."),
+    "tls_cert": _file(
+        "--tls-cert",
+        "PEM file with the client certificate of this command, if the cluster requires one.",
+    ),
+    "tls_key": _file("--tls-key", "PEM file with the private key of --tls-cert."),
     "token_file": _file(
         "--token-file", "File with the bearer token; SHOAL_TOKEN holds the token itself."
     ),

@@ -21,14 +21,15 @@ def make_datasets() -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_model() -> nn.Module:
-    """Returns a network of two classes."""
+    """Returns a network that classifies points into two classes."""
     return nn.Sequential(
         nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
     )
 
 
 def count_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, int]:
-    """Returns sums over one batch, which shoal.evaluate adds up over all ranks."""
+    """Returns the number of correct answers and of samples in one batch. shoal.evaluate adds them
+    up over all batches and ranks."""
     inputs, labels = batch
     return {"correct": int((model(inputs).argmax(1) == labels).sum()), "all": len(labels)}
 

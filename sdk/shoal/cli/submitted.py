@@ -1,8 +1,8 @@
 """Process of a background run: `python -m shoal.cli.submitted DIRECTORY RECORD ARGUMENTS`.
 
-The process forks before any heavy import. The parent writes the submission's record and exits,
-which tells the submitter that the launcher exists. The child leads its own session, runs `shoal run
-ARGUMENTS`, and finally writes the outcome.
+The process forks before it imports anything large. The parent writes the submission's record and
+exits; its exit tells the submitter that the launcher exists. The child leads its own session, runs
+`shoal run ARGUMENTS`, and finally writes the outcome.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.launcher.run.submissions import Outcome, log_of, write_outcome, write
 
 
 def main() -> None:
-    """Runs the program that the module describes."""
+    """Forks the launcher and records its outcome, as described in the module's docstring."""
     directory, known, arguments = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     written, writing = os.pipe()
     child = os.fork()
@@ -63,12 +63,13 @@ def _run(directory: Path, arguments: list[str]) -> None:
 
 
 def _end_early(*_: object) -> None:
-    """Exits because of a signal that arrives before the launcher handles signals."""
+    """Exits on a signal that arrives before the launcher handles signals."""
     sys.exit(PREEMPTED)
 
 
 def _last_words(directory: Path) -> str:
-    """Returns the last line that the launcher itself printed; empty if it printed none."""
+    """Returns the last line that the launcher itself (not a worker) printed; empty if it printed
+    none."""
     lines = log_of(directory).read_text(errors="replace").splitlines()
     return next(
         (line.removeprefix("shoal: ") for line in reversed(lines) if line.startswith("shoal: ")), ""

@@ -1,8 +1,8 @@
-"""Runs `shoal` and also writes the summary of failed workers to a file: `python -m
-shoal.cli.summarized FILE ARGUMENTS`.
+"""Runs `shoal` and writes the summary of failed workers to a file: `python -m shoal.cli.summarized
+FILE ARGUMENTS`.
 
-For programs that must know whether a launcher's own workers failed, which its exit status does not
-tell (`shoal.ray`).
+`shoal.ray` uses this to find out whether a launcher's own workers failed, which the launcher's exit
+status does not reveal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoal.cli.entry import main as shoal
 
 
 def main() -> None:
-    """Runs the program that the module describes. Writes no file if no worker has failed."""
+    """Runs `shoal` with this process's arguments, then writes FILE if a worker has failed."""
     file, sys.argv = Path(sys.argv[1]), ["shoal", *sys.argv[2:]]
     try:
         shoal()

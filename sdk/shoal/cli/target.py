@@ -1,5 +1,5 @@
-"""Selects the coordinator and job of a command: those given by flags or the environment, otherwise
-the newest cluster on this machine.
+"""Selects the coordinator and the job that a command refers to: those given by flags or the
+environment, otherwise the newest cluster on this machine.
 
 If there are several candidates, or none that answers, the module explains on standard error how to
 choose.
@@ -30,18 +30,18 @@ from shoal.launcher.report.history import History, Outcome, RecordedRun
 
 _MOST_NAMED = 5
 _RECORDING_S = 5.0
-"""Time for a launcher to record the outcome of its run after its cluster has ended."""
+"""Time that a launcher may take to record the outcome of its run after its cluster has ended."""
 _NOT_A_COORDINATORS = (
     UnavailableError.default_reason,
     DeadlineError.default_reason,
     "UNIMPLEMENTED",
 )
-"""Reasons of errors that occur if nobody, or another program, listens at an address."""
+"""Reasons for errors that occur if nobody, or another program, listens at an address."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Job at a coordinator to which a command refers."""
+    """The job that a command refers to, and its coordinator."""
 
     client: Client
     job_id: str
@@ -50,9 +50,11 @@ class Target:
 
 
 def past_run(run: str | None, coordinator: str | None, job: str | None) -> RecordedRun | None:
-    """Returns the past run to which a command refers; None if the command refers to a coordinator.
-    This is the run named `run` or, if no cluster on this machine is running, the newest run (of the
-    job) that has ended. Raises UnknownResourceError."""
+    """Returns the past run that a command refers to; None if the command refers to a coordinator.
+
+    The run is the one named `run`. If no run is named and no cluster is running on this machine, it
+    is the newest ended run (of the job). Raises UnknownResourceError.
+    """
     if run is not None:
         if coordinator or job:
             raise ConfigurationError(

@@ -1,5 +1,5 @@
-"""Control of jobs from outside: `Client`, `AsyncClient`, and the plain values that they return.
-This package needs no torch and exposes no protobuf."""
+"""Controls jobs from another program: `Client`, `AsyncClient`, and the values that they return.
+This package needs no torch, and its values are plain dataclasses instead of protobuf messages."""
 
 from shoal.client.aio import AsyncClient
 from shoal.client.event import Event

@@ -1,5 +1,5 @@
-"""`shoal.AsyncClient`: the calls of `shoal.Client` for asyncio. Each call runs on one of this
-client's threads, so that none blocks the loop; `wait` sleeps on the loop."""
+"""`shoal.AsyncClient`: the calls of `shoal.Client` for asyncio. Each call runs on one of the
+client's threads, so that it does not block the event loop; `wait` sleeps on the loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 _MOST_THREADS: Final = 64
-"""Maximum number of threads. Each stream that is being awaited occupies one."""
+"""Maximum number of threads. Each stream whose next item is being awaited occupies one."""
 
 
 class _Stream(Protocol[ItemT_co]):
@@ -36,9 +36,11 @@ class _Stream(Protocol[ItemT_co]):
 
 
 class AsyncClient:
-    """Asynchronous version of `shoal.Client`, which documents the calls. An asynchronous context
-    manager that belongs to one event loop. A cancelled call returns to its caller at once, but a
-    request already sent to a coordinator may still be carried out."""
+    """Asynchronous version of `shoal.Client`, whose methods document the calls.
+
+    An instance is an asynchronous context manager and belongs to one event loop. If a call is
+    cancelled, it returns at once, but a request that was already sent may still be carried out.
+    """
 
     @override
     def __init__(
@@ -193,8 +195,8 @@ class AsyncClient:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _each(self, stream: _Stream[T]) -> AsyncIterator[T]:
-        """Yields the items of a stream, each fetched on a thread. Closing the generator closes the
-        stream, which frees the thread."""
+        """Yields the items of a stream. Each item is fetched on a thread. Closing the generator
+        closes the stream, which frees the thread."""
         try:
             while items := await self._call(lambda: list(islice(stream, 1))):
                 yield items[0]

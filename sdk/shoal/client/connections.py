@@ -23,7 +23,7 @@ class Connections:
         if isinstance(coordinator, str):
             coordinator = channel_settings(coordinator)
         self.shared = coordinator and replace(coordinator, deadline=timeout)
-        """Settings for the shared coordinator; None: the coordinators of the clusters on this
+        """Settings for the shared coordinator. None: use the coordinators of the clusters on this
         machine."""
         self._timeout = timeout
         self._lock = threading.Lock()

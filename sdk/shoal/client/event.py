@@ -1,4 +1,4 @@
-"""Event of a job: a plain value that sends no requests."""
+"""Value that describes an event of a job."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ class Event:
     """One entry of a job's event log, which the coordinator keeps."""
 
     event_id: str
-    """Id of the event, increasing within a job; `Client.events(after=...)` continues after it."""
+    """Id of the event. Ids increase within a job; `Client.events(after=...)` returns the events
+    after one."""
     at: datetime
     kind: str
-    """Kind of event: job_created, member_joined, member_lost, generation_formed, server_lost,
-    ..."""
+    """Kind of event, such as job_created, member_joined, member_lost, generation_formed or
+    server_lost."""
     generation: int
-    """Newest generation at that time; 0 if there was none."""
+    """Newest generation at the time of the event; 0 if there was none."""
     member_id: str | None
-    """Member concerned; None if there is none."""
+    """Id of the member that the event is about; None if it is not about a member."""
     attributes: Mapping[str, str]
-    """Further details by name."""
+    """Further details: name -> value."""

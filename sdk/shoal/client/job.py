@@ -1,5 +1,5 @@
-"""A job as described by its coordinator, with its members and parameter servers. Plain values that
-send no requests."""
+"""Values that describe a job, its members and its parameter servers, as known to its
+coordinator."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class JobEnding(StrEnum):
     UNKNOWN = "unknown"
     """An outcome that this release does not know."""
     COMPLETED = "completed"
-    """A member finished its script."""
+    """A member ran its script to the end."""
     STOPPED = "stopped"
-    """The job was asked to stop before a script finished."""
+    """The job was asked to stop before any member's script ended."""
     FAILED = "failed"
 
 
@@ -43,31 +43,31 @@ class MemberPhase(StrEnum):
     UNKNOWN = "unknown"
     """A phase that this release does not know."""
     JOINED = "joined"
-    """The member's script runs up to its first batch."""
+    """The member's script is running and has not reached its first batch."""
     READY = "ready"
-    """The member waits for a rank in the next generation."""
+    """The member is waiting for a rank in the next generation."""
     RANKED = "ranked"
     DRAINING = "draining"
-    """The member leaves at its next step boundary."""
+    """The member was asked to leave, and leaves at its next step boundary."""
     QUARANTINED = "quarantined"
-    """The member is excluded until it can reach its peers again."""
+    """The member cannot reach its peers, and is excluded until it can."""
 
 
 class MachineCondition(StrEnum):
-    """Condition of a machine that is not healthy."""
+    """Reason why a machine of the job is not used normally."""
 
     UNKNOWN = "unknown"
     """A condition that this release does not know."""
     LEAVING = "leaving"
-    """The provider has announced that the machine will be taken away, so its workers leave."""
+    """The provider has announced that it will take the machine away, so its workers leave."""
     UNHEALTHY = "unhealthy"
-    """A health check failed, so workers on it are refused."""
+    """A health check failed, so the job refuses workers on the machine."""
     EXCLUDED = "excluded"
-    """Workers of the machine died again and again, so its workers are refused."""
+    """Workers on the machine died again and again, so the job refuses workers on it."""
 
 
 class ServerRole(StrEnum):
-    """Role of a parameter server in its place."""
+    """Role of a parameter server: primary or backup."""
 
     UNKNOWN = "unknown"
     """A role that this release does not know."""
@@ -82,50 +82,52 @@ class Member:
     member_id: str
     phase: MemberPhase
     rank: int | None
-    """Rank in the newest generation; None if the member has none."""
+    """Rank in the newest generation; None if the member has no rank in it."""
     host: str
     pid: int
     metrics_address: str | None
-    """Address (host:port) of the member's /metrics; None if it has none."""
+    """Address (host:port) at which the member serves /metrics; None if it serves no metrics."""
     joined: datetime
     step: int
     """Number of optimizer steps that the member has committed."""
     epoch: int
     samples: int
-    """Number of the member's own samples in committed steps."""
+    """Number of samples that this member itself processed in committed steps."""
     samples_per_s: float
-    """Samples per second of this member, over about the last second."""
+    """Samples per second that this member processes, measured over about the last second."""
     loss: float | None
     """Last loss reported by train_step or shoal.report; None if never."""
     step_time: timedelta
-    """Median duration of a step over the last steps."""
+    """Median duration of the member's latest steps."""
     busy_time: timedelta
-    """Part of `step_time` in which the member did not wait for its peers."""
+    """Part of `step_time` during which the member did not wait for its peers."""
     waiting: timedelta
-    """Time for which the member has been waiting for its peers without interruption."""
+    """Time since which the member has been waiting for its peers without interruption; zero if it
+    is not waiting."""
     waiting_in: str | None
     staleness: float
-    """Number of versions between the member's last pull and its last push (async_sgd)."""
+    """Number of versions by which the parameters were ahead at the member's last push, compared
+    with its last pull (async_sgd)."""
     note: str | None
-    """Note for people, if the member slows the others down or has been silent for long; otherwise
-    None."""
+    """Human-readable note if the member slows the others down or has been silent for long;
+    otherwise None."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Last values of the other numbers that the member reports (`shoal.report`), by name."""
+    """Last values of the other numbers that the member reported with `shoal.report`, by name."""
     steps_in_all: int | None = None
     """Number of steps that the run will have committed at its end; None if unknown."""
     share: float | None = None
-    """Number of micro-batches of the member in each step, relative to an equal part, if they are
-    dealt by speed; otherwise None."""
+    """Number of micro-batches that the member gets in each step, divided by an equal share. None
+    unless micro-batches are distributed by speed."""
     upload_backlog_bytes: int = 0
     """Bytes of checkpoints on the member's disk that are not yet in the object storage."""
     script_line: str | None = None
-    """Line of the script that the member executes, and what the line waits for, if the member has
-    made no progress for a while; otherwise None."""
+    """Line of the script that the member is executing, and what the line waits for. None unless the
+    member has made no progress for a while."""
     last_wait: str | None = None
-    """Last collective, or other wait for peers, that the member completed."""
+    """Last collective or other wait for peers that the member completed; None if unknown."""
     stacks: str | None = None
-    """Python stacks of the member, innermost call first, while a step is stalled; otherwise
-    None. The coordinator keeps those of at most 32 members."""
+    """Python stacks of the member, innermost call first. None unless a step is stalled. The
+    coordinator keeps the stacks of at most 32 members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,35 +136,35 @@ class Server:
 
     server_id: str
     place: int
-    """Index of the server's place in the shard map; a backup has the place of its primary."""
+    """Position of the server in the shard map; a backup has the position of its primary."""
     role: ServerRole
     address: str | None
-    """Address of the server (host:port); None if it serves nobody yet."""
+    """Address of the server (host:port); None while it does not serve requests."""
     metrics_address: str | None
     alive: bool
     in_sync: bool
-    """True if a backup has received everything that its primary has acknowledged."""
+    """True if a backup has received all changes that its primary has acknowledged."""
     draining: bool
-    """True if its partitions are being moved to other servers."""
+    """True if the server's partitions are being moved to other servers so that it can leave."""
     partitions: int
     value_bytes: int
-    """Bytes of the values, without optimizer state."""
+    """Bytes of the parameters that the server stores, without optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine that is not healthy."""
+    """A machine that the job does not use normally."""
 
     host: str
     condition: MachineCondition
     reason: str
-    """Reason of the condition, for people."""
+    """Human-readable reason for the condition."""
     since: datetime
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """A job in a list of jobs."""
+    """Summary of a job in a list of jobs."""
 
     job_id: str
     phase: JobPhase
@@ -184,7 +186,7 @@ class PastRun:
     ended: datetime
     ending: JobEnding
     reason: str | None
-    """Reason of the outcome, for people; None if there is none."""
+    """Human-readable reason for the outcome; None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,12 +195,12 @@ class Job:
 
     job_id: str
     run: int
-    """Number of the newest run; the first one is 1."""
+    """Number of the newest run, counted from 1."""
     phase: JobPhase
     ending: JobEnding | None
     """Outcome of the run; None while it runs."""
     ending_reason: str | None
-    """Reason of the outcome, for people; None if there is none."""
+    """Human-readable reason for the outcome; None if there is none."""
     generation: int
     """Newest generation; 0 if there is none yet."""
     world_size: int
@@ -206,18 +208,18 @@ class Job:
     min_workers: int
     max_workers: int
     members: tuple[Member, ...]
-    """Members of the job: ranked ones first, in rank order."""
+    """Members of the job. Members with a rank come first, in rank order."""
     servers: tuple[Server, ...]
     waits_for: str | None
-    """Explanation of the current wait, for people; None if nothing is stalled."""
+    """Human-readable explanation of what training is waiting for; None if it is not stalled."""
     past_runs: tuple[PastRun, ...]
     """The latest past runs, oldest first."""
     now: datetime
-    """Time at which the state was read, by the clock of the coordinator's Redis, like all other
-    times."""
+    """Time at which this state was read. This and all other times are by the clock of the
+    coordinator's Redis."""
     steps: int = 0
-    """Committed steps of the newest run, also after the run has ended."""
+    """Number of committed steps of the newest run. It is kept after the run has ended."""
     steps_in_all: int | None = None
     """Number of steps that the newest run will have committed at its end; None if unknown."""
     machines: tuple[Machine, ...] = ()
-    """Machines that are not healthy, by host name."""
+    """Machines that the job does not use normally, ordered by host name."""

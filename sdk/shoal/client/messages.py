@@ -1,4 +1,4 @@
-"""Converts the coordinator's messages to plain values."""
+"""Converts messages of the coordinator to the values that the client returns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EnumT = TypeVar("_EnumT", bound=StrEnum)
 
 
 def job_of(message: pb.GetJobResponse) -> Job:
-    """Converts the message of a job with its members and servers."""
+    """Converts the message that describes a job, with its members and servers."""
     return Job(
         job_id=message.spec.job_id,
         run=message.run.number or 1,  # an older coordinator has one run in each job
@@ -51,7 +51,7 @@ def job_of(message: pb.GetJobResponse) -> Job:
 
 
 def past_run_of(message: pb.RunStatus) -> PastRun:
-    """Converts the message of a run that has ended."""
+    """Converts the message that describes an ended run."""
     return PastRun(
         number=message.run.number,
         began=_moment(message.run.began_unix_ms),
@@ -62,7 +62,7 @@ def past_run_of(message: pb.RunStatus) -> PastRun:
 
 
 def summary_of(message: pb.JobSummary) -> JobSummary:
-    """Converts the message of a job in a list of jobs."""
+    """Converts the message that describes a job in a list of jobs."""
     return JobSummary(
         job_id=message.job_id,
         phase=_named(pb.JobPhase, message.phase, JobPhase),
@@ -72,7 +72,7 @@ def summary_of(message: pb.JobSummary) -> JobSummary:
 
 
 def member_of(message: pb.MemberStatus) -> Member:
-    """Converts the message of a member and its progress."""
+    """Converts the message that describes a member and its progress."""
     progress = message.progress
     return Member(
         member_id=message.member_id,
@@ -107,7 +107,7 @@ def member_of(message: pb.MemberStatus) -> Member:
 
 
 def machine_of(message: pb.MachineStatus) -> Machine:
-    """Converts the message of a machine that is not healthy."""
+    """Converts the message that describes a machine that is not used normally."""
     return Machine(
         host=message.host,
         condition=_named(pb.MachineCondition, message.condition, MachineCondition),
@@ -117,7 +117,7 @@ def machine_of(message: pb.MachineStatus) -> Machine:
 
 
 def server_of(message: pb.ServerStatus) -> Server:
-    """Converts the message of a parameter server."""
+    """Converts the message that describes a parameter server."""
     return Server(
         server_id=message.server_id,
         place=message.server_index,
@@ -133,7 +133,7 @@ def server_of(message: pb.ServerStatus) -> Server:
 
 
 def event_of(message: pb.Event) -> Event:
-    """Converts the message of an event."""
+    """Converts the message that describes an event."""
     return Event(
         event_id=message.event_id,
         at=_moment(message.unix_ms),
@@ -149,7 +149,8 @@ def _moment(unix_ms: int) -> datetime:
 
 
 def _named(enum: Any, number: int, kind: type[_EnumT]) -> _EnumT:
-    """Converts an enum number; values from a newer coordinator become `unknown`."""
+    """Converts a number of a protobuf enum to a value of a Python enum. A number that only a newer
+    coordinator knows becomes UNKNOWN."""
     if number not in enum.values():
         return kind("unknown")
     value = enum.Name(number)

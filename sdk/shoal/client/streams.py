@@ -1,4 +1,4 @@
-"""Streams that are read incrementally: a job's events, and the lines of its log."""
+"""Iterators over a job's events and over the lines of its log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_BACKOFF_S: Final = 2.0
 
 
 class Deadline:
-    """Deadline of a call, possibly infinite."""
+    """Deadline of a call, which may be infinite."""
 
     def __init__(self, timeout: timedelta | None) -> None:
         self._timeout = timeout
@@ -30,7 +30,7 @@ class Deadline:
 
     @property
     def left(self) -> timedelta | None:
-        """Remaining time, at least 0; None: unlimited."""
+        """Time until the deadline, at least 0; None if there is no deadline."""
         return (
             None if self._at is None else timedelta(seconds=max(0.0, self._at - time.monotonic()))
         )
@@ -47,14 +47,16 @@ class Deadline:
 
 
 class _Watch(Protocol):
-    """Function that opens a stream of the events after a given one."""
+    """Function that opens a stream of the events that follow the event with a given id."""
 
     def __call__(self, after: str, timeout: timedelta | None, /) -> ResponseStream[Any]: ...
 
 
 class EventStream:
-    """Events of a job, oldest first. One thread iterates over the stream; `close` on any thread
-    ends the iteration. A context manager."""
+    """Iterator over the events of a job, oldest first.
+
+    A context manager. One thread iterates; `close`, called on any thread, ends the iteration.
+    """
 
     def __init__(
         self,
@@ -67,8 +69,8 @@ class EventStream:
         timeout: timedelta | None,
         patience: timedelta,
     ) -> None:
-        """`gone`: returns whether the coordinator has ended for good. `patience`: time for which a
-        followed stream tolerates an absent coordinator."""
+        """`gone`: returns whether the coordinator has ended for good. `patience`: how long a
+        followed stream keeps trying to reach a coordinator that does not answer."""
         self._watch = watch
         self._gone = gone
         self._what = what
@@ -139,8 +141,10 @@ class EventStream:
 
 
 class LogStream:
-    """Lines of a log, without line breaks. One thread iterates over the stream; `close` on any
-    thread ends the iteration. A context manager."""
+    """Iterator over the lines of a log, without their line breaks.
+
+    A context manager. One thread iterates; `close`, called on any thread, ends the iteration.
+    """
 
     def __init__(
         self,
@@ -151,8 +155,8 @@ class LogStream:
         ended: Callable[[], bool] | None,
         timeout: timedelta | None,
     ) -> None:
-        """`rank`: return only lines of the worker started with this rank. `ended`: returns whether
-        the log is complete; None: read only the existing lines."""
+        """`rank`: yield only the lines of the worker that was started with this rank. `ended`:
+        returns whether the log is complete; None: stop after the lines that exist now."""
         self._path = path
         self._what = what
         self._prefix = "" if rank is None else f"[{rank}]: "

@@ -1,5 +1,5 @@
-"""`shoal.Client`: control of jobs by another program. Calls block; `aio` has the same calls for
-asyncio."""
+"""`shoal.Client`, with which another program controls jobs. Its calls block; `aio` has the same
+calls for asyncio."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ T = TypeVar("T")
 
 
 class Client:
-    """Submits, awaits, inspects and stops jobs from outside. A context manager; thread-safe.
+    """Submits, awaits, inspects and stops jobs from another program. A context manager;
+    thread-safe.
 
-    Calls name a job by its id. Every call has a deadline, and raises the errors of
-    `shoal_common.errors`: UnknownResourceError for missing objects, UnavailableError and
-    DeadlineError for a coordinator that does not answer.
+    Calls refer to a job by its id. Every call has a deadline and raises the errors of
+    `shoal_common.errors`: UnknownResourceError if something does not exist, UnavailableError and
+    DeadlineError if a coordinator does not answer.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class Client:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> str:
-        """Submits a complete command line of `shoal run` that names neither a job nor a
-        coordinator. `name`: basis of a new job id."""
+        """Submits a complete command line of `shoal run`. It must not name a job or a coordinator,
+        which are added. `name`: basis of a new job id."""
         job_id = job_id or new_job_id(name)
         shared = self._connections.shared
         where = ["--rdzv-endpoint", shared.address] if shared is not None else ["--standalone"]
@@ -175,8 +176,8 @@ class Client:
     # -------------------------------------------------------------------------------------- looking
 
     def jobs(self) -> tuple[JobSummary, ...]:
-        """Returns all jobs known to the coordinator. Without a coordinator, returns the jobs of
-        this machine, including ended jobs that were submitted from it."""
+        """Returns the jobs known to the shared coordinator. A client without one returns the jobs
+        of this machine, including ended jobs that were submitted from it."""
         found: dict[str, JobSummary] = {}
         for client in self._connections.all():
             try:
@@ -199,11 +200,12 @@ class Client:
         return tuple(found[job_id] for job_id in sorted(found))
 
     def job(self, job_id: str) -> Job:
-        """Returns a job with its members and servers, as known to the coordinator."""
+        """Returns the current state of a job, with its members and servers, from its
+        coordinator."""
         return job_of(self._ask(job_id, lambda client: client.get_job(job_id)))
 
     def members(self, job_id: str) -> tuple[Member, ...]:
-        """Returns a job's workers: workers with a rank first, in rank order."""
+        """Returns a job's workers. Workers with a rank come first, in rank order."""
         return self.job(job_id).members
 
     def servers(self, job_id: str) -> tuple[Server, ...]:
@@ -270,9 +272,10 @@ class Client:
         submission = self._submission(job_id)
         if submission is None:
             raise UnknownResourceError(
-                f"the output of job {job_id!r} is not kept here: it is on the terminal of its "
-                "`shoal run`, and in files with --log-dir. Only the output of submitted jobs is "
-                "kept (shoal.Client().submit(...), `shoal submit`)",
+                f"the output of job {job_id!r} is not stored on this machine. Only the output "
+                "of submitted jobs is (shoal.Client().submit(...), `shoal submit`); `shoal "
+                "run` prints its output on its terminal, and writes it to files with "
+                "--log-dir",
                 reason="LOG_UNKNOWN",
             )
         ended = (lambda: submission.has_ended) if follow else None
@@ -313,8 +316,8 @@ class Client:
     def drain(
         self, job_id: str, *, rank: int | None = None, server: str | None = None, reason: str = ""
     ) -> str:
-        """Asks the worker of a rank, or a parameter server given by its id, to leave. Returns the
-        id of the member or server. Nothing is lost."""
+        """Asks the worker of a rank, or the parameter server with an id, to leave; pass one of the
+        two. No work is lost. Returns the id of the member or server."""
         if (rank is None) == (server is None):
             raise ConfigurationError(f"drain(rank={rank!r}, server={server!r}): pass one of them")
         reason = reason or "shoal.Client.drain"
@@ -326,7 +329,8 @@ class Client:
         return server
 
     def readmit(self, job_id: str, host: str) -> None:
-        """Admits workers on a machine again that is unhealthy or excluded (`Job.machines`)."""
+        """Lets workers join again from a machine that the job has refused as unhealthy or excluded
+        (`Job.machines`)."""
         healthy = pb.MACHINE_CONDITION_HEALTHY
         reason = "shoal.Client.readmit"
         self._ask(
@@ -393,8 +397,8 @@ class Client:
         self.close()
 
     def _ask(self, job_id: str, call: Callable[[CoordinatorClient], T]) -> T:
-        """Calls the job's coordinator. If the job was just submitted, waits until a coordinator
-        knows the job."""
+        """Sends a request to the job's coordinator. Right after a job was submitted, first waits
+        until a coordinator knows the job."""
         deadline = Deadline(self._timeout)
         while True:
             try:
@@ -409,12 +413,12 @@ class Client:
                         f"client.result({job_id!r}) returns its outcome",
                         reason="JOB_ENDED",
                     ) from error
-            deadline.check(f"job {job_id!r} to begin, although its launcher is running")
+            deadline.check(f"job {job_id!r} to begin; its launcher is running")
             time.sleep(LOOK_INTERVAL.total_seconds())
 
     def _submission(self, job_id: str) -> Submission | None:
-        """Returns the job's last run submitted from this machine to this client's coordinator; None
-        if there is none."""
+        """Returns the last run of the job that was submitted from this machine to this client's
+        coordinator; None if there is none."""
         shared = self._connections.shared
         try:
             found = self._submissions.newest(job_id)
@@ -424,8 +428,8 @@ class Client:
 
 
 def _of_rank(job: Job, rank: int) -> Member:
-    """Returns the member with a rank. Raises UnknownResourceError, which lists the existing
-    ranks."""
+    """Returns the member with a rank. If no member has it, raises an UnknownResourceError that
+    lists the existing ranks."""
     ranked = {member.rank: member for member in job.members if member.rank is not None}
     if rank in ranked:
         return ranked[rank]
@@ -438,8 +442,8 @@ def _of_rank(job: Job, rank: int) -> Member:
         )
     else:
         there = (
-            f"it has no ranks now, with {len(job.members)} of at least {job.min_workers} workers; "
-            "see `shoal status`"
+            f"it has no ranks now, since only {len(job.members)} of at least "
+            f"{job.min_workers} workers are there; see `shoal status`"
         )
     raise UnknownResourceError(
         f"job {job.job_id} has no rank {rank}: {there}", reason="MEMBER_UNKNOWN"
@@ -464,8 +468,8 @@ def _result_of(submission: Submission) -> Result | None:
 
 
 def _end_of(job: Job) -> Result | None:
-    """Returns the result of an ended job as known to its coordinator, without an exit status, which
-    only launchers know. Returns None if the job has not ended."""
+    """Returns the result of an ended job according to its coordinator; None if the job has not
+    ended. The result lacks the exit status, which only launchers know."""
     if job.phase is not JobPhase.FINISHED:
         return None
     return Result(
@@ -478,8 +482,8 @@ def _end_of(job: Job) -> Result | None:
 
 
 def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
-    """Returns environment variables with the credentials for a shared coordinator, for a job's
-    launcher."""
+    """Returns the environment variables that give a job's launcher the credentials for a shared
+    coordinator."""
     if shared is None:
         return {}
     tls = shared.tls

@@ -1,8 +1,8 @@
-"""Handwritten digits (scikit-learn's bundled set: UCI, 1797 images of 8 x 8 pixels) and a small
-convolutional network for them.
+"""Handwritten digits (scikit-learn's bundled data set: UCI, 1797 images of 8 x 8 pixels) and a
+small convolutional network that classifies them.
 
-The file of the data set is read directly: importing scikit-learn would cost a second for every
-starting worker, including replacements.
+The data file is read without importing scikit-learn, which would cost every starting worker,
+including replacements, a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures and verdict of the demo, and the plot of both loss curves."""
+"""Computes the figures of the demo's runs and the verdict, and plots both loss curves."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from shoal.ticks import is_wide, logarithmic
 LEAST_ACCURACY = 0.95
 _SOON_S = 20
 _LOST_UPDATES = "updates of this worker that it had acknowledged"
-"""Part of a worker's message that reports that a restarted server has lost acknowledged updates."""
+"""Text by which a worker's message is recognized that says that a restarted parameter server has
+lost updates that it had acknowledged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Figures of one run."""
+    """Measured results of one run."""
 
     title: str
     accuracy: float | None
@@ -95,7 +96,7 @@ def _pauses(
 
 
 def faults(outcome: Outcome, figures: Figures) -> list[str]:
-    """Returns descriptions of the failed checks, for people; empty if all passed."""
+    """Returns a human-readable description of each check that failed; empty if all passed."""
     found = []
     if outcome.exit_code != 0:
         found.append(

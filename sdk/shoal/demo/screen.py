@@ -1,5 +1,5 @@
-"""Live table of the demo with a row per rank. Without a terminal, prints an occasional line
-instead."""
+"""Live table of the demo, with one row per rank. If the output is not a terminal, it prints a line
+from time to time instead."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Screen:
         self._started: dict[str, float] = {}
         self._most_steps: dict[str, int] = {}
         self._last_ranked: dict[str, pb.GetJobResponse] = {}
-        """Run -> last state of its job while the job had ranks. At the end of a run the ranks
-        leave, and the launcher takes some seconds to clean up."""
+        """Run -> last state of its job in which the job had ranks. It is shown at the end of a run,
+        when the ranks have left and the launcher cleans up for some seconds."""
 
     def __enter__(self) -> Screen:
         if self._live is not None:

@@ -28,7 +28,7 @@ from shoal.launcher.clusters.registry import ClusterRecord, running_clusters
 _POLL_S = 0.2
 _MARK = "SHOAL_DEMO_RUN"
 _SERVER = "shoal_ps_server"
-"""Part of a command line that identifies parameter servers."""
+"""Text in a command line by which parameter servers are recognized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Plan:
     SIGKILL; None: no kill."""
     environment: Mapping[str, str] = field(default_factory=dict)
     patience: timedelta = timedelta(seconds=60)
-    """Maximum time without a new step. The run itself may take as long as the machine needs."""
+    """Maximum time without a new step. The total duration of the run is not limited."""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class Outcome:
     exit_code: int = -1
     killed_unix_s: float | None = None
     killed: str = ""
-    """Description of the killed process, for people."""
+    """Human-readable description of the killed process."""
     left_running: list[str] = field(default_factory=list)
 
     @property
@@ -190,7 +190,7 @@ def _job(
 
 
 def steps_done(plan: Plan, members: Iterable[pb.MemberStatus]) -> int:
-    """Returns the number of optimizer steps committed so far, out of `Plan.total_steps`."""
+    """Returns the number of steps committed so far. At the end it is `Plan.total_steps`."""
     steps = [member.progress.step for member in members]
     if not steps:
         return 0
@@ -216,8 +216,8 @@ def _kill_when_due(job: pb.GetJobResponse, plan: Plan, outcome: Outcome, mark: s
 
 
 def _marked_processes(mark: str) -> list[str]:
-    """Returns the processes that have the run's mark in their environment, as "PID: COMMAND". These
-    are the run's descendants, even after their parents have ended."""
+    """Returns the processes whose environment contains the run's mark, as "PID: COMMAND". They are
+    the run's descendants, which this finds even if their parents have ended."""
     if not Path("/proc/self/environ").exists():
         raise InternalError(
             "the demo searches /proc for processes left behind, but this system has no /proc"

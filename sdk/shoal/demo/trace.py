@@ -1,5 +1,5 @@
-"""Records of the committed steps of the demo's workers, and their reader. Each process writes one
-file of JSON lines."""
+"""Writes and reads records of the steps that the demo's workers have committed. Each process writes
+one file of JSON lines."""
 
 from __future__ import annotations
 
@@ -97,9 +97,11 @@ class Trace:
     accuracies: tuple[Accuracy, ...]
 
     def loss_curve(self, *, common_steps: bool) -> tuple[list[float], list[float]]:
-        """Returns the seconds since the first step, and the losses. With common steps, the loss
-        of a step is the mean over the workers that recorded it; otherwise each push counts
-        separately."""
+        """Returns the times in seconds since the first step, and the loss at each time.
+
+        `common_steps`: True if the workers share steps; the loss of a step is then the mean over
+        the workers that recorded it. Otherwise each push is a point of its own.
+        """
         if not self.steps:
             return [], []
         start = self.steps[0].unix_s
@@ -116,7 +118,8 @@ class Trace:
 
 
 def read(directory: Path) -> Trace:
-    """Reads all trace files in `directory`. Skips a line that was torn by a SIGKILL."""
+    """Reads all trace files in `directory`. Skips lines that are incomplete because their worker
+    was killed."""
     steps: list[CommittedStep] = []
     accuracies: list[Accuracy] = []
     for file in sorted(directory.glob("*.jsonl")):

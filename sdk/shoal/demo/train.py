@@ -79,9 +79,9 @@ def main() -> None:
 
 
 class Drag:
-    """Simulates a busy machine: an iteration takes `factor` times as long as the fastest
-    iteration so far. The last iteration is not used as a measure, since it may have waited for
-    other workers."""
+    """Simulates a slow machine: makes each iteration take `factor` times as long as the fastest
+    iteration so far. The previous iteration is not the measure, since it may have included waiting
+    for other workers."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -90,12 +90,12 @@ class Drag:
         self._began_s = 0.0
 
     def begin(self) -> None:
-        """Records the time at which a batch arrives."""
+        """Records the time at which an iteration receives its batch."""
         self._began_s = time.perf_counter()
 
     def hold(self) -> None:
-        """Waits between the computation of the gradient and its push, so that the gradient becomes
-        stale."""
+        """Waits after the gradient has been computed and before it is pushed, so that the gradient
+        becomes stale."""
         self._held_s = (self._factor - 1) * (self._own_s or 0.0)
         time.sleep(self._held_s)  # waits for nothing: this is the slow machine's part of the step
 

@@ -1,5 +1,5 @@
-"""Evaluations for Trainers, distributed over all ranks, that also keep values of each batch.
-`shoal.evaluate` returns only sums."""
+"""Runs the evaluations of Trainers on all ranks and collects values of each batch, in addition to
+the sums that `shoal.evaluate` returns."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ def evaluate_on_all(
     *,
     gathers: bool,
 ) -> tuple[dict[str, float], list[Any]]:
-    """Evaluates each batch on one rank. Returns the sums over all batches, and the values kept of
-    each batch, in order; both are the same on all ranks.
+    """Distributes the batches over the ranks and evaluates each one once. Returns the sums over all
+    batches, and the values kept for each batch, in order. Both are the same on all ranks.
 
     Args:
         session: session of this process.
         model: model, which is put into evaluation mode.
         batches: batches of an evaluation loader.
-        measure: receives a batch's number and the batch; returns its sums and the values to keep:
-            tensors, numbers, strings, and tuples, lists and dictionaries of them.
-        gathers: True to gather the kept values; otherwise the list is empty.
+        measure: function that receives a batch's number and the batch, and returns the batch's sums
+        and
+            the values to keep (tensors, numbers, strings, and tuples, lists and dictionaries of
+            them).
+        gathers: True to gather the kept values; otherwise the returned list is empty.
     """
     own: dict[int, Any] = {}
 
@@ -49,9 +51,9 @@ def evaluate_on_all(
         if not gathers:
             return sums, []
         everyones = dict(itertools.chain(*collectives.gather(session, [*own.items()])))
-        # If some are missing, a rank died after the evaluation together with its values. All ranks
-        # notice that and evaluate again. In a joiner that replays its script nobody uses the
-        # answer.
+        # If values are missing, a rank died after the evaluation, and its values are lost. All
+        # ranks notice this and evaluate again. In a joiner that replays its script, nothing uses
+        # the result.
         if len(everyones) == sums.get("batches", 0.0) or session.is_joining:
             return sums, [everyones[number] for number in sorted(everyones)]
 

@@ -1,5 +1,5 @@
-"""Evaluation batches paired with their numbers, which `shoal.evaluate` does not pass on by
-itself."""
+"""Pairs evaluation batches with their numbers, so that functions called by `shoal.evaluate` know
+which batch they evaluate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Starts Shoal's processes on this machine: a local cluster, and the workers of a script, as
-torchrun would.
+torchrun does.
 
-The package is Linux only (pidfd, prctl, setsid) and free of torch: `shoal run` starts while
-torchrun would still be importing it. It is not called `launch` because `shoal.launch` is the public
-function that starts ranks from a notebook.
+The package runs only on Linux (it uses pidfd, prctl and setsid). It does not import torch, so that
+`shoal run` starts quickly. It is not called `launch` because `shoal.launch` is the public function
+that starts ranks from a notebook.
 """

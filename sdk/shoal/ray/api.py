@@ -144,15 +144,15 @@ def _returned(outcome: Outcome) -> dict[int, Any]:
     missing = sorted(set(range(max((value.world_size for value in values), default=1))) - ranks)
     if missing:
         _log.warning(
-            "the run completed, but the return value of rank %s was lost with its machine",
+            "the run completed, but the return value of rank %s was lost when its machine died",
             ", ".join(map(str, missing)),
         )
     return {value.rank: value.value for value in values}
 
 
 def _status(outcome: Outcome) -> int:
-    """Returns the script's exit status. Launchers whose own workers did not fail know only that
-    other workers failed (1)."""
+    """Returns the script's exit status. A launcher whose own workers did not fail knows only that
+    workers elsewhere failed, and exits with status 1."""
     if outcome.came_to_the_end:
         return 0
     if not outcome.failed:

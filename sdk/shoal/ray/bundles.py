@@ -1,9 +1,9 @@
-"""Places for launchers in a Ray cluster: placement groups, and an actor in each bundle that runs a
-command.
+"""Places launchers in a Ray cluster: creates placement groups, and in each bundle an actor that
+runs a command.
 
-The bundles required to start a run form one group, which Ray places as a unit. Each further bundle
-is a separate group, which Ray (and its autoscaler) places when there is room. When a machine dies,
-Ray places its bundles again, restarts their actors, and makes them run their commands again.
+The bundles that a run needs to start form one group, which Ray places as a unit. Each further
+bundle is a separate group, which Ray (and its autoscaler) places when there is room. When a machine
+dies, Ray places its bundles elsewhere and restarts their actors, which run their commands again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shoal_common.errors import DeadlineError
 from shoal.ray.command import CommandActor
 
 _THREADS: Final = 2
-"""Threads of each actor: one runs the command, one answers requests."""
+"""Number of threads per actor: one runs the command, the other answers requests."""
 
 
 class Bundles:
-    """Bundles of a run, all with the same resources. A context manager: at its end, the actors,
+    """Bundles of a run, all with the same resources. A context manager; when it exits, the actors,
     their commands and the groups are gone."""
 
     def __init__(self, what: str, resources: Mapping[str, float], *, strategy: str) -> None:
-        """`what`: purpose of the bundles, for people."""
+        """`what`: human-readable purpose of the bundles."""
         self._what = what
         self._resources = dict(resources)
         self._strategy = strategy
@@ -38,8 +38,8 @@ class Bundles:
         self.actors: list[Any] = []
 
     def place(self, least: int, most: int, *, timeout: timedelta) -> None:
-        """Waits until `least` bundles are placed, and requests further ones up to `most`. Raises
-        DeadlineError, which lists the cluster's resources."""
+        """Waits until `least` bundles are placed, and requests more, up to `most`. If Ray does not
+        place them in time, raises a DeadlineError that lists the cluster's resources."""
         group = self._ask_for(least)
         if not group.wait(timeout.total_seconds()):
             raise DeadlineError(

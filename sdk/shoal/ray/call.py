@@ -1,11 +1,11 @@
 """Transfers a function to the ranks, and its results or exceptions back, through files in a
 launcher's directory.
 
-The function and the results are pickled by Ray's cloudpickle, like all functions run by Ray: anyone
-who may submit work to a Ray cluster can run code there anyway
-(docs/explanation/launcher-and-deployment.md#batch-systems). The actors in between pass the bytes
-on. Only the worker that calls the function unpickles it, and only the driver unpickles its result;
-no other process imports Ray for this.
+The function and its results are pickled with Ray's cloudpickle, as Ray does with all functions.
+This adds no risk: anyone who may submit work to a Ray cluster can run code there
+(docs/explanation/launcher-and-deployment.md#batch-systems). The actors in between only pass on the
+bytes. Only the worker that calls the function unpickles it, and only the driver unpickles its
+result; no other process needs Ray for this.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Value:
 
     rank: int
     world_size: int
-    """World size of the generation in which the rank finished."""
+    """World size of the generation in which the function ended on this rank."""
     value: Any
 
 
@@ -45,10 +45,10 @@ class Failure:
     """Exception of the call on one rank."""
 
     at: float
-    """Unix time of the exception, on the clock of the rank's machine."""
+    """Time of the exception in seconds since the Unix epoch, by the clock of the rank's machine."""
     rank: int
     error: BaseException
-    """The exception itself or, if it cannot be pickled, a RuntimeError with its text."""
+    """The exception or, if it cannot be pickled, a RuntimeError with its text."""
     trace: str
 
 
@@ -62,7 +62,8 @@ def packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     except Exception as error:
         raise ConfigurationError(
             f"shoal.ray.run({_named(function)}): cannot pickle the function or its arguments: "
-            f"{error}; create what it needs (models, datasets, open files) inside it"
+            f"{error}; create the objects that it needs (models, datasets, open files) inside "
+            "the function"
         ) from error
     return call
 
@@ -72,12 +73,13 @@ def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, 
 
     Args:
         directory: directory shared with the actor.
-        index: this worker's local rank.
-        standing: returns this worker's rank and the world size; called once the function has ended.
+        index: local rank of this worker.
+        standing: returns the rank of this worker and the world size; called once the function has
+            ended.
 
     Raises:
         ConfigurationError: the return value cannot be pickled.
-        BaseException: the function's exception.
+        BaseException: the exception that the function raised.
     """
     sys.path += [
         entry for entry in json.loads((directory / PATH).read_text()) if entry not in sys.path
@@ -100,12 +102,12 @@ def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, 
 
 
 def values_in(ended: Iterable[Ended]) -> list[Value]:
-    """Returns the return values of all calls, ordered by rank."""
+    """Returns the return values of all ranks, ordered by rank."""
     return sorted(_read(ended, _VALUE), key=lambda value: value.rank)
 
 
 def first_failure_in(ended: Iterable[Ended]) -> Failure | None:
-    """Returns the earliest failure, which caused the others; None if there was none."""
+    """Returns the earliest failure, which probably caused the others; None if there was none."""
     return min(_read(ended, _FAILURE), key=lambda failure: failure.at, default=None)
 
 

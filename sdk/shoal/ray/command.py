@@ -1,9 +1,9 @@
-"""Command in a bundle of a Ray cluster: the actor that starts it, with its input and output files.
+"""A command in a bundle of a Ray cluster: the actor that starts it, and its input and output files.
 
-The actor runs on the bundle's machine. Its command is a separate process, since launchers need a
-main thread and no Ray. The command's output is the actor's output, which Ray shows to the driver.
-When the actor is killed, or its machine's raylet dies, the kernel kills the command and its
-descendants. This module imports nothing from Ray.
+The actor runs on the bundle's machine. Its command is a separate process, since a launcher needs a
+main thread and does not need Ray. The command's output becomes the actor's output, which Ray shows
+to the driver. When the actor is killed, or its machine's raylet dies, the kernel kills the command
+and its descendants. This module imports nothing from Ray.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from shoal_common.system.scratch import ScratchDirectory
 from shoal.launcher.processes.process import Child, Handle, stop_all, wait_all
 
 DIRECTORY: Final = "SHOAL_RAY_DIRECTORY"
-"""Variable with the directory shared by command and actor. Only this user can read the
-directory."""
+"""Environment variable with the path of the directory that the command and the actor share. Only
+this user can read the directory."""
 HERE: Final = "{directory}"
-"""Placeholder for the shared directory in a command's arguments."""
+"""Placeholder for the shared directory in the arguments of a command."""
 SUMMARY: Final = "summary.left"
-"""Name of the file, in the shared directory, with a description of the launcher's failed workers
-for people."""
+"""Name of the file, in the shared directory, with a human-readable description of the launcher's
+failed workers."""
 PATH: Final = "path.json"
-"""Name of the file, in the shared directory, with the actor's sys.path, which Ray has set up like
+"""Name of the file, in the shared directory, with the actor's sys.path, which Ray has made equal to
 the driver's."""
 _KEPT_MOST: Final = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Command of an actor, `python -m MODULE ARGUMENTS`, with the Python interpreter of its
-    machine."""
+    """A command for an actor to run: `python -m MODULE ARGUMENTS`, with the Python interpreter of
+    the actor's machine."""
 
     module: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
-    """Variables added to the actor's environment. Unlike the arguments, they may contain
-    secrets."""
+    """Variables that are added to the actor's environment. They may contain secrets, unlike the
+    arguments, which are visible to all users."""
     files: Mapping[str, bytes] = field(repr=False, default_factory=dict)
-    """Name -> content, written to the command's directory before it starts."""
+    """Name -> content of files that are written to the command's directory before it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,41 +61,42 @@ class Ended:
     """Exit status as in a shell."""
     host: str
     files: Mapping[str, bytes] = field(repr=False)
-    """Files ending in .left that the command has left in its directory, by name."""
+    """Name -> content of the files ending in .left that the command has written to its
+    directory."""
 
     @property
     def was_ended(self) -> bool:
-        """True if the launcher was ended by an external event rather than by its script
-        (docs/exit-status.md)."""
+        """True if something other than its script ended the launcher, such as a signal or an
+        eviction (docs/exit-status.md)."""
         return self.status == PUT_OUT or self.status > 128
 
     @property
     def has_failed(self) -> bool:
-        """True if the launcher ended because of its own workers. Other launchers exit with 1 when
-        the job has failed, or start too late."""
+        """True if the launcher ended because its own workers failed. Other launchers exit with
+        status 1 when the job has failed, or when they start too late."""
         return self.status not in (0, PUT_OUT, PREEMPTED) and SUMMARY in self.files
 
 
 class CommandActor:
-    """Actor that runs one command at a time. `run` blocks one of the actor's threads; the other
+    """Actor that runs one command at a time. `run` occupies one of the actor's threads; the other
     methods run on a second thread."""
 
     def __init__(self, name: str) -> None:
-        """`name`: prefix of each output line shown by Ray."""
+        """`name`: text that Ray shows before each output line."""
         self._name = name
         self._scratch = ScratchDirectory("ray")
-        """Directory that is kept for the next command, so that a restarted server finds its data,
-        and is removed with the actor."""
+        """Directory of the commands. It is kept for the next command, so that a restarted server
+        finds its data, and is removed with the actor."""
         self._lock = threading.Lock()
         self._handle: Handle | None = None
-        """Process of the running command; None without one."""
+        """Process of the running command; None if none is running."""
         self._stopped = False
 
     def __repr__(self) -> str:
         return self._name
 
     def run(self, command: Command) -> Ended:
-        """Runs a command to its end and returns its result. Raises OSError if the command cannot be
+        """Runs a command to its end and returns the result. Raises OSError if the command cannot be
         started."""
         directory = self._scratch.path
         for path in directory.glob("*.left"):
@@ -130,14 +131,14 @@ class CommandActor:
             stop_all([child], grace=timedelta(0))
 
     def stop(self) -> None:
-        """Sends SIGTERM to the current or the next command. A launcher's workers then leave at
-        their next step boundary."""
+        """Sends SIGTERM to the running command or, if none is running, to the next one. A
+        launcher's workers then leave at their next step boundary."""
         with self._lock:
             self._stopped = True
             if self._handle is not None:
                 self._handle.send(signal.SIGTERM)
 
     def where(self) -> tuple[str, int]:
-        """Returns the host name of the actor's machine, and the actor's process id. Any answer
+        """Returns the host name of the actor's machine, and the actor's process id. Any response
         shows that the actor is running."""
         return socket.gethostname(), os.getpid()

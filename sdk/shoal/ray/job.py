@@ -1,8 +1,8 @@
-"""Carries out a plan on Ray: starts the coordinator next to the driver, places bundles, and runs
+"""Carries out a plan on Ray: starts a coordinator on the driver's machine, places bundles, and runs
 their commands to the end.
 
-The coordinator is a child of the driver: when the driver dies, Ray ends everything that it started,
-so the coordinator adds no point of failure
+The coordinator is a child of the driver. When the driver dies, Ray ends everything that the driver
+started, so the coordinator adds no further point of failure
 (docs/explanation/launcher-and-deployment.md#batch-systems).
 """
 
@@ -34,12 +34,12 @@ _FOR_PROCESSES = ("SHOAL_TLS_CA", "SHOAL_TLS_CERT", "SHOAL_TLS_KEY")
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """Time limits of a run."""
+    """Maximum waiting times of a run."""
 
     placement: timedelta
-    """Time for which Ray may take to place launchers."""
+    """Maximum time for Ray to place launchers."""
     shutdown: timedelta
-    """Time for which workers may take to leave on request."""
+    """Maximum time for workers to leave after they were asked to."""
 
 
 def carry_out(plan: Plan, *, coordinator: str | None, patience: Patience) -> Outcome:
@@ -97,24 +97,25 @@ def _connect() -> None:
 
 
 def _on_all_machines(script: str) -> str:
-    """Returns the path of the script on every machine. It is relative to the directory that Ray has
-    copied to all machines (working_dir), if the driver has set one; otherwise it is this machine's
-    own path. Raises ConfigurationError if the script does not exist."""
+    """Returns the path of the script that is valid on every machine. If the driver has set a
+    directory that Ray copies to all machines (working_dir), the path is relative to it; otherwise
+    it is the script's path on this machine. Raises ConfigurationError if the script does not
+    exist."""
     if ray.get_runtime_context().runtime_env.get("working_dir"):
         return script
     path = Path(script).absolute()
     if not path.is_file():
         raise ConfigurationError(
-            f"the script {script!r} does not exist here ({Path.cwd()}); use one that is at the "
+            f"the script {script!r} does not exist in {Path.cwd()}; use a script that has the "
             "same path on all machines, or pass its directory to Ray with "
-            "ray.init(runtime_env={'working_dir': ...})"
+            f"ray.init(runtime_env={{'working_dir': ...}})"
         )
     return str(path)
 
 
 def _own_credentials() -> dict[str, str]:
-    """Returns this process's credentials for the launchers: the token itself, and the paths of
-    certificates."""
+    """Returns the credentials of this process for the launchers: the token itself, and the paths of
+    the certificates."""
     token = CallerSettings.load().bearer_token
     return {
         **({"SHOAL_TOKEN": token} if token else {}),
@@ -164,7 +165,7 @@ class _Hosted:
             self._close()
             raise
         _log.info(
-            "watch this run with shoal status --coordinator %s --token-file %s",
+            "to watch this run: shoal status --coordinator %s --token-file %s",
             self.address,
             self._token_file,
         )

@@ -1,5 +1,5 @@
-"""Plan of a run on Ray, validated and converted to commands for Ray's machines. The plan uses
-nothing of Ray except the names of its resources."""
+"""Plan of a run on Ray: validates the arguments of `shoal.ray.run` and converts them to commands
+for Ray's machines. It uses nothing of Ray except the names of resources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from shoal.launcher.workers.settings import NodeRange
 from shoal.ray.command import HERE, SUMMARY, Command
 
 TOKENS: Final = "tokens"
-"""Name of the file, next to a server, that defines who may call the server."""
+"""Name of the file, next to a parameter server, that lists the tokens with which it may be
+called."""
 _JOIN_GRACE_S: Final = 30
 _STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _SET_HERE: Final = frozenset(
@@ -45,14 +46,14 @@ _SET_HERE: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of one run. Raises ConfigurationError, which names the invalid argument of
-    `shoal.ray.run`."""
+    """Plan of one run. An invalid argument of `shoal.ray.run` raises a ConfigurationError that
+    names it."""
 
     job_id: str
     script: tuple[str, ...]
-    """Arguments after the flags of `shoal run`."""
+    """The script and its arguments, which follow the flags of `shoal run`."""
     files: Mapping[str, bytes] = field(repr=False)
-    """Files written next to each launcher, by name."""
+    """Name -> content of files that are written next to each launcher."""
     workers: int | tuple[int, int]
     workers_per_bundle: int = 1
     resources: Mapping[str, float]
@@ -91,7 +92,8 @@ class Plan:
             name = str(flag).partition("=")[0].replace("_", "-")
             if name in _SET_HERE:
                 raise ConfigurationError(
-                    f"flags: {flag!r} is set by shoal.ray.run itself; use its arguments instead"
+                    f"flags: {flag!r} is set by shoal.ray.run itself; use the arguments of "
+                    "shoal.ray.run instead"
                 )
 
     def _check_workers(self) -> None:
@@ -115,8 +117,8 @@ class Plan:
 
     @property
     def nodes(self) -> NodeRange:
-        """Number of launchers, one per bundle. One is enough to continue, unless a minimum was
-        given."""
+        """Number of launchers, one per bundle. A single one is enough to continue, unless a minimum
+        was given."""
         if isinstance(self.workers, tuple):
             least, most = self.workers
             return NodeRange(least // self.workers_per_bundle, most // self.workers_per_bundle)
@@ -124,7 +126,7 @@ class Plan:
 
     @property
     def gang(self) -> int:
-        """Number of launchers that are placed together before any of them starts."""
+        """Number of launchers for which Ray must have a place before any of them starts."""
         return self.nodes.least if isinstance(self.workers, tuple) else self.nodes.most
 
     @property
@@ -132,8 +134,8 @@ class Plan:
         return self.servers * (1 + self.server_backups)
 
     def launcher(self, coordinator: str, *, secrets: Mapping[str, str]) -> Command:
-        """Returns the `shoal run` command of a launcher. Each job id has a single run, and `--run
-        1` keeps a late launcher from starting another one."""
+        """Returns the `shoal run` command of a launcher. `--run 1` keeps a launcher that starts
+        late from beginning another run of the job, since each job id has only one."""
         nodes = self.nodes
         flags: dict[str, str | int] = {
             "--rdzv-endpoint": coordinator,
@@ -144,7 +146,9 @@ class Plan:
             "--servers": self.servers,
             "--server-backups": self.server_backups,
         }
-        if self.gang == nodes.most:  # all are placed together: it is worth waiting for the last
+        if (
+            self.gang == nodes.most
+        ):  # Ray places all of them together, so it is worth waiting for the last one
             flags["--rdzv-conf"] = f"last_call_timeout={_JOIN_GRACE_S}"
         settled = [str(word) for pair in flags.items() for word in pair]
         arguments = (f"{HERE}/{SUMMARY}", "run", *map(str, self.flags), *settled, *self.script)
@@ -156,8 +160,8 @@ class Plan:
         )
 
     def server(self, index: int, coordinator: str, *, token: str, tokens: bytes) -> Command:
-        """Returns the `shoal-ps-server` command of a server. The server's data is stored next to
-        it: it is kept across restarts, and lost with the machine."""
+        """Returns the `shoal-ps-server` command of a server. The server's data is stored on its
+        machine: it survives a restart of the process, but not the loss of the machine."""
         identity = (
             "--listen",
             "0.0.0.0:0",

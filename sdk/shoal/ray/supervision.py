@@ -1,9 +1,10 @@
-"""Follows the commands of a run on Ray from their start to the end of the run, and determines its
-outcome.
+"""Follows the commands of a run on Ray from their start to the end of the run, and determines the
+outcome of the run.
 
-Ray itself restarts the processes that were lost with a machine (`bundles`). This module interprets
-the end of a command, decides which commands to wait for when the run is over, and detects that none
-is left. A command ended by an external event is run again in its place (docs/exit-status.md).
+Ray itself restarts processes that were lost with a machine (`bundles`). This module interprets how
+a command ended, decides which commands to wait for when the run is over, and notices when no
+launcher is left. A command that was ended from outside, such as by a signal, is run again in its
+bundle (docs/exit-status.md).
 
 All objects belong to the thread that calls `Supervision.run`.
 """
@@ -27,67 +28,67 @@ _log = logging.getLogger("shoal.ray")
 
 _TICK_S: Final = 0.5
 _LOOK_S: Final = 5.0
-"""Interval between checks whether an actor is running."""
+"""Interval in seconds between checks that an actor is running."""
 _ANSWER_S: Final = 10.0
-"""Time without an answer after which an actor counts as not running: its machine is lost, or Ray
-has no place for it."""
+"""Time in seconds without a response after which an actor counts as not running: its machine is
+lost, or Ray has no place for it."""
 _END_GRACE_S: Final = 300.0
-"""Maximum wait for running launchers after one has finished. Their scripts have reached the same
-end, and save their results."""
+"""Maximum wait in seconds for the other launchers after one has finished. Their scripts have
+reached the same end and may still be saving results."""
 _FAILURE_GRACE_S: Final = 90.0
-"""Maximum wait for running launchers after the job has failed. They give their workers 30 s to
-leave."""
+"""Maximum wait in seconds for the other launchers after the job has failed. They give their workers
+30 s to leave."""
 _LEAVE_S: Final = 5.0
-"""Time for which an actor may take to confirm that it has forwarded SIGTERM."""
+"""Maximum time in seconds for an actor to confirm that it has forwarded SIGTERM."""
 _MOST_RERUNS: Final = 10
 
 
 @dataclass(eq=False)
 class Seat:
-    """A command and the actor that runs it."""
+    """A command, the actor that runs it, and its results so far."""
 
     name: str
     command: Command
     actor: Any
     result: Any = None
-    """Ray's reference to the end of the command; None once the command has ended and will not be
-    run again."""
+    """Ray's reference to the result of the running command; None once the command has ended for
+    good."""
     look: Any = None
-    """Ray's reference to the pending check whether the actor runs; None if there is none."""
+    """Ray's reference to a pending check that the actor is running; None if there is none."""
     looked_at: float = 0.0
     answered_at: float | None = None
     host: str = ""
     """Host name of the actor's machine; empty while the actor is not running."""
     pid: int = 0
-    """Process id of the actor on that machine, which changes when Ray restarts the actor."""
+    """Process id of the actor on its machine. It changes when Ray restarts the actor."""
     earlier: list[Ended] = field(default_factory=list)
-    """Earlier results of the command, after each of which it was run again."""
+    """Results of earlier executions of the command, after which it was run again."""
 
     def begin(self) -> None:
         self.result = self.actor.run.remote(self.command)
 
     @property
     def is_there(self) -> bool:
-        """True if the actor has answered recently."""
+        """True if the actor has responded recently."""
         return self.answered_at is not None and time.monotonic() < self.answered_at + _ANSWER_S
 
 
 @dataclass
 class Outcome:
-    """Outcomes of a run's launchers."""
+    """Results of the launchers of a run."""
 
     finished: list[Ended] = field(default_factory=list)
-    """Results of launchers that ended with status 0. The job is then finished."""
+    """Results of launchers that exited with status 0, which means that the job is finished."""
     failed: list[Ended] = field(default_factory=list)
-    """Results of launchers that ended with another status and were not run again."""
+    """Results of launchers that exited with another status and were not run again."""
     earlier: list[Ended] = field(default_factory=list)
-    """Earlier results of launchers that were run again."""
+    """Results of earlier executions of launchers that were run again."""
     lost: list[str] = field(default_factory=list)
-    """Ray's errors about launchers that could not be run."""
+    """Ray's errors for launchers that could not be run."""
 
     @property
     def came_to_the_end(self) -> bool:
-        """True if the script finished on every worker that the run had at its end: some launchers
+        """True if the script finished on all workers that the run had at its end: some launcher
         finished, and none failed."""
         return bool(self.finished) and not any(ended.has_failed for ended in self.failed)
 
@@ -103,12 +104,11 @@ class Supervision:
         tend: Callable[[], None],
         patience: timedelta,
     ) -> None:
-        """
-        Args:
-            launchers: launchers of the run, which is over when they have ended.
-            servers: parameter servers, which end after the launchers.
-            tend: function that is called every half second.
-            patience: time for which Ray may have no place for any launcher.
+        """Args:
+        launchers: launchers of the run, which is over when they have ended.
+        servers: parameter servers, which end after the launchers.
+        tend: function to call every half second.
+        patience: how long Ray may have no place for any launcher.
         """
         self._launchers = list(launchers)
         self._servers = list(servers)
@@ -116,9 +116,9 @@ class Supervision:
         self._patience = patience
         self._outcome = Outcome()
         self._ending_at: float | None = None
-        """Time at which a launcher first ended and was not run again; None if none has."""
+        """Time at which a launcher first ended for good; None if none has."""
         self._seen_at = time.monotonic()
-        """Time of the last answer from a launcher."""
+        """Time at which a launcher last responded."""
 
     def run(self) -> Outcome:
         """Blocks until the job has ended, and returns the outcome. Raises DeadlineError if no
@@ -137,8 +137,8 @@ class Supervision:
         return self._outcome
 
     def stop(self, grace: timedelta) -> None:
-        """Sends SIGTERM to the running commands, and blocks until they have ended, for at most
-        `grace`."""
+        """Sends SIGTERM to the running commands, and blocks until they have ended or `grace` has
+        passed."""
         left = [
             *(seat for seat in self._left(self._launchers) if seat.is_there),
             *self._left(self._servers),
@@ -157,7 +157,7 @@ class Supervision:
 
     @staticmethod
     def _ask(method: Any) -> Any:
-        """Sends a request to the current incarnation of an actor. If the actor is replaced, the
+        """Sends a request to the current incarnation of an actor. If Ray replaces the actor, the
         request is not repeated."""
         return method.options(max_task_retries=0).remote()
 
@@ -185,8 +185,8 @@ class Supervision:
         elif seat in self._servers or (ended.was_ended and self._ending_at is None):
             self._given_up(
                 seat,
-                f"it ended with status {ended.status} on {ended.host}, {len(seat.earlier) + 1} "
-                "times; see its output",
+                f"it ended {len(seat.earlier) + 1} times, last with status {ended.status} on "
+                f"{ended.host}; see its output",
             )
         else:
             self._outcome.earlier += seat.earlier
@@ -194,8 +194,8 @@ class Supervision:
             if ended.has_failed or self._ending_at is not None:
                 self._begin_to_end()
             else:
-                # it arrived too late, or did not reach the coordinator; or the job has failed, and
-                # the others end by themselves
+                # The launcher started too late or did not reach the coordinator, or the job has
+                # failed and the other launchers end by themselves.
                 _log.warning(
                     f"{seat.name} on {ended.host} ended with status {ended.status}, but none of "
                     "its workers failed; the others continue"
@@ -216,8 +216,8 @@ class Supervision:
             _log.warning(f"{seat.name} was abandoned, and the others continue: {why}")
 
     def _begin_to_end(self) -> None:
-        """Begins the end of the run. Launchers that are not running now are no longer awaited,
-        since they would start too late."""
+        """Begins the end of the run. From now on, launchers that are not running are no longer
+        awaited, since they would start too late."""
         if self._ending_at is None:
             self._ending_at = time.monotonic()
             for seat in self._left(self._launchers):
@@ -250,8 +250,8 @@ class Supervision:
                 seat.look, seat.looked_at = self._ask(seat.actor.where), now
             if seat.host and not seat.is_there and self._ending_at is None:
                 _log.warning(
-                    f"{seat.name} was lost with {seat.host}; Ray will place it elsewhere, and the "
-                    "others continue"
+                    f"{seat.name} was lost with machine {seat.host}; Ray will place it "
+                    "elsewhere, and the others continue"
                 )
                 seat.host = ""
 
@@ -265,10 +265,10 @@ class Supervision:
             return
         seat.answered_at = self._seen_at = time.monotonic()
         if not seat.host:
-            _log.info("%s runs on %s", seat.name, host)
+            _log.info("%s runs on machine %s", seat.name, host)
         elif pid != seat.pid:
             _log.warning(
-                f"{seat.name} was lost with {seat.host}; Ray placed it on {host}, and the others "
-                "continued"
+                f"{seat.name} was lost with machine {seat.host}; Ray placed it on {host}, and "
+                "the others continued"
             )
         seat.host, seat.pid = host, pid

@@ -1,4 +1,4 @@
-"""Runs a function in a worker of a launcher on Ray: `python -m shoal.ray.worker`."""
+"""Program that calls a function in a worker of a launcher on Ray: `python -m shoal.ray.worker`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shoal.ray.command import DIRECTORY
 
 
 def _standing() -> tuple[int, int]:
-    """Returns the rank and the world size: those of the session, if the function has created one;
-    otherwise those of torchrun's variables."""
+    """Returns the rank and the world size: those of the session if the function has created one,
+    otherwise torchrun's variables."""
     if "shoal_worker.elastic.session.worker_process" in sys.modules:
         from shoal_worker.elastic.session.worker_process import find_session
 

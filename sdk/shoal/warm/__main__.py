@@ -1,10 +1,10 @@
-"""Program of the warm process: `python -u .../shoal/warm/__main__.py SOCKET LAUNCHER`. Workers run
-below the frame of this module."""
+"""Main program of the warm process: `python -u .../shoal/warm/__main__.py SOCKET LAUNCHER`. In
+forked workers, the script runs below this module's frame."""
 
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # this folder; a worker has its script's folder there
+    del sys.path[0]  # this module's folder; workers have their script's folder there
 
 if __name__ == "__main__":
     from shoal.warm.forking import serve

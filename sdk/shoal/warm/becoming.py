@@ -1,8 +1,8 @@
-"""Makes a forked child equivalent to a fresh interpreter, and runs its script.
+"""Makes a forked child behave like a fresh interpreter, and runs its script.
 
-A worker can notice the difference only by the following: already imported modules; the seed of
-`hash`, which workers of one warm process share unless PYTHONHASHSEED is set; frames of this package
-below its script's frames in stack dumps; and `gc.get_freeze_count()`.
+A worker can notice only these differences: modules that are already imported; the seed of `hash`,
+which all workers of a warm process share unless PYTHONHASHSEED is set; frames of this package below
+the script's frames in stack dumps; and `gc.get_freeze_count()`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_MM: Final = 35
 _PR_SET_MM_MAP: Final = 14
 _HANDED_OVER_S: Final = 30.0
-"""Time for which the intermediate process may take to end."""
+"""Maximum time in seconds for the intermediate process to end."""
 
 
 class Program:
-    """Program that one forked worker runs."""
+    """The program that a forked worker runs."""
 
     def __init__(
         self,
@@ -47,17 +47,19 @@ class Program:
         launcher: int,
         added: Mapping[str, str],
     ) -> None:
-        """Makes this process a worker. Exits if the launcher does not want the worker.
+        """Makes this process a worker. Exits if the launcher no longer wants the worker.
 
         Args:
-            request: `command`, `environment`, `folder` as sent by `launcher.warm`.
+            request: `command`, `environment` and `folder`, as sent by `launcher.workers.warm`.
             out: descriptor of the standard output.
             error: descriptor of the standard error.
             gate: pipe to which the launcher writes when it has registered the worker, and which it
-                closes if it does not want the worker.
-            between: process id of the parent, which is about to end.
-            launcher: process id of the future parent.
-            added: environment variables set by imports.
+            closes
+                if it does not want the worker.
+            between: process id of the current parent, the intermediate process, which is about to
+            end.
+            launcher: process id of the launcher, the future parent.
+            added: environment variables that the imports have set.
         """
         command: list[str] = request["command"]
         os.setsid()
@@ -92,8 +94,8 @@ class Program:
         sys.modules["__main__"] = self._main = _new_main()
 
     def run(self) -> None:
-        """Runs the script or module. An exception ends the interpreter as if it had been started
-        with the script."""
+        """Runs the script or module. An exception ends the interpreter as if the interpreter had
+        been started with the script."""
         try:
             if self._is_module:
                 # called by `python -m`
@@ -108,8 +110,8 @@ class Program:
         self._forget_file()
 
     def _run_script(self) -> None:
-        # Not normalized, as in the interpreter, and without the directory of an absolute path: it
-        # may have been deleted during the run.
+        # As in the interpreter, the path is not normalized. For an absolute path the working
+        # directory is not needed; it may have been deleted during the run.
         path = self._target
         if not os.path.isabs(path):  # noqa: PTH117
             path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118
@@ -129,8 +131,8 @@ class Program:
         exec(compile(source, path, "exec", dont_inherit=True), self._main.__dict__)  # noqa: S102
 
     def _forget_file(self) -> None:
-        """Removes the names that the interpreter removes after a script has finished, before exit
-        handlers run."""
+        """Deletes the module attributes that the interpreter deletes after a script has finished
+        and before exit handlers run."""
         if not self._is_module:
             self._main.__dict__.pop("__file__", None)
             self._main.__dict__.pop("__cached__", None)
@@ -151,9 +153,10 @@ class Program:
 
 
 def _follow_launcher(launcher: int, *, between: int) -> None:
-    """Waits until the parent `between` has ended, then ties this process to the launcher.
+    """Waits until the parent `between` has ended and the launcher is the parent, then makes the
+    kernel kill this process when the launcher ends.
 
-    Exits if another process has become the parent because the launcher has ended or has given up.
+    Exits if another process has become the parent, because the launcher has ended or has given up.
     """
     deadline = time.monotonic() + _HANDED_OVER_S
     while os.getppid() == between:
@@ -166,14 +169,14 @@ def _follow_launcher(launcher: int, *, between: int) -> None:
 
 
 def _number_main_thread() -> None:
-    """Sets the kernel's id of the main thread, which Python 3.11 and 3.12 do not update after a
+    """Corrects the thread id of the main thread, which Python 3.11 and 3.12 do not update after a
     fork."""
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
 
 
 def _seed_anew() -> None:
-    """Reseeds the random generators that a fresh interpreter seeds from the operating system.
-    Python itself reseeds its own generator after each fork."""
+    """Reseeds the random generators that a fresh interpreter would seed from the operating system.
+    Python reseeds its own generator after each fork."""
     sys.modules["torch"].default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -189,7 +192,7 @@ def _new_main() -> ModuleType:
 
 
 def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Makes the kernel report this command line and environment for the process (in ps and /proc),
+    """Makes the kernel show this command line and environment for the process (in ps and /proc),
     because other programs identify workers by them. Returns False if the kernel does not support
     this."""
     words = b"".join(os.fsencode(word) + b"\0" for word in command)
@@ -199,7 +202,7 @@ def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
     length = len(words) + len(variables)
-    # Memory that is never released, since the kernel reads it for as long as the process lives.
+    # This memory is never released, since the kernel reads it for as long as the process lives.
     start = libc.mmap(
         None,
         ctypes.c_size_t(length),
@@ -212,7 +215,7 @@ def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
         return False
     ctypes.memmove(start, words + variables, length)
     # Fields 26 to 51 of /proc/PID/stat (proc(5)); the second is the program's name in brackets,
-    # which may hold anything.
+    # which may contain any characters.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     code, end_code, stack = (int(fields[number - 3]) for number in (26, 27, 28))
     data, end_data, heap = (int(fields[number - 3]) for number in (45, 46, 47))

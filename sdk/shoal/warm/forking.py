@@ -1,13 +1,13 @@
 """Imports torch and Shoal once, then forks a worker for each request of the launcher.
 
-A worker is forked twice: the intermediate process ends at once, and the kernel reparents the worker
-to the launcher, which is a subreaper meanwhile (prctl(2)). The launcher is therefore the parent of
-the worker, as of any worker that it starts itself: it waits for the worker, and the worker dies
-with the launcher. The death of the warm process affects no worker.
+A worker is forked twice: the intermediate process ends at once, and the kernel makes the worker a
+child of the launcher, which meanwhile is a subreaper (prctl(2)). The launcher is then the worker's
+parent, as if it had started the worker itself: it waits for the worker, and the worker dies with
+the launcher. The death of the warm process affects no worker.
 
-A forked process has one thread, and locks held by other threads of its parent stay locked forever.
-The warm process therefore refuses to fork unless it is certain to have no other threads, no device
-and no tracer.
+A forked process has one thread, and locks that other threads of its parent held stay locked
+forever. The warm process therefore refuses to fork unless it is certain that it has no other
+threads, has opened no device, and is not traced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IMPORTED: Final = (
     "torch.distributed",
     "torch.optim.lr_scheduler",
     "torch.utils.data",
-    "torch._dynamo",  # imported by the first optimizer that is made
+    "torch._dynamo",  # torch imports it when the first optimizer is created
     "shoal",
     "shoal_worker.api",
     "shoal_worker.replicated.engine",
@@ -42,13 +42,13 @@ _IMPORTED: Final = (
     "shoal_ps_server.serving",
 )
 _DEVICELESS: Final = 3
-"""Exit status of a forked process in which torch refuses to use CUDA."""
+"""Exit status by which a forked process reports that torch refuses to use CUDA in it."""
 _DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def serve(descriptor: int, *, launcher: int) -> Program:
-    """Serves the launcher until it closes the socket or ends, and then exits. Returns in each
-    forked worker.
+    """Serves requests of the launcher. When the launcher closes the socket or ends, exits. Returns
+    only in forked workers.
 
     Args:
         descriptor: descriptor of the socket.
@@ -92,22 +92,22 @@ def serve(descriptor: int, *, launcher: int) -> Program:
 
 
 def _prepare() -> str:
-    """Imports torch, Shoal and their dependencies. Returns the reason why no worker can be forked,
-    or an empty string."""
-    gc.disable()  # garbage collection would take a tenth of the time
+    """Imports torch, Shoal and their dependencies. Returns the reason why no worker can be forked;
+    empty if workers can be forked."""
+    gc.disable()  # garbage collection would take a tenth of the time of the imports
     try:
         for name in _IMPORTED:
             importlib.import_module(name)
     except Exception as error:
         return f"importing torch and Shoal failed: {type(error).__name__}: {error}"
     gc.enable()
-    # otherwise the workers' garbage collection would examine, and so copy, all of this memory
+    # otherwise the workers' garbage collection would visit, and thereby copy, all of this memory
     gc.freeze()
     sys.stdout.flush()
     sys.stderr.flush()
     from shoal_worker.torch_internals import cuda_is_unusable
 
-    # OpenBLAS ends its threads in a process that forks, and starts them when they are needed next.
+    # OpenBLAS ends its threads before a fork, and starts them again when they are needed.
     probe = os.fork()
     if probe == 0:
         if cuda_is_unusable():
@@ -128,8 +128,8 @@ def _prepare() -> str:
 
 
 def _why_unsafe() -> str:
-    """Returns the reason why a child forked now might not be equivalent to a fresh process; empty
-    if it would be."""
+    """Returns the reason why a child forked now might not behave like a fresh process; empty if it
+    would."""
     torch = sys.modules["torch"]
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
@@ -153,14 +153,17 @@ def _open_files() -> Iterable[str]:
     for descriptor in list(Path("/proc/self/fd").iterdir()):
         try:
             yield str(descriptor.readlink())
-        except FileNotFoundError:  # the descriptor of the directory listing itself
+        except FileNotFoundError:  # excludes the descriptor with which the directory is listed
             continue
 
 
 def _shadowed(folder: str, tops: frozenset[str]) -> str:
-    """Returns a description of a file in the first folder of a worker's sys.path that a fresh
-    interpreter would have imported instead of an already imported module; empty if there is none.
-    `tops`: top-level names of the imported modules."""
+    """Returns a description of a file that makes forking wrong: a fresh interpreter would import
+    it, from the first folder of the worker's sys.path, in place of an already imported module.
+    Empty if there is none.
+
+    `tops`: top-level names of the imported modules.
+    """
     try:
         entries = list(os.scandir(folder)) if folder else []
     except OSError:
@@ -178,7 +181,10 @@ def _shadowed(folder: str, tops: frozenset[str]) -> str:
         if name in tops and name not in sys.builtin_module_names:
             found = getattr(sys.modules.get(name), "__file__", None)
             if found is None or Path(found).resolve() not in _files_of(entry):
-                return f"{entry.path} shadows the module {name!r}"
+                return (
+                    f"{entry.path} shadows the module {name!r}, which the warm process has "
+                    "imported from elsewhere"
+                )
     return ""
 
 
@@ -188,11 +194,9 @@ def _files_of(entry: os.DirEntry[str]) -> set[Path]:
 
 
 def _fork_twice() -> tuple[int, int]:
-    """Forks a child that forks a grandchild and ends.
-
-    Returns the process ids of the grandchild and of the child. The former is 0 in the grandchild
-    itself, and -1 if the grandchild could not be forked.
-    """
+    """Forks a child that forks a grandchild and ends. Returns the process ids of the grandchild and
+    of the child. The first is 0 in the grandchild itself, and -1 if the grandchild could not be
+    forked."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns of forks with threads; there are none

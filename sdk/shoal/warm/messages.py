@@ -17,8 +17,8 @@ _MOST_DESCRIPTORS: Final = 8
 def send(
     connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()
 ) -> None:
-    """Sends one message, with duplicates of `descriptors`. Raises OSError (TimeoutError after the
-    socket's timeout)."""
+    """Sends one message with duplicates of `descriptors`. Raises OSError, or TimeoutError after the
+    socket's timeout."""
     data = json.dumps(message).encode()
     data = _LENGTH.pack(len(data)) + data
     sent = socket.send_fds(connection, [data], descriptors)
@@ -26,8 +26,8 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns the next message and its descriptors, which the caller must close. Child programs do
-    not inherit the descriptors.
+    """Returns the next message and its descriptors, which the caller must close and which child
+    programs do not inherit.
 
     Raises EOFError if the other side has closed the connection, and OSError (TimeoutError after the
     socket's timeout).

@@ -123,7 +123,7 @@ def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) 
     assert cluster.wait() == 75
     assert "ended with" not in cluster.stderr
     assert (
-        "job digits is not finished: its last workers here left, as they were asked to"
+        "is not finished: the last workers on this machine left because they were asked to"
         in cluster.stderr
     )
 

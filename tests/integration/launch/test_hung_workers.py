@@ -41,7 +41,7 @@ def test_a_run_whose_worker_hangs_comes_to_its_end_without_it(shell: Shell) -> N
     )
     assert command.wait() == 0, command.stderr
     assert re.search(
-        r"worker 1 \(pid \d+\) was evicted from the job but did not exit for 2\d s; killing it",
+        r"worker 1 \(pid \d+\) was evicted from the job 2\d s ago and has not exited; killing it",
         command.stderr,
     )
     assert "[0]: ended at step 10 of a world of 1" in command.stdout

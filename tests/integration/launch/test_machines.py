@@ -95,8 +95,8 @@ def test_a_preemption_notice_makes_the_workers_leave_while_the_others_go_on(
         )
         assert goes.wait() == PREEMPTED, goes.stderr
     assert (
-        "AWS will terminate this machine at 2026-11-29T15:00:00Z; the workers here leave at their "
-        "next step boundary"
+        "AWS will terminate this machine at 2026-11-29T15:00:00Z; the workers on this machine "
+        "leave at their next step boundary"
     ) in goes.stderr
     assert ("machine_leaving", "goes") in kinds(client)
     assert ("member_lost", "") not in kinds(client), "the worker left, and did not die"

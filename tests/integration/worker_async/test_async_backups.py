@@ -67,7 +67,7 @@ def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str,
     result = worker.result()
     assert result["steps"] == 2 * BATCHES
     assert result["parameters"] == expected["parameters"]
-    assert "came back without" not in worker.process.said()
+    assert "restarted without" not in worker.process.said()
     assert audit(running.records).exactly_once
 
 

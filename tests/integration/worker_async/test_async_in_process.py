@@ -512,9 +512,9 @@ def test_once_the_servers_hold_values_nobody_overwrites_them_by_accident(session
     with pytest.raises(PreconditionError, match="within a step"):
         optimizer.synchronize_parameters()
     optimizer.step()
-    with pytest.raises(PreconditionError, match="the parameter servers have newer values"):
+    with pytest.raises(PreconditionError, match="the parameter servers already have newer values"):
         model.with_parameters({"0.bias": torch.zeros(16)})
-    with pytest.raises(PreconditionError, match="the parameter servers have newer values"):
+    with pytest.raises(PreconditionError, match="the parameter servers already have newer values"):
         model.engine.restore({"model": {}, "optimizer": None})
 
 
@@ -526,7 +526,7 @@ def test_a_saved_model_has_the_servers_values_and_loads_only_before_the_first_st
     optimizer.step()
     model.save_model(tmp_path / "model.safetensors")
     saved = {name: value.clone() for name, value in model.full_state_dict().items()}
-    with pytest.raises(PreconditionError, match="the parameter servers have newer values"):
+    with pytest.raises(PreconditionError, match="the parameter servers already have newer values"):
         model.load_model(tmp_path / "model.safetensors")
     tensors, metadata = load_tensors((tmp_path / "model.safetensors").read_bytes())
     assert metadata["strategy"] == "async_sgd"

@@ -110,7 +110,7 @@ def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(
     coordinator_of_its_own.kill()
     worker.go(2)
     eventually(
-        lambda: "is not leasing batches" in worker.process.said(),
+        lambda: "cannot lease further batches from the coordinator" in worker.process.said(),
         "the worker to wait for its next batch",
     )
     assert_leaves(worker)

@@ -490,7 +490,7 @@ def test_an_outer_optimizer_of_other_parameters_or_one_that_servers_lack_is_refu
 ) -> None:
     net = network(0)
     with pytest.raises(
-        ConfigurationError, match=r"outer_optimizer=SGD .* one of them lacks 0\.bias, 2\.bias"
+        ConfigurationError, match=r"outer_optimizer=SGD .* only one of the two: 0\.bias, 2\.bias"
     ):
         distributed(
             net, outer=lambda _: torch.optim.SGD([p for p in net.parameters() if p.dim() > 1], 0.7)

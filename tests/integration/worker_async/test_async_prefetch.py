@@ -106,5 +106,5 @@ def test_with_a_server_that_is_killed_every_batch_counts_once(cluster: Make) -> 
 def test_it_is_refused_where_values_have_to_be_waited_for(
     session: Session, options: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=f"prefetch=True with {named}"):
+    with pytest.raises(ConfigurationError, match=f"prefetch=True cannot be used with {named}"):
         distributed(prefetch=True, **options)

@@ -71,7 +71,7 @@ def test_a_server_that_is_killed_comes_back_with_every_push_that_it_acknowledged
     assert versions(killed) == versions(other) == {1 + 12}
     worker.go(12)
     assert worker.result()["error"] < 1.0
-    assert "came back without" not in worker.process.said()
+    assert "restarted without" not in worker.process.said()
 
 
 def test_a_server_continues_from_an_older_copy_of_its_data_and_the_worker_reports_the_loss(
@@ -97,7 +97,7 @@ def test_a_server_continues_from_an_older_copy_of_its_data_and_the_worker_report
     worker.go(12)
     assert worker.result()["error"] < 1.0
     assert (
-        f"came back without {lost} updates of this worker that it had acknowledged"
+        f"restarted without {lost} updates of this worker that it had acknowledged"
         in worker.process.said()
     )
 
@@ -119,7 +119,7 @@ def test_a_server_that_comes_back_empty_gets_a_workers_values_and_the_schedule(
     for worker in workers:
         worker.go(6)
     assert max(worker.result()["error"] for worker in workers) < 0.5
-    assert any("came back without values" in worker.process.said() for worker in workers)
+    assert any("restarted without values" in worker.process.said() for worker in workers)
     assert audit(running.records).exactly_once
 
 

@@ -84,7 +84,7 @@ def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_las
         train(model, [optimizer])
         assert all(map(torch.equal, [*rows_of(again), again.out.weight], through))
         assert versions(running) == {9, 17}  # versions of dense partitions start anew
-        assert caplog.text.count("moments and momentum start from zero") == 1
+        assert caplog.text.count("Their momentum and moments start from zero") == 1
         shoal.shutdown()
 
 
@@ -106,7 +106,7 @@ def test_servers_that_have_rows_keep_them(
         assert shoal.resume(tmp_path / "checkpoint")
         begin_step(model)
         assert all(map(torch.equal, rows_of(again), newest))
-        assert "momentum start from zero" not in caplog.text
+        assert "moments start from zero" not in caplog.text
         shoal.shutdown()
 
 

@@ -350,7 +350,7 @@ def test_gradients_are_applied_by_the_step_alone(session: Session) -> None:
     net = sparse()
     distributed(net)
     with pytest.raises(
-        PreconditionError, match=r"is on the parameter servers, where optimizer\.step\(\) pushes"
+        PreconditionError, match=r"is stored on the parameter servers, to which optimizer\.step\(\)"
     ):
         net.users.apply_gradients()
 

@@ -172,7 +172,7 @@ def test_threads_that_a_rank_starts_see_its_world() -> None:
         ({"world_size": 0}, r"launch\(world_size=0\): expected at least 1"),
         (
             {"world_size": 2, "backend": "gloo"},
-            "'gloo'.*its ranks are processes; start them with `shoal run`",
+            "'gloo'.*this backend needs processes; start them with `shoal run`",
         ),
         ({"world_size": 2, "timeout": timedelta(0)}, r"timeout=0:00:00\): expected more than 0 s"),
     ],

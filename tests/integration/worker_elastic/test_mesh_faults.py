@@ -85,7 +85,7 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
             running.wait_steps(2)
             if not in_a_step:
                 running.signal(1, leaves)
-            eventually(lambda: "it is a spare" in running.said(), "a spare")
+            eventually(lambda: "this rank is a spare" in running.said(), "a spare")
             running.wait_steps(running.steps() + 1)
             running.start(4)
             running.wait_ranked(4)
@@ -110,7 +110,7 @@ def test_a_rank_left_over_at_the_start_is_a_spare_until_a_joiner_makes_a_replica
         with running.held():
             start(running, 3)
             running.wait_steps(2)
-            assert "it is a spare" in running.said()
+            assert "this rank is a spare" in running.said()
             running.start(3)
             running.wait_ranked(3)
         results = running.finish(0, 1, 2, 3)

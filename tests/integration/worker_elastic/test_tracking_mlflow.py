@@ -112,6 +112,6 @@ def test_a_tracking_server_that_is_away_stops_nobody(zygote: Zygote, tmp_path: P
         running.start(1)
         assert [worker.wait() for worker in running.workers.values()] == [0, 0], running.said()
         said = running.said()
-        assert said.count("MLflow cannot be written to") == 1, said
+        assert said.count("MLflow is not accepting reports") == 1, said
         assert said.count("MLflow did not receive") == 1, said
     reserved.close()

@@ -108,10 +108,36 @@ def test_the_page_to_look_at_has_the_anchors_of_the_tables() -> None:
     assert set(linked) <= {slug(heading) for heading in headings}
 
 
-def test_a_page_that_takes_what_was_not_measured_is_named(measured: Path) -> None:
+def test_a_page_that_shows_what_was_never_measured_is_named(measured: Path) -> None:
     (measured / "docs" / "guide.md").write_text("<!-- figures: t5 -->\n<!-- end of figures -->\n")
-    with pytest.raises(MeasurementError, match=r"guide\.md takes table t5, which was not measured"):
+    with pytest.raises(MeasurementError, match=r"guide\.md shows table t5, which was not measured"):
         write_pages(measured / "out", measured / "docs", ["t0"])
+
+
+def test_tables_that_were_not_measured_again_stay_in_their_places(measured: Path) -> None:
+    for key in ("t2", "t1"):
+        table = dataclasses.replace(TABLE, key=key, title=f"Table {key}")
+        write(measured / "out", table, Machine.here(), "")
+    docs = measured / "docs"
+    (docs / "benchmarks.md").write_text("<!-- figures: all -->\n<!-- end of figures -->\n")
+    (docs / "guide.md").write_text("<!-- figures: t1 -->\n<!-- end of figures -->\n")
+    pages = [docs / "benchmarks" / "tables.md", docs / "benchmarks.md", docs / "guide.md"]
+    keys = ["t0", "t1", "t2"]
+    write_pages(measured / "out", docs, keys)
+    before = [page.read_text() for page in pages]
+    for key in ("t0", "t2"):
+        (measured / "out" / f"{key}.json").unlink()
+    write_pages(measured / "out", docs, keys)
+    assert [page.read_text() for page in pages] == before
+    again = dataclasses.replace(TABLE, key="t1", title="Table t1", verdict="Measured: 0.4 s.")
+    write(measured / "out", again, Machine.here(), "")
+    write_pages(measured / "out", docs, keys)
+    after = [page.read_text() for page in pages]
+    assert after[0].count("0.5 s (reached)") == 2
+    assert after[1].count("0.5 s (reached)") == 2
+    assert "| 0.4 s |" in after[1]
+    write_pages(measured / "out", docs, ["t1"])
+    assert "Table t2" not in pages[0].read_text() + pages[1].read_text()
 
 
 def test_no_pages_come_from_no_measurements(tmp_path: Path) -> None:

@@ -61,6 +61,6 @@ def test_an_image_without_a_digest_is_refused(digests: str) -> None:
 
 def test_an_engine_that_is_not_there_is_named_with_the_remedy() -> None:
     with pytest.raises(
-        pin_images.PinError, match="there is no no-such-engine; name another engine"
+        pin_images.PinError, match="no-such-engine is not installed; use another engine"
     ):
         pin_images.pull("no-such-engine", "valkey/valkey:9.1.4")

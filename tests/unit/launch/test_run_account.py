@@ -302,7 +302,7 @@ def test_a_rank_that_is_kept_out_counts_as_a_fault(run: Run) -> None:
     formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
     (line,) = run.account.explain([FORMED, kept_out, formed], {}, run.clock.ns)
     assert line.startswith(
-        "rank 1 (pid 7 on vm) was kept out: it and a accused each other 2 times: training "
+        "rank 1 (pid 7 on vm) was not admitted: it and a accused each other 2 times: training "
         "paused for 30."
     )
     assert run.account.figures.faults == 1

@@ -198,7 +198,7 @@ class _HeadRunsFirst(_Base):
         (_SkipIntoLayers, "not only its first argument"),
         (_TiedByHand, "without calling that module"),
         (_DecidesByValues, "branches on values that exist only on another pipeline stage"),
-        (_HeadRunsFirst, "without calling that module|runs on this one"),
+        (_HeadRunsFirst, "without calling that module|runs it on this stage"),
     ],
 )
 def test_what_needs_another_stages_values_by_another_way_is_refused_and_not_computed_wrongly(

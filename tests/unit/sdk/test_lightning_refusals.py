@@ -107,7 +107,7 @@ def adds_an_error(module: Any) -> None:
         ),
         (
             {"limit_train_batches": 0.1},
-            "limit_train_batches=0.1 of 2 batches is less than one; use at least 0.5",
+            "limit_train_batches=0.1 of 2 batches is less than one batch; use at least 0.5",
         ),
         (
             {"precision": "64-true"},

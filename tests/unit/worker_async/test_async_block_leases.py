@@ -252,8 +252,8 @@ def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(
     loop.batch = None
     with pytest.raises(
         Exception,
-        match=r"waited .* for the coordinator to acknowledge batches of loader 'a': away; check "
-        r"that it is running",
+        match=r"waited .* for the coordinator to answer a request for batches of loader 'a': away; "
+        r"check that it is running",
     ):
         loop.leave()
     job.away.clear()

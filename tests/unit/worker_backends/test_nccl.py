@@ -400,9 +400,9 @@ def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
         return all_left
 
     assert in_threads([lambda: leave(backends[0]), die]) == [True, True]
-    assert "a group on cuda:0 was not finalized within 0.2 s" in caplog.text
+    assert "abandoned an NCCL group on cuda:0, which did not shut down within 0.2 s" in caplog.text
     eventually(
-        lambda: "a group on cuda:0 could not be finalized: NCCL timeout" in caplog.text,
+        lambda: "could not shut down an NCCL group on cuda:0 in order: NCCL timeout" in caplog.text,
         "torch's timeout",
     )
     assert (own.finalizing, own.destroyed, own.aborting) == (True, False, False)

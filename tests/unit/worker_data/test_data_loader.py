@@ -333,7 +333,7 @@ def test_the_session_hears_of_micro_batches_in_order(session):
 def test_a_step_hands_out_its_batches_once(session):
     step = next(loader_of(micro_batch_size=2).steps())
     list(step)
-    with pytest.raises(PreconditionError, match="no sample counts twice"):
+    with pytest.raises(PreconditionError, match="its samples would count twice"):
         iter(step)
 
 

@@ -11,10 +11,8 @@ from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract.loader_interface import Placement
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
@@ -133,19 +131,6 @@ class Unsized(Dataset):
         return index
 
 
-class Sharded(IterableDataset):
-    """An iterable dataset that can also be indexed."""
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        return index
-
-    def __iter__(self):
-        return iter(range(3))
-
-
 @pytest.mark.parametrize(
     ("dataset", "named"),
     [(Unsized(), "__len__"), (3, "__iter__"), (iter([1]), "iterated only once"), ([], "empty")],
@@ -153,13 +138,6 @@ class Sharded(IterableDataset):
 def test_datasets_that_cannot_be_dealt_are_refused(session, dataset, named):
     with pytest.raises(ConfigurationError, match=named):
         ElasticDataLoader(dataset, global_batch_size=2)
-
-
-def test_an_iterable_dataset_with_positions_is_accepted(session):
-    assert run_epoch(ElasticDataLoader(Sharded(), global_batch_size=2, shuffle=False), session) == [
-        [0, 1],
-        [2],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -229,67 +207,3 @@ def test_steps_of_an_evaluation_loader_and_evaluation_with_a_training_loader_are
         loader_of(train=False).epochs(3)
     with pytest.raises(ConfigurationError, match="train=False"):
         loader_of().evaluation_batches()
-
-
-# ---------------------------------------------------------------------------------- of a DataLoader
-
-
-def as_a_list(batch):
-    return torch.tensor(batch) * 10
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {"shuffle": False}),
-        ({"shuffle": True}, {"shuffle": True}),
-        ({"drop_last": True}, {"shuffle": False, "drop_last": True}),
-        ({"collate_fn": as_a_list}, {"shuffle": False, "collate_fn": as_a_list}),
-        ({"sampler": [3, 1, 2]}, {"sampler": [3, 1, 2]}),
-    ],
-)
-def test_a_loader_made_of_a_dataloader_gives_the_same_batches(given, expected, make_rank):
-    def converted():
-        return ElasticDataLoader.from_dataloader(
-            DataLoader(list(range(10)), batch_size=4, **given), seed=3
-        )
-
-    def written():
-        return ElasticDataLoader(list(range(10)), global_batch_size=4, seed=3, **expected)
-
-    epochs = []
-    for make in (converted, written):
-        rank, batches = make_rank(make, Placement(generation=1, rank=0, world_size=1)), []
-        while (batch := rank.take()) is not None:
-            batches.append(batch)
-            rank.commit()
-        epochs.append(batches)
-    assert epochs[0] == epochs[1]
-
-
-def test_a_loader_made_of_a_dataloader_may_have_another_batch_size_and_evaluate(session):
-    given = DataLoader(list(range(10)), batch_size=4, shuffle=True)
-    loader = ElasticDataLoader.from_dataloader(given, global_batch_size=5, train=False)
-    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (lambda: [1, 2], "got list; expected a torch.utils.data.DataLoader"),
-        (lambda: DataLoader([1], batch_size=None), "pass batch_size="),
-        (lambda: DataLoader([1], batch_sampler=[[0]]), "pass batch_size="),
-        (
-            lambda: DataLoader([1, 2], sampler=DistributedSampler([1, 2], 2, 0)),
-            "DistributedSampler deals samples to a fixed number of ranks",
-        ),
-        (
-            lambda: DataLoader([1], num_workers=1, worker_init_fn=print),
-            "worker_init_fn, but Shoal's data workers do not call it",
-        ),
-        (lambda: DataLoader([1], sampler=[]), "the sampler draws no sample"),
-    ],
-)
-def test_a_dataloader_whose_samples_cannot_be_dealt_is_refused(given, message):
-    with pytest.raises(ConfigurationError, match=message):
-        ElasticDataLoader.from_dataloader(given())

@@ -50,7 +50,7 @@ def test_a_script_without_a_main_guard_is_refused_in_its_data_workers(
 ) -> None:
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_inheriting", True, raising=False)
-    with pytest.raises(ConfigurationError, match="imports the script again"):
+    with pytest.raises(ConfigurationError, match="each data worker imports the script"):
         open_session()
 
 

@@ -1,5 +1,5 @@
-"""Streams of Hugging Face's `datasets` from local files, without a network. After a resume, they
-yield the same items, whether the loader seeks or skips."""
+"""Tables and streams of Hugging Face's `datasets` from local files, without a network. After a
+resume, they yield the same items, whether the loader seeks or skips."""
 
 import json
 from pathlib import Path
@@ -49,6 +49,33 @@ def streamed(files: Path, kind):
             lambda row: row["number"] % 3
         )
     return rows.shuffle(seed=3, buffer_size=20) if kind == "shuffled" else rows
+
+
+def test_the_rows_of_a_table_come_once_and_a_batch_is_fetched_in_one_call(
+    files, make_rank, tmp_path, monkeypatch
+):
+    import datasets
+
+    rows = datasets.load_dataset(
+        "parquet",
+        data_files=str(files / "all.parquet"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
+    )
+    fetched, fetch = [], datasets.Dataset.__getitems__
+    monkeypatch.setattr(
+        datasets.Dataset,
+        "__getitems__",
+        lambda table, indices: fetched.append(len(indices)) or fetch(table, indices),
+    )
+
+    whole = rank_of(make_rank, rows, None).rest_of_first_epoch()
+    assert sorted(row for step in whole for row in step) == sorted(rows["text"])
+    assert fetched == [8] * 12 + [4]
+    first = rank_of(make_rank, rows, None)
+    begun = first.rest_of_first_epoch(3)
+    state = json.loads(json.dumps(first.loader.state_dict()))
+    assert begun + rank_of(make_rank, rows, state).rest_of_first_epoch() == whole
 
 
 def rank_of(make_rank, stream, state, **options):

@@ -91,7 +91,7 @@ def test_a_receiver_that_is_away_gets_each_span_and_number_once(
     steps = [each["shoal.last_step"] for name, each, _ in received.spans() if name == "shoal.steps"]
     assert steps == list(range(2, STEPS + 1, 2))
     assert received.points("shoal.loss") == [float(step) for step in range(2, STEPS + 1, 2)]
-    (away,) = [text for text in caplog.messages if "cannot be written to" in text]
+    (away,) = [text for text in caplog.messages if "is not accepting reports" in text]
     assert "the OTLP receiver did not accept metrics: " in away
     assert "error code" in away
     assert not [each for each in caplog.records if each.name.startswith("opentelemetry")]

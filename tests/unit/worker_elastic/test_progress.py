@@ -162,7 +162,7 @@ def test_numbers_of_too_many_names_are_refused() -> None:
         meter.report({"one_more": 1.0})
     with pytest.raises(ConfigurationError, match=r"report\(metric3=\.\.\.\): got 'x'; expected"):
         meter.report({"metric3": "x"})  # type: ignore[dict-item]  # a user may do this
-    with pytest.raises(ConfigurationError, match="expected a name of at most 64 characters"):
+    with pytest.raises(ConfigurationError, match="the name has 65 characters; expected at most 64"):
         ProgressMeter(WorkerMetrics()).report({"n" * 65: 1.0})
 
 

@@ -259,7 +259,7 @@ def test_an_inner_loop_whose_step_ended_inside_it_says_where_the_step_belongs() 
     x, y = next(batches)
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
-    with pytest.raises(PreconditionError, match="after the inner loop"):
+    with pytest.raises(PreconditionError, match="call it after that loop"):
         next(batches, None)
 
 

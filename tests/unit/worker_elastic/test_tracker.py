@@ -182,9 +182,9 @@ def test_a_tracker_that_is_away_gets_everything_once_it_is_back(
     assert (losses(memory), losses(away)) == (steps, steps)
     messages = [text for text in caplog.messages if text.startswith("Away")]
     assert messages == [
-        "Away cannot be written to; up to 10000 reports are buffered until it can: "
+        "Away is not accepting reports; up to 10000 reports are buffered until it does: "
         "ConnectionRefusedError: nobody listens",
-        "Away can be written to again",
+        "Away is accepting reports again",
     ]
 
 
@@ -196,7 +196,8 @@ def test_a_tracker_that_stays_away_delays_no_one_and_the_log_says_what_it_lacks(
         train("not at all", shoal.TensorBoard(tmp_path / "file" / "runs"), every_steps=1)
     error = f"NotADirectoryError: [Errno 20] Not a directory: '{tmp_path / 'file' / 'runs'}'"
     assert [text for text in caplog.messages if text.startswith("TensorBoard")] == [
-        "TensorBoard cannot be written to; up to 10000 reports are buffered until it can: " + error,
+        "TensorBoard is not accepting reports; up to 10000 reports are buffered until it does: "
+        + error,
         f"TensorBoard did not receive {STEPS} reports of steps 1 to {STEPS}: {error}",
     ]
 
@@ -215,7 +216,8 @@ def test_a_full_queue_drops_reports_and_says_so_once(caplog: pytest.LogCaptureFi
         delivery.wait(time.monotonic() + 60)
     assert losses(away) == [1, 2, 3]
     assert [text for text in caplog.messages if "lacks" in text] == [
-        "Away lacks 6 reports of steps 4 to 9, because 4 others were waiting for it"
+        "Away lacks 6 reports of steps 4 to 9, which were dropped because the buffer already held "
+        "4 reports"
     ]
 
 

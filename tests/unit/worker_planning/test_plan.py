@@ -70,7 +70,7 @@ def _plan(**options: Any) -> Any:
         ),
         (
             {"config": ShardingConfiguration(gradient_compression="bf16")},
-            "plans do not support this setting",
+            "is not supported in plans",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_model_without_parameters_and_an_optimizer_of_another_model_are_refuse
     _, optimizer, _ = _decoder()
     with pytest.raises(ConfigurationError, match="ReLU has no parameter with requires_grad=True"):
         plan(nn.ReLU(), optimizer, world_size=2)
-    with pytest.raises(ConfigurationError, match="are not the model's"):
+    with pytest.raises(ConfigurationError, match="do not belong to the model"):
         plan(nn.Linear(2, 2), optimizer, world_size=2)
     with pytest.raises(ConfigurationError, match=r"model=int: expected a torch\.nn\.Module"):
         # a mistake that the error must name

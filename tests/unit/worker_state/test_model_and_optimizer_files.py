@@ -175,14 +175,14 @@ def test_ranks_that_are_given_different_states_are_told_and_take_none(strategy: 
             optimizer,
             lambda: model.deserialize(images[rank]),
             different,
-            "rank 1 received different values",
+            "rank 1 was given different values",
         )
         refused(
             model,
             optimizer,
             lambda: optimizer.load_state_dict(states[rank]),
             different,
-            "rank 1 received different values",
+            "rank 1 was given different values",
         )
         own = {"0.bias": torch.full((4,), float(rank))}
         refused(
@@ -190,7 +190,7 @@ def test_ranks_that_are_given_different_states_are_told_and_take_none(strategy: 
             optimizer,
             lambda: model.with_parameters(own),
             different,
-            "rank 1 received different values",
+            "rank 1 was given different values",
         )
         damaged = images[0] if rank == 0 else images[0][:50]
         kinds = [shoal.ConfigurationError, shoal.CorruptDataError]
@@ -199,7 +199,7 @@ def test_ranks_that_are_given_different_states_are_told_and_take_none(strategy: 
             optimizer,
             lambda: model.deserialize(damaged),
             kinds[rank],
-            "rank 1 received invalid values|not a complete",
+            "rank 1 was given invalid values|not a complete",
         )
 
     shoal.launch(body, world_size=2)

@@ -312,7 +312,7 @@ def test_keys_and_set_members_that_cannot_be_carried_are_refused(state):
 def test_a_state_that_contains_itself_is_refused():
     state: dict = {}
     state["self"] = state
-    with pytest.raises(ConfigurationError, match="does it contain itself"):
+    with pytest.raises(ConfigurationError, match="whether it contains itself"):
         flatten(state)
 
 

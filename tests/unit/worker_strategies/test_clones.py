@@ -79,6 +79,6 @@ def test_the_memory_of_a_clone_is_free_when_it_is_dropped(strategy: str) -> None
 def test_the_module_that_is_trained_cannot_be_replaced() -> None:
     net = nn.Linear(4, 4)
     model = shoal.as_distributed(net)
-    with pytest.raises(PreconditionError, match=r"model\.module was replaced"):
+    with pytest.raises(PreconditionError, match=r"model\.module cannot be replaced"):
         model.module = nn.Linear(4, 4)
     assert model.module is net

@@ -495,7 +495,7 @@ def test_gradients_are_not_reduced_inside_the_inner_loop(call: Callable[[Any], A
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
             with pytest.raises(
-                shoal.PreconditionError, match="gradients are reduced after the inner loop"
+                shoal.PreconditionError, match="only after the loop over the step's micro-batches"
             ):
                 call(model)
         call(model)
@@ -536,4 +536,4 @@ def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_w
             for parameter in net.parameters():
                 parameter.grad = None
     assert outcomes == [True, True, False, True, True]
-    assert ("gradients accumulated in earlier steps" in caplog.text) is warned
+    assert ("gradients that earlier steps had accumulated" in caplog.text) is warned

@@ -106,7 +106,7 @@ def test_hooks_are_called_as_in_one_process(strategy: str, register: Register, w
 def test_hooks_that_would_be_lost_are_refused(strategy: str, register: Register, when: str) -> None:
     with pytest.raises(
         shoal.ConfigurationError,
-        match=r"a hook on the gradient of parameter .*ddp, zero1, .* call such hooks",
+        match=r"parameter .* has a hook on its gradient.*ddp, zero1, .* call such hooks",
     ):
         shoal.launch(train, strategy, register, when, world_size=2)
 

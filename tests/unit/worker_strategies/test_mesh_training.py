@@ -366,7 +366,7 @@ def test_ranks_train_as_one_process_does(
         (
             2,
             {"strategy": "tensor", "deterministic": True},
-            "deterministic=True with strategy='tensor'",
+            "deterministic=True cannot be used with strategy='tensor'",
         ),
         (2, {"strategy": "pipeline", "schedule": "2f2b"}, "schedule='2f2b': expected one of gpipe"),
         (2, {"strategy": "pipeline", "plan": {}}, "has no options \\['plan'\\]"),

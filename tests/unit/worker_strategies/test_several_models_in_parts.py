@@ -266,7 +266,7 @@ def too_small(_: int) -> str:
 
 def test_a_model_that_cannot_be_cut_for_the_ranks_is_refused_whichever_it_is() -> None:
     for message in shoal.launch(too_small, 0, world_size=2):
-        assert "its 1 rows, in pieces of 1, leave a rank without rows" in message
+        assert "its 1 rows, in pieces of 1, leave at least one of 2 ranks without rows" in message
 
 
 def test_the_ranks_are_divided_so_that_every_model_can_be_cut() -> None:

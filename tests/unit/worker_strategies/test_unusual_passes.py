@@ -346,7 +346,8 @@ def test_a_backward_pass_goes_through_a_backward_pass(strategy: str) -> None:
 
 def test_through_layers_that_are_split_no_backward_pass_goes_through_another() -> None:
     with pytest.raises(
-        PreconditionError, match=r"create_graph=True and strategy='tensor'.*use zero2 or fsdp"
+        PreconditionError,
+        match=r"create_graph=True cannot be used with strategy='tensor'.*use zero2 or fsdp",
     ):
         shoal.launch(functools.partial(train, "tensor", penalizes), world_size=2)
 

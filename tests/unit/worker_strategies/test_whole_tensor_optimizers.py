@@ -267,7 +267,11 @@ class Own(torch.optim.SGD):
             {"elementwise_optimizer": True},
             "Adafactor: it updates whole tensors; leave elementwise_optimizer out",
         ),
-        (torch.optim.Adafactor, {"whole_tensors": False}, "whole_tensors=False with Adafactor"),
+        (
+            torch.optim.Adafactor,
+            {"whole_tensors": False},
+            "whole_tensors=False is wrong for Adafactor",
+        ),
         (
             torch.optim.Adafactor,
             {"gradient_compression": "topk"},

@@ -70,27 +70,27 @@ class AsyncEngine(Engine):
         self._own = cast(Session, setup.session)
         """The full session: this engine also needs its membership, metrics and shutdown."""
         self._async_options = AsyncOptions(**self._options)
-        # otherwise this worker updates the parameters itself in inner steps
+        # otherwise the parameters are updated by this worker itself, in inner steps
         self.updates_parts = not self._async_options.inner_steps
         self._servers: ParameterServers | None = None
         self._participation: Participation | None = None
         self._optimizers: Optimizers | None = None
         self._leases: LeaseSource = LocalLeases()
         self._outer: OuterSteps | None = None
-        """Rounds of inner steps, in which case rounds are leased instead of batches; otherwise
-        None."""
+        """Rounds of inner steps, if there are inner steps; rounds are then leased instead of
+        batches. Otherwise None."""
         self._job: Job | None = None
         self._own_cluster: OwnCluster | None = None
         self._tensors: list[HostTensor] = []
         self._started = False
         self._writes = WrittenParameters((), self.strategy)
-        """Detects the script's writes to parameters, which values from the servers would
-        overwrite."""
+        """Detects values that the script writes to parameters, because values from the servers
+        would overwrite them."""
         self._clock = 0
         """Number of finished iterations, which is reported to the servers."""
         self._handover: Handover | None = None
         self._joins_late = False
-        """True if the job had begun when this worker joined."""
+        """True if the job had already begun when this worker joined."""
         self._resumed = False
         """True if a checkpoint was loaded."""
         self._placed = False
@@ -115,8 +115,8 @@ class AsyncEngine(Engine):
             )
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Attaches the optimizer, assigns the tensors to the servers, and waits until the servers
-        are ready."""
+        """Attaches the optimizer, declares the tensors to the coordinator, which assigns them to
+        servers, and waits until the servers are ready."""
         if optimizer is None:
             raise ConfigurationError(
                 'strategy="async_sgd" requires the optimizer, because the servers run it: call '
@@ -132,8 +132,8 @@ class AsyncEngine(Engine):
             for number, group in enumerate(optimizers.on_servers.param_groups)
             for p in group["params"]
         }
-        # In a common partition, tensors with small gradients would contain none of the largest
-        # values and would vanish under a block's scale.
+        # In a partition shared with other tensors, tensors with small gradients would contain none
+        # of the largest values, and would be rounded to zero under the common scale of a block.
         compressor = self.config.compressor
         apart = compressor is not None and compressor.codec not in (
             codecs.FLOAT16,
@@ -214,7 +214,8 @@ class AsyncEngine(Engine):
         return job
 
     def _outer_steps(self, optimizers: Optimizers, *, steps: int) -> OuterSteps:
-        """Creates the rounds of inner steps, and makes this engine lease rounds from now on."""
+        """Creates the rounds of inner steps. From now on this engine leases rounds instead of
+        batches."""
         self._leases = leases = RoundLeases(self._leases, steps=steps)
         return OuterSteps(
             self._session,
@@ -239,14 +240,14 @@ class AsyncEngine(Engine):
         self._writes = WrittenParameters(self.module.named_parameters(), self.strategy, whole=True)
         if gave and self._resumed:
             _log.warning(
-                "the parameter servers had no values and received those of the checkpoint; moments "
-                "and momentum start from zero, because under async_sgd the servers keep them in "
-                "their data directories, not in checkpoints"
+                "the parameter servers had no values and received those of the checkpoint. Their "
+                "momentum and moments start from zero, because under async_sgd these are stored "
+                "in the servers' data directories, not in checkpoints"
             )
         if self._joins_late and not (self._handover is not None and self._handover.take()):
             _log.warning(
-                "no peer could send its registered state, schedule and buffers; this joiner starts "
-                "with its own"
+                "no peer could send its registered objects, schedule position and buffers, so "
+                "this joiner starts with its own"
             )
         elif not self._joins_late and self._handover is not None:
             self._handover.take_first_buffers()
@@ -258,7 +259,7 @@ class AsyncEngine(Engine):
             tensor.parameter = parameters[tensor.name]
 
     def _leave(self) -> None:
-        """Unregisters this worker from the servers and stops the servers owned by this process.
+        """Signs this worker off at the servers, and stops servers that this process has started.
         Idempotent."""
         atexit.unregister(self._leave)
         if self._outer is not None:
@@ -282,7 +283,8 @@ class AsyncEngine(Engine):
         return self._compute(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Trains on this worker's batch and returns its loss. There is no common loss."""
+        """Trains on this worker's batch and returns its loss. The loss is this worker's own; there
+        is no mean over workers."""
         step = self._session.lifecycle.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         step.loss = float(loss.detach())
@@ -300,7 +302,8 @@ class AsyncEngine(Engine):
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
     def groups_are_read(self) -> None:
-        """Records changes of the optimizer's settings."""
+        """Records changes in the optimizer's settings. Called whenever the script reads
+        `optimizer.param_groups`."""
         if self._optimizers is not None:
             self._optimizers.look()
 
@@ -309,7 +312,7 @@ class AsyncEngine(Engine):
     ) -> StepStatus:
         """Ends an iteration of this worker, or a step of its round. Returns COMMITTED, or LOST in
         two cases: the run ended while the job was on hold for lack of workers, or the step's loop
-        was left within a round. Raises as `exchange`."""
+        was left within a round. Raises the same errors as `exchange`."""
         if (scaled or inspected) and self._tables:
             raise ConfigurationError(
                 "a GradScaler cannot be used with sparse tables, because it does not see the "
@@ -321,8 +324,8 @@ class AsyncEngine(Engine):
             self._writes.names_beyond_rounding(),
             "in the passes of a step (by forward(), say) or before them",
         )
-        # the update itself writes; a script may call step() again after an error, and hooks of the
-        # update may read the model
+        # the update itself writes to parameters; a script may call step() again after an error, and
+        # hooks of the update may read the model
         self._writes.replaced()
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
@@ -332,8 +335,8 @@ class AsyncEngine(Engine):
             self._writes.note()
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """Makes the servers step the optimizer. With inner steps, this worker steps, and the
-        servers step at the end of a round."""
+        """Pushes the gradients, with which the servers step the optimizer. With inner steps, this
+        worker steps its own optimizer, and the servers step at the end of a round."""
         if self._outer is None:
             self.exchange(
                 self._gradients() if usable else {}, self._tables.pushes() if usable else {}
@@ -342,7 +345,8 @@ class AsyncEngine(Engine):
             self._outer.take(usable=usable)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients that this worker will push. Raises as `check_gradients`."""
+        """Returns the gradients that this worker will push. Raises the same errors as
+        `check_gradients`."""
         trained = [tensor for tensor in self._tensors if tensor.trained]
         check_gradients(trained)
         return gradients(trained)
@@ -394,12 +398,11 @@ class AsyncEngine(Engine):
         rows: Mapping[int, PushedRows] = MappingProxyType({}),
     ) -> None:
         """Ends an iteration: pushes gradients (by tensor name) and rows of tables (by partition),
-        if there are any, and pulls the latest values.
+        if any, and pulls the latest values.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for longer than `server_timeout`.
-            StopTraining: the job was on hold for lack of workers and was then stopped.
-        """
+            StopTraining: the job was on hold for lack of workers and was then stopped."""
         clock = self._clock + 1
         pull = clock % self._async_options.pull_every == 0
         step = self._session.step
@@ -414,7 +417,7 @@ class AsyncEngine(Engine):
             rows=rows,
         )
         others = (
-            self._own.progress.waits.of("the bound to the slowest worker")
+            self._own.progress.waits.of("the distance to the slowest worker")
             if self._async_options.waits_for_others
             else nullcontext()
         )
@@ -443,8 +446,8 @@ class AsyncEngine(Engine):
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Context in which values arrive between steps. First checks for writes of the script;
-        raises as `_refuse_writes_between`."""
+        """Context in which values arrive between steps. On entry, checks whether the script has
+        written to parameters; raises the same errors as `_refuse_writes_between`."""
         self._refuse_writes_between()
         try:
             yield
@@ -469,7 +472,7 @@ class AsyncEngine(Engine):
             with self._receiving():
                 self._require_servers().take_prefetched()
                 if source is None:
-                    # otherwise there may be no batch for it
+                    # otherwise there may be no batch for this worker
                     self._require_participation().enter(self._clock)
             if source is None:
                 self._writes.begin()
@@ -479,12 +482,13 @@ class AsyncEngine(Engine):
             raise
 
     def batch_begins(self) -> None:
-        """Begins to detect writes to parameters. Values that arrived with the batch's lease are in
-        place by now."""
+        """Begins to detect the script's writes to parameters. By now, values that arrived together
+        with the lease of the batch are in place."""
         self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
-        """Moves a joiner, once, to the epoch of the other workers."""
+        """Moves a joiner's first loader to the epoch in which the other workers are. Does this only
+        once."""
         if self._job is not None:
             if self._job.entered():
                 self._own.metrics.entered(
@@ -531,15 +535,15 @@ class AsyncEngine(Engine):
                 participation.rest()
                 self.pull()
             elif self._leases.is_idle(loader):
-                # Others may wait for this worker to finish an iteration, and it will find none
-                # before they have finished theirs.
+                # Other workers may be waiting for this worker to finish an iteration, while it
+                # finds no batch before they have finished theirs.
                 participation.rest()
         elif answer.batches:
             with self._receiving():
                 participation.enter(self._clock)
         elif not want:
-            # The loop was left: no worker should wait for this one any more, except for
-            # the batch in progress.
+            # The loop was left: from now on no worker should wait for this one, except for the
+            # batch in progress.
             has_batch = at_hand is not None and not answer.took_back_at_hand
             participation.rest_after_push(has_batch)
             if not has_batch:
@@ -549,8 +553,8 @@ class AsyncEngine(Engine):
         return answer
 
     def capture(self) -> dict[str, Any]:
-        """Returns the state for checkpoints. The servers write their own snapshots, which contain
-        the state of their optimizer. The state of an inner optimizer is included."""
+        """Returns the state for checkpoints. The state of the servers' optimizer is not part of it;
+        the servers write snapshots of their own. The state of an inner optimizer is included."""
         if self._started:
             self._require_servers().write_snapshots()
         return {
@@ -559,8 +563,8 @@ class AsyncEngine(Engine):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a checkpoint before the first step. Servers that already have values keep those;
-        otherwise they receive the checkpoint's."""
+        """Restores a checkpoint before the first step. Servers that already have values keep them;
+        servers without values receive those of the checkpoint."""
         self._check_not_started("shoal.resume")
         optimizers = self._require_optimizers()
         optimizers.check_checkpoint(state["optimizer"])
@@ -595,7 +599,9 @@ class AsyncEngine(Engine):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        raise InternalError("a step of async_sgd is never prepared, and so not committed")
+        raise InternalError(
+            "a commit all-reduce was requested under async_sgd, whose steps have none"
+        )
 
     @override
     def discard_step(self) -> None:
@@ -633,8 +639,9 @@ class AsyncEngine(Engine):
 
     @contextmanager
     def _with_values_of_servers(self) -> Iterator[None]:
-        """Sets the module to the servers' current values within the block, because its hooks may
-        compute entries of `state_dict()` from them. Restores this worker's values afterwards."""
+        """Context in which the module has the servers' current values. They must be in the module
+        itself, because its hooks may compute entries of `state_dict()` from them. Restores this
+        worker's values afterwards."""
         values = self.gather_full_parameters()
         own = {name: parameter.data for name, parameter in self.module.named_parameters()}
         try:
@@ -664,21 +671,22 @@ class AsyncEngine(Engine):
     # ----------------------------------------------------------------------------------- invariants
 
     def _stopped(self, stop: StopTraining) -> None:
-        """Ends the run of this worker if it stops while waiting for rows of a table."""
+        """Ends this worker's part in the run if it is stopped while it waits for rows of a
+        table."""
         self._own.lifecycle.give_up_step(stop)
 
     def _refuse_writes_between(self) -> None:
         """Checks that the script has not written parameters since the last step or arrival of
-        values; otherwise raises ConfigurationError. Within a round, such writes are part of the
-        round's movement."""
+        values; otherwise raises ConfigurationError. Within a round, such writes count as part of
+        the round's change."""
         if not self.within_round:
             _refuse(self._writes.overwritten(), "between two steps")
 
     def _check_not_started(self, what: str) -> None:
         if self._started:
             raise PreconditionError(
-                f"{what} was called after the first step, but the parameter servers have newer "
-                "values since then; call it before the training loop"
+                f"{what} was called after the first step, when the parameter servers already "
+                "have newer values; call it before the training loop"
             )
 
     def _require_servers(self) -> ParameterServers:

@@ -37,21 +37,22 @@ from shoal_worker.parameter_servers.job import Job
 _log = logging.getLogger(__name__)
 
 _REST: Final = 50
-"""Reciprocal of the largest fraction of the training thread's time for copying (1/50). A
-scheduler's state is copied at nearly every step boundary. A large state, such as an average of the
-parameters, is copied only occasionally."""
+"""Reciprocal of the maximum fraction of the training thread's time that is spent on copying (1/50).
+The state of a scheduler is therefore copied at nearly every step boundary. A large state, such as
+an average of the parameters, is copied only occasionally."""
 _PATIENCE: Final = timedelta(seconds=5)
 """Maximum time for which a joiner waits for one peer's state. A peer's offer is already available,
 unless the peer has not reached its first step."""
 _GONE: Final = timedelta(seconds=10)
-"""Time for which rank 0 may refuse connections before its process counts as ended. After a kill, a
-generation without rank 0 forms about as soon. If its script has finished, none forms."""
+"""Time for which rank 0 may refuse connections before its process counts as ended. If it was
+killed, a generation without it forms in about that time; if its script has finished, no such
+generation forms."""
 _PAUSE_S: Final = 0.1
 """Pause in seconds before rank 0 is asked again after it had no offer."""
 
 
 class Handover:
-    """Maintains this worker's offer, and loads offers of peers."""
+    """Keeps this worker's offer of its state up to date, and loads the offers of peers."""
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class Handover:
         self._due_at = 0.0
 
     def refresh(self) -> None:
-        """Renews the offer at a step boundary if it is due."""
+        """Copies the current state into the offer, if a new copy is due. Called at each step
+        boundary."""
         begun = time.monotonic()
         if begun < self._due_at:
             return
@@ -104,9 +106,9 @@ class Handover:
         return False
 
     def take_first_buffers(self) -> None:
-        """Loads rank 0's buffers in a worker that has been in the job from the start. Waits until
-        rank 0 reaches its first step. If that takes longer than the job's patience, or rank 0's
-        process has ended, logs a warning and keeps this worker's own buffers.
+        """Loads rank 0's buffers into this worker, which has been in the job from the start. Waits
+        until rank 0 reaches its first step. If that takes longer than the job's patience, or rank
+        0's process has ended, logs a warning and keeps this worker's own buffers.
 
         Raises:
             StopTraining: this worker should leave.
@@ -128,8 +130,8 @@ class Handover:
                 now > answered + _GONE.total_seconds()
             ):
                 _log.warning(
-                    "rank 0 sent no buffers within %.0f s: this worker begins with its own, which "
-                    "differ if scripts draw them at random",
+                    "rank 0 sent no buffers within %.0f s, so this worker begins with its own; "
+                    "they differ from other workers' if scripts initialize them at random",
                     now - begun,
                 )
                 return
@@ -144,15 +146,16 @@ class Handover:
         try:
             return self._ask(peer)
         except (UnavailableError, CorruptDataError) as error:
-            _log.info("member %s sent no state: %s", peer.member_id, error)
+            _log.info("received no state from member %s: %s", peer.member_id, error)
             return None
 
     def _ask(self, peer: Peer) -> Any:
-        """Returns a peer's offer. Raises like `take_state`."""
+        """Requests a peer's offer of its state and returns it. Raises the same errors as
+        `take_state`."""
         keys = [peer.donor_key] if self._donor.is_secure else []
         state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE, keys=keys)
         return state
 
     def close(self) -> None:
-        """Withdraws the offer. Idempotent."""
+        """Stops offering this worker's state to joiners. Idempotent."""
         self._offer.close()

@@ -19,7 +19,8 @@ from shoal_worker.parameter_servers.options import AsyncOptions, Revision, Serve
 
 
 class Optimizers:
-    """The user's optimizer and the servers' optimizer, over the same parameters."""
+    """The two optimizers of a worker, which have the same parameters: the user's optimizer, and the
+    one that the servers run."""
 
     def __init__(
         self, own: torch.optim.Optimizer, options: AsyncOptions, names: Mapping[int, str]
@@ -28,7 +29,7 @@ class Optimizers:
 
         Raises:
             ConfigurationError: the optimizers have different parameters, or the outer one has step
-                hooks; and as `ServerOptimizer`.
+                hooks; and the errors of `ServerOptimizer`.
         """
         self.own = own
         self.on_servers = own if options.outer_optimizer is None else options.outer_optimizer
@@ -71,7 +72,7 @@ class Optimizers:
         return state
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Loads the result of a peer's `schedules`."""
+        """Loads the result of `schedules` on a peer."""
         _load_settings(self.own, state["groups"])
         if self._steps_here:
             _load_settings(self.on_servers, state["outer_groups"])
@@ -94,9 +95,9 @@ class Optimizers:
             for mine, loaded in zip(own, groups, strict=True)
         ):
             raise CorruptDataError(
-                f"the checkpoint belongs to another optimizer: its {len(groups)} parameter groups "
-                f"differ from the {len(own)} of this optimizer in number or settings; resume with "
-                "the optimizer that was saved, or from another checkpoint",
+                f"the checkpoint was saved with another optimizer: its {len(groups)} parameter "
+                f"groups differ from the {len(own)} groups of this optimizer in number or "
+                "settings; resume with the optimizer that was saved, or from another checkpoint",
                 reason="OPTIMIZER_DIFFERS",
             )
 
@@ -104,7 +105,7 @@ class Optimizers:
         """Restores a state that `check_checkpoint` has accepted."""
         if self._steps_here and state["state"]:
             self.own.load_state_dict(dict(state))
-        else:  # workers do not keep momentum and moments of a synchronous run
+        else:  # workers do not use momentum and moments of a synchronous run
             _load_settings(self.own, state["param_groups"])
 
 
@@ -123,10 +124,10 @@ def check_same_parameters(
         {id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer)
     )
     if differing := sorted(
-        names.get(each, "a tensor that is not of the model") for each in here ^ there
+        names.get(each, "a tensor that does not belong to the model") for each in here ^ there
     ):
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise ConfigurationError(
             f"outer_optimizer={type(outer).__name__} and the optimizer must have the same "
-            f"parameters, but one of them lacks {', '.join(differing[:5])}{more}"
+            f"parameters, but these are in only one of the two: {', '.join(differing[:5])}{more}"
         )

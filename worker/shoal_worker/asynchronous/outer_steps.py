@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class OuterSteps:
-    """A worker's rounds, one after another. Decides which step ends a round, and when a round is
-    undone."""
+    """Runs a worker's rounds, one after another. Decides which step ends a round, and when a round
+    is undone."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class OuterSteps:
         outer: torch.optim.Optimizer,
         push: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
-        """`leases`: leases of rounds with `steps` batches each. `outer`: optimizer that the
-        servers run. `push`: ends an iteration with gradients by tensor name; with none, it
-        pushes nothing."""
+        """`leases`: leases of rounds with `steps` batches each. `outer`: optimizer that the servers
+        run. `push`: ends an iteration with gradients by tensor name; without gradients, the
+        iteration ends without a push."""
         self._session = session
         self._leases = leases
         self._tensors = tuple(tensors)
@@ -58,7 +58,8 @@ class OuterSteps:
         return self._round.steps
 
     def step_begins(self, source: StepSource | None) -> None:
-        """Checks that a step of `source` may begin. Raises like `Round.check_source`."""
+        """Checks that a step of `source` may begin. Raises the same errors as
+        `Round.check_source`."""
         self._round.check_source(source)
 
     def take(self, *, usable: bool) -> None:
@@ -87,9 +88,9 @@ class OuterSteps:
         """
         if self._round.is_leased:
             raise PreconditionError(
-                f"synchronize_parameters was called {self.steps} inner steps after the last push, "
-                "but the batches of a round count together, with its last step; call it where "
-                "model.steps_in_round is 0"
+                f"synchronize_parameters was called {self.steps} inner steps after the last "
+                "push, but all batches of a round must be committed together, by its last step; "
+                "call it when model.steps_in_round is 0"
             )
         if not self._round.is_over:
             self._round.end()
@@ -98,7 +99,8 @@ class OuterSteps:
     def _push_round(self, *, left_out: bool = False) -> None:
         self._push({} if left_out else self._round.outer_gradients())
         self._round.settle()
-        # The servers have stepped the optimizer, so schedulers must not warn about its order.
+        # The servers have stepped the optimizer, so schedulers must not warn about a wrong order of
+        # calls.
         self._outer._opt_called = True  # type: ignore[attr-defined]
         step = self._session.step
         if step is not None and step.source is not None:
@@ -106,7 +108,7 @@ class OuterSteps:
 
     def check_step(self) -> None:
         """Checks, before a step is finished, that its round is still valid. If the round's batches
-        were returned, aborts the step.
+        were given back, aborts the step.
 
         Raises:
             PreconditionError: the script received the batch again.
@@ -120,22 +122,24 @@ class OuterSteps:
             return
         if not step.left:
             raise PreconditionError(
-                "the batches of this round of inner steps were returned to the coordinator when "
-                "their loop was left; leave the loop again, and continue with the next epoch"
+                "this round of inner steps cannot be finished, because its batches were given "
+                "back to the coordinator when their loop was left; leave this loop, and continue "
+                "with the next epoch"
             )
         self._session.lifecycle.abort_step(
             "its loop was left within a round of inner steps, whose batches are dealt again"
         )
 
     def has_leased(self, loader: str) -> bool:
-        """Undoes the round if its batches were returned, because its loop was left or continues
-        with other batches. Returns whether there was such a round."""
+        """Called after batches were leased. Undoes the round if its batches were given back,
+        because its loop was left or continues with other batches. Returns whether there was such a
+        round."""
         if not self._round.has_gone_back(loader, self._leases.round_of(loader)):
             return False
         if not self._round.is_over:
             _log.warning(
-                "the loop over loader %r was left %d inner steps after the last push; these steps "
-                "are undone, and their batches are dealt again. Leave a loop where "
+                "the loop over loader %r was left %d inner steps after the last push; these "
+                "steps are undone, and their batches are dealt again. Leave a loop only when "
                 "model.steps_in_round is 0",
                 loader,
                 self.steps,
@@ -144,11 +148,12 @@ class OuterSteps:
         return True
 
     def close(self) -> None:
-        """Stops pushing. Warns if that discards inner steps."""
+        """Stops pushing, at the end of the run. Warns if inner steps that were not pushed are
+        discarded."""
         if self.steps and not self._round.is_leased:
             _log.warning(
-                "%d inner steps since the last push have not reached the servers; call "
-                "optimizer.synchronize_parameters() after a loop of your own",
+                "%d inner steps since the last push have not reached the servers; if the loop "
+                "does not use a Shoal loader, call optimizer.synchronize_parameters() after it",
                 self.steps,
             )
 
@@ -162,11 +167,11 @@ class Round:
         host memory for a copy of the tensors."""
         self._most = steps
         self.steps = 0
-        """Number of inner steps taken; 0: the current values are those pulled last."""
+        """Number of inner steps taken; 0: the current values are the ones that were pulled last."""
         self._tensors = tuple(tensors)
         self._kept: dict[str, torch.Tensor] = {}
-        """Flat values at the beginning of the round, by name. Once the round is over, the outer
-        gradients replace the values of trained tensors."""
+        """Name -> flat values of the tensor at the beginning of the round. Once the round is over,
+        the outer gradients take the place of the values of trained tensors."""
         self._trained: set[str] = set()
         """Names of the tensors that had a gradient in any step of this round."""
         self._source: StepSource | None = None
@@ -185,8 +190,8 @@ class Round:
         return self._source is not None
 
     def has_gone_back(self, loader: str, batches: range | None) -> bool:
-        """Returns whether the round's batches were returned. That is the case if they are from
-        `loader`, and `batches`, the loader's current round, is another round or None."""
+        """Returns whether the round's batches were given back. That is the case if they come from
+        `loader`, but the loader's current round, `batches`, is a different one or None."""
         return (
             self.steps > 0
             and self._source is not None
@@ -202,10 +207,10 @@ class Round:
         """
         if self.steps and source is not self._source:
             raise PreconditionError(
-                f"this step uses loader {source.name if source else ''!r}, but its round of inner "
-                f"steps began with loader {self._source.name if self._source else ''!r}, and the "
-                "batches of a round count together: use one loader, or switch loaders where "
-                "model.steps_in_round is 0"
+                f"this step uses loader {source.name if source else ''!r}, but its round of "
+                f"inner steps began with loader {self._source.name if self._source else ''!r}, "
+                "and all batches of a round must be committed together; use one loader, or "
+                "switch loaders when model.steps_in_round is 0"
             )
 
     def take(
@@ -216,9 +221,9 @@ class Round:
         *,
         usable: bool,
     ) -> bool:
-        """Takes one inner step of a round with these batches. Returns whether it was the last.
-        `usable`: False if a GradScaler found the gradients unusable; the step then changes
-        nothing."""
+        """Takes one inner step of the round with these batches. Returns whether it was the round's
+        last step. `usable`: False if a GradScaler found the gradients unusable; the step then
+        changes nothing."""
         if self.steps == 0:
             self._source, self._batches = source, batches
             for tensor in self._tensors:
@@ -234,8 +239,8 @@ class Round:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Ends the round: computes the outer gradients and restores the initial values, from which
-        the servers step.
+        """Ends the round: computes the outer gradients and restores the values at its beginning, to
+        which the servers apply their update.
 
         A tensor that had no gradient in any step of the round is omitted, because torch's
         optimizers skip such tensors.
@@ -251,7 +256,7 @@ class Round:
 
     def outer_gradients(self) -> Mapping[str, torch.Tensor]:
         """Returns the gradients that a finished round pushes: initial minus final values, flat and
-        in host memory, by tensor name. Repeated calls return the same.
+        in host memory, by tensor name. Repeated calls return the same tensors.
 
         Raises:
             InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values; names the parameter.
@@ -268,7 +273,8 @@ class Round:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restores the values at the round's beginning, because its batches will be reassigned."""
+        """Restores the values at the round's beginning, because its batches will be assigned to
+        workers again."""
         if not self.is_over:
             for tensor in self._tensors:
                 tensor.target().copy_(self._kept[tensor.name])

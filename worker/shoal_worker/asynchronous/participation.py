@@ -12,17 +12,17 @@ from shoal_worker.parameter_servers.servers import ParameterServers
 
 
 class Participation:
-    """Tracks whether this worker participates. Initially it rests."""
+    """Tracks whether this worker participates. At first it rests."""
 
     def __init__(self, servers: ParameterServers, *, waited_for: bool) -> None:
-        """`waited_for`: whether other workers wait for this one (ssp and bsp)."""
+        """`waited_for`: True if other workers wait for this one (ssp and bsp)."""
         self._servers = servers
         self._waited_for = waited_for
         self._rests = True
         """True if the worker rests, so that no other worker waits for it. It participates from its
         next batch on."""
         self._rests_after_push = False
-        """True if the loop was left with a batch in progress, so that the worker rests after the
+        """True if the loop was left while a batch was in progress. The worker then rests after its
         next push."""
 
     @property
@@ -38,20 +38,20 @@ class Participation:
             self._rests = True
 
     def rest_after_push(self, at_hand: bool) -> None:
-        """Makes the worker rest after its next push if it has a batch in progress. `at_hand`:
-        whether it has one."""
+        """Makes the worker rest after its next push if it has a batch in progress, otherwise at
+        once. `at_hand`: True if it has one."""
         self._rests_after_push = at_hand
 
     def pushed(self) -> None:
-        """Records the end of an iteration. The worker then rests if `rest_after_push` requested
-        it."""
+        """Records the end of an iteration. The worker then rests if `rest_after_push` was called
+        before."""
         if self._rests_after_push:
             self._rests_after_push = False
             self.rest()
 
     def enter(self, clock: int) -> None:
-        """Makes the worker participate, with `clock` finished iterations, from the iteration that
-        other workers are about to begin."""
+        """Makes the worker participate from the iteration that other workers are about to begin.
+        `clock`: number of iterations that this worker has finished."""
         if self._rests and self._waited_for:
             self._servers.enter(clock)
             self._rests = False

@@ -21,7 +21,7 @@ from shoal_worker.parameter_servers.leases import LeaseSource
 
 @dataclass(kw_only=True, eq=False)
 class _Dealt:
-    """This worker's batches in one epoch of one loader."""
+    """Batches of this worker's current round, in one epoch of one loader."""
 
     epoch: int
     round: range | None = None
@@ -31,8 +31,8 @@ class _Dealt:
 
 
 class RoundLeases:
-    """Source of leased batches, based on a source of leased rounds: one batch of the underlying
-    source is a round."""
+    """Source of leased batches whose underlying source leases whole rounds: one batch of the
+    underlying source is a round here."""
 
     def __init__(self, rounds: LeaseSource, *, steps: int) -> None:
         """`rounds`: source of rounds. `steps`: number of batches in a round; an epoch's last round
@@ -51,18 +51,18 @@ class RoundLeases:
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """Leases batches of one round until that round is pushed, possibly fewer than wanted
-        (`LeaseSource.lease`). If the loop is left within a round, the entire round is returned,
-        including the batch in progress."""
+        """Leases batches, possibly fewer than wanted (`LeaseSource.lease`). They all belong to the
+        same round until that round is pushed. If the loop is left within a round, the entire round
+        is returned, including the batch in progress."""
         dealt = self._dealt.get(loader)
         if dealt is None or dealt.epoch != epoch:
             dealt = self._dealt[loader] = _Dealt(epoch=epoch)
-        # the step of its last batch has pushed it
+        # the round was pushed with the step of its last batch
         over = dealt.round is not None and dealt.round[-1] in finished
         pushed = (self._number(dealt.round),) if over and dealt.round is not None else ()
         rounds = -(-batches_in_epoch // self._steps)
         if want == 0:
-            # The step in progress may still end the round, if it is the round's last.
+            # The step in progress may still finish the round, if it is the round's last step.
             kept = (
                 dealt.round
                 if dealt.round is not None and not over and at_hand == dealt.round[-1]

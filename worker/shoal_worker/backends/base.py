@@ -95,7 +95,8 @@ _TORCH_OPS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Traffic of a connection since the connection was opened."""
+    """Amount of data sent on a connection, and time spent sending it, since the connection was
+    opened."""
 
     acknowledged_bytes: int
     busy_s: float
@@ -116,9 +117,8 @@ class Handle:
         finish: Callable[[], None] | None,
         failed: Callable[[RuntimeError], None],
     ) -> None:
-        """`finish`: function called once `work` has completed.
-        `failed`: function called first when `work` fails; may raise another error instead.
-        """
+        """`finish`: function called once `work` has completed. `failed`: function called first when
+        `work` fails; it may raise another error instead."""
         self._work: dist.Work | None = work
         self._failure: str | None = None
         self._finish = finish
@@ -128,8 +128,8 @@ class Handle:
         """Blocks until the result has arrived. May be called again. Raises MembershipChanged if the
         group has failed."""
         if self._failure is not None:
-            raise PreconditionError(f"this collective has already failed: {self._failure}")
-        # Drop the work in any case: it would keep the sockets of its group open.
+            raise PreconditionError(f"this collective failed at an earlier wait: {self._failure}")
+        # Drops the work in any case, because it would keep the sockets of its group open.
         work, self._work = self._work, None
         if work is not None:
             try:
@@ -151,7 +151,7 @@ class Handle:
 
 
 def _nothing() -> None:
-    """Does nothing: most libraries close a connection without the peer's cooperation."""
+    """Does nothing. It stands for the orderly end of a group in libraries that need none."""
 
 
 class CommunicationBackend(abc.ABC):
@@ -178,7 +178,8 @@ class CommunicationBackend(abc.ABC):
 
     def __init__(self) -> None:
         self.waits = Waits()
-        """Records the waits for the group's works. May be replaced before `initialize`."""
+        """Recorder of the time that this rank waits for collectives. May be replaced before
+        `initialize`."""
         self._process_group: dist.ProcessGroup | None = None
         self._rank = -1
         self._world_size = 0
@@ -222,8 +223,8 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """The process group for messages between hosts, on CPU tensors: `process_group`, or a
-        second group if `process_group` works on a device."""
+        """The process group for CPU tensors. It is `process_group` itself, or a second group if
+        `process_group` works on device tensors."""
         return self.process_group
 
     def traffic(self) -> dict[str, Traffic]:
@@ -278,9 +279,9 @@ class CommunicationBackend(abc.ABC):
 
     def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027
         # most libraries cannot split groups
-        """Announces, before `initialize`, that all ranks of `whole` are being divided into several
-        groups, and that this group is number `part`. A library that can split groups then splits
-        `whole`."""
+        """Declares this group to be part number `part` of a division of the group `whole`, all of
+        whose ranks take part in the division. Called before `initialize`. A library that can split
+        groups then splits `whole` instead of connecting anew."""
 
     def abort(self, reason: str) -> None:
         """Ends the group: pending and later collectives raise GroupEndedError(reason), here at once
@@ -299,15 +300,15 @@ class CommunicationBackend(abc.ABC):
         self._release()
 
     def all_leave(self, within: timedelta) -> bool:
-        """Returns whether all ranks of the group call this method within `within` of each other,
-        with no pending work. A rank that does not receive all answers returns False, although
-        others may return True."""
+        """Waits for at most `within` until all ranks of the group have called this method, with no
+        pending work. Returns whether they have. A rank that does not hear from all others returns
+        False, although others may return True."""
         return False
 
     def finalize(self) -> Callable[[], None]:
-        """Starts an orderly end of the group by the library, after `all_leave`. Returns at once
-        with a function that waits until the end is complete or has been given up. Call `shutdown`
-        after that function."""
+        """Starts to shut down the group in the orderly way that the library provides. Called after
+        `all_leave`. Returns at once, with a function that waits until this is complete or was given
+        up. Call `shutdown` after that function."""
         return _nothing
 
     @abc.abstractmethod
@@ -348,8 +349,8 @@ class CommunicationBackend(abc.ABC):
         )
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Sums a tensor of a few hundred bytes over all ranks, in place, to the same bits on every
-        rank. Blocks.
+        """Sums a tensor of a few hundred bytes over all ranks, in place. Blocks. The result is
+        bitwise the same on every rank.
 
         The training thread waits for such a sum in each step, so the backend uses its fastest path.
         Also raises PreconditionError (RANKS_DIVERGED) if another rank issued a different sum; the
@@ -358,8 +359,8 @@ class CommunicationBackend(abc.ABC):
         self.all_reduce(tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Sums a few dozen numbers over all ranks, in float64, and returns the sums. Blocks and
-        raises like `all_reduce_short`."""
+        """Sums a few dozen numbers over all ranks, in float64, and returns the sums. Blocks, and
+        raises the same errors as `all_reduce_short`."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device_type)
         self.all_reduce_short(tensor)
         summed: list[float] = tensor.tolist()
@@ -487,25 +488,25 @@ class CommunicationBackend(abc.ABC):
         The thread itself waits only if it computes on the host. Otherwise it continues, and the
         operations that it queues on the device run after the collective, even after a collective
         that an abort ended with undefined results. So until `settle` has returned, nothing derived
-        from the result may be kept, sent to another rank or used as an index. Raises like
-        `Handle.wait`.
+        from the result may be kept, sent to another rank or used as an index. Raises the same
+        errors as `Handle.wait`.
         """
         work.wait()
 
     @property
     def unsettled(self) -> bool:
-        """True if `settle` has yet to check some ordered works."""
+        """True if some works passed to `order` have not been checked by `settle` yet."""
         return False
 
     def settle(self) -> None:
-        """Blocks until all ordered works have completed. Raises MembershipChanged if one failed;
-        the group then no longer writes into memory."""
+        """Blocks until all works passed to `order` have completed. Raises MembershipChanged if one
+        failed; the group then no longer writes into memory."""
         if self._reason is not None:
             raise GroupEndedError(self._reason)
 
     def rest(self) -> None:  # noqa: B027
-        # on the host, waiting for a collective's end suffices
-        """Blocks until an ended group no longer reads or writes memory on a device."""
+        # on the host, it suffices to wait for the end of each collective
+        """Blocks until a group that has ended no longer reads or writes memory on a device."""
 
     # --- checks
 

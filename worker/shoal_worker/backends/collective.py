@@ -1,5 +1,5 @@
-"""One rank's part in a collective, as data: its inputs, its outputs, and the check that the parts
-of all ranks match.
+"""Describes one rank's part in a collective as a data structure: its inputs and outputs, with a
+check that the parts of all ranks match.
 
 All of torch's forms of a collective (lists, single tensors, coalesced) become lists of parts here.
 Parts are usually views of the caller's tensors. This module sends nothing between processes:
@@ -31,7 +31,7 @@ _COMBINATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tens
     "BXOR": torch.bitwise_xor,
 }
 _EXACT: Final = frozenset({"MIN", "MAX", "BAND", "BOR", "BXOR"})
-"""Reductions without rounding. They need no wider dtype for half precision."""
+"""Reductions that do not round, so half precision needs no wider dtype for them."""
 
 
 def op_name(op: Any) -> str:
@@ -54,7 +54,10 @@ def check_op(op: Any, dtype: torch.dtype) -> None:
     if name in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"cannot reduce {dtype} with {name}: expected integers or booleans")
     if name in ("MIN", "MAX") and dtype.is_complex:
-        raise ValueError(f"cannot reduce {dtype} with {name}: complex numbers have no order")
+        raise ValueError(
+            f"cannot reduce {dtype} with {name}, because complex numbers have no "
+            "order; use SUM or AVG"
+        )
 
 
 def premultiplier(op: Any) -> float | torch.Tensor:
@@ -66,7 +69,8 @@ def premultiplier(op: Any) -> float | torch.Tensor:
 def reduce_parts(
     parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Reduces `parts`, given in rank order, with torch's `op` into `out` or a new tensor.
+    """Reduces the ranks' tensors `parts`, given in rank order, with torch's `op`. Writes the result
+    into `out` or a new tensor.
 
     Half precision is summed in float32 and rounded once. `out` has the dtype and shape of the
     parts, and shares memory with none of them. Raises the ValueError of `check_op`.
@@ -93,7 +97,7 @@ def _combine(
     *,
     widened: bool,
 ) -> None:
-    """Reduces the parts into `sofar` in rank order."""
+    """Reduces the parts into the tensor `sofar`, in rank order."""
     if len(parts) == 1 or widened:
         sofar.copy_(parts[0])
         others = parts[1:]
@@ -142,7 +146,7 @@ _LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.RE
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective that one rank issued."""
+    """One rank's call of a collective: its kind, reduction, inputs and outputs."""
 
     kind: Kind
     inputs: Sequence[torch.Tensor] = ()
@@ -171,7 +175,9 @@ class Collective:
             raise InvalidRequestError(f"{self}: the outputs differ in dtype from the inputs")
 
     def matches(self, other: Collective) -> bool:
-        """Returns whether another rank's `other` may be the same collective as this."""
+        """Returns whether `other`, issued by another rank, can be the same collective as this
+        one.
+        """
         return self.signature == other.signature
 
     @property
@@ -196,7 +202,7 @@ class Collective:
 
 
 def execute(calls: Sequence[Collective]) -> None:
-    """Writes the outputs of all ranks.
+    """Runs a collective for all ranks at once: computes and writes the outputs of every rank.
 
     `calls`: the collectives in rank order; all have the same signature.
 
@@ -295,7 +301,7 @@ def _transfer(
 
 def _copy(output: torch.Tensor, given: torch.Tensor) -> None:
     if output.is_sparse:
-        # a sparse tensor's .data is another tensor, with rows of its own once it is written to
+        # a sparse tensor's .data is another tensor, which has rows of its own once it is written to
         output.copy_(given)
         return
     # Through .data, as other backends write: this leaves autograd's version counters unchanged.

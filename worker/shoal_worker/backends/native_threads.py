@@ -1,10 +1,10 @@
 """Threads of this process that run inside torch and must end before the interpreter finalizes.
 
 While the interpreter finalizes, it ends every thread that returns from C++ to Python or that C++
-calls back into Python. torch's frames do not allow that: the process ends by SIGABRT
-(std::terminate), whatever its exit status would have been. So the interpreter's exit waits for the
-threads started here. It also waits until none of Gloo's threads runs, since such a thread may call
-a callback of a script or of this package.
+calls back into Python. torch's stack frames do not permit that: the process is then ended by
+SIGABRT (std::terminate), whatever its exit status would have been. So the interpreter's exit waits
+for the threads started here. It also waits until none of Gloo's threads runs, since such a thread
+may call a callback of a script or of this package.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class _Call:
         *,
         destroys: tuple[list[object], threading.Event] | None = None,
     ) -> None:
-        """`most_s`: time for which the interpreter's exit waits for the call.
-        `destroys`: objects that the call destroys, and the event after which it destroys them.
+        """`most_s`: time for which the interpreter's exit waits for the call. `destroys`: objects
+        that the call releases, and the event after which it releases them.
         """
         self._call = call
         self.most_s = most_s
@@ -168,7 +168,7 @@ def _start(call: _Call, name: str) -> bool:
     nothing counts as running even then, because the reserve thread runs it."""
     # Daemons: a call that never ends must not keep the process alive.
     thread = threading.Thread(target=call, name=name, daemon=True)
-    with _lock:  # a call that ends at once waits for this lock
+    with _lock:  # a call that ends at once must wait for this lock
         try:
             thread.start()
         except RuntimeError:

@@ -15,6 +15,6 @@ def end_now(status: int, why: str) -> NoReturn:
     print(f"shoal: {why}", file=sys.stderr)  # noqa: T201 - where a traceback would have been
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed
             stream.flush()
     os._exit(status)

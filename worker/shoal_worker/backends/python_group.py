@@ -1,13 +1,12 @@
 """Process groups that torch calls and that are written in Python.
 
 A `NamedGroup` has a name. A `ForwardingGroup` issues collectives on a native group under their
-native names. A `PythonGroup` reduces all collectives to collectives as data (collective.py) and
-transfers.
+native names. A `PythonGroup` converts every call into a `Collective` (collective.py) or a transfer
+between two ranks.
 
 torch calls a process group by many names: C++ code (DDP's reducer, functional collectives) uses the
 names that its trampoline supports, and Python code (dist.*, FSDP2) uses all of them. A subclass
-implements `_issue`, `_send` and `_receive`. This module does not depend on any transport.
-"""
+implements `_issue`, `_send` and `_receive`. This module does not depend on any transport."""
 
 from __future__ import annotations
 
@@ -73,7 +72,8 @@ def _collective(name: str) -> Any:
 
 
 class ForwardingGroup(NamedGroup):
-    """Issues collectives on a native group under their native names."""
+    """Process group that passes each collective to a native process group, by the name that the
+    installed torch uses for it."""
 
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
         """Starts the native group's collective called `name`."""
@@ -108,7 +108,8 @@ Tensors = list[torch.Tensor]
 
 
 class PythonGroup(NamedGroup):
-    """Process group that passes collectives as data and transfers to its subclass."""
+    """Process group that converts torch's calls into `Collective` objects and transfers, which its
+    subclass carries out."""
 
     def _issue(self, call: Collective) -> Work:
         """Starts a collective."""
@@ -305,7 +306,8 @@ class PythonGroup(NamedGroup):
         return list(parts)
 
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
-        """Returns the tensor's parts in rank order, with the same number of elements each."""
+        """Splits the tensor into one part per rank, in rank order, with the same number of elements
+        each."""
         if tensor.numel() % self.size():
             raise InvalidRequestError(
                 f"{field} has {tensor.numel()} elements; expected a multiple of {self.size()} ranks"
@@ -313,7 +315,8 @@ class PythonGroup(NamedGroup):
         return list(_contiguous(tensor, field).view(self.size(), -1).unbind(0))
 
     def _parts(self, tensor: torch.Tensor, sizes: list[int], field: str) -> Tensors:
-        """Returns the tensor's parts in rank order, with the given numbers of rows."""
+        """Splits the tensor into one part per rank, in rank order, with the given numbers of
+        rows."""
         if not sizes:
             return self._rows(tensor, field)
         if len(sizes) != self.size() or sum(sizes) != tensor.shape[0]:
@@ -332,8 +335,8 @@ class PythonGroup(NamedGroup):
 
 
 def _op(opts: Any) -> Any:
-    """Returns the reduction of torch's options, which may also be a reduction or None; the default
-    is SUM."""
+    """Returns the reduction in torch's options. `options` may also be a reduction itself, or None
+    for the default, SUM."""
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

@@ -1,5 +1,5 @@
-"""Durations of a rank's waits for its peers. Waits for works record their durations; heartbeats and
-the explanation of a stalled step read them.
+"""Records how long a rank waits for its peers. Every wait for a collective is recorded; heartbeats
+and the explanation of a stalled step read the record.
 
 The training thread waits; any thread may read. There is no lock, because only single values are
 read: a reader may see a wait that has just ended.
@@ -16,10 +16,11 @@ _PART_OF_ANOTHER: Final = nullcontext()
 
 
 class Waits:
-    """The waits of one rank. A wait nested in another counts as part of the outer wait."""
+    """Record of the waits of one rank. A wait nested in another counts as part of the outer
+    wait."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: function that returns seconds since an arbitrary moment."""
+        """`clock`: function that returns the time in seconds, from an arbitrary origin."""
         self._clock = clock
         self._since: tuple[float, str] | None = None
         self._total_s = 0.0
@@ -38,7 +39,7 @@ class Waits:
     def end(self) -> None:
         """Ends the current wait and records its duration."""
         since, self._since = self._since, None
-        if since is not None:  # else another thread's wait has ended this one
+        if since is not None:  # otherwise another thread's wait has ended this one
             self._last_s, self._last = self._clock() - since[0], since[1]
             self._total_s += self._last_s
 

@@ -59,7 +59,7 @@ class World:
 
     def __init__(self) -> None:
         self.identity = next(_identities)
-        """Identity that is never reused, unlike a thread's identity."""
+        """Identifier that is never reused, unlike a thread's."""
         self.default_pg: Any = None
         self.pg_map: dict[Any, Any] = {}
         self.pg_names: dict[Any, Any] = {}
@@ -101,7 +101,8 @@ def own_world() -> World | None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Allows threads to be ranks while the context is open."""
+    """Context in which threads can be ranks: torch's global record of process groups forwards to a
+    separate record for each such thread."""
     global _users
     with _lock:
         _users += 1

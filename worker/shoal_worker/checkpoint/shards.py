@@ -52,31 +52,31 @@ from shoal_worker.state.tree import Json, StatePart, flatten
 _log = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(minutes=30)
-"""Time allowed for the other ranks' shards."""
+"""Maximum time for which the first rank waits for the other ranks' shards."""
 _POLL = timedelta(milliseconds=20)
 _ASK_GONE = timedelta(seconds=0.5)
-"""Interval between checks whether a rank has left. Each check asks the coordinator."""
+"""Interval at which the first rank asks the coordinator whether a rank has left."""
 _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Metadata keys under which torch.distributed.checkpoint stores a tensor's offset
 (torch/distributed/checkpoint/_hf_utils.py)."""
 
 Span = tuple[int, int]
-"""First element and number of elements of a stored tensor."""
+"""Run of elements of a stored tensor: index of the first element, and number of elements."""
 Pieces = Mapping[str, tuple[int, torch.Tensor]]
-"""Index of the first element and the flat elements from that index on, by tensor name."""
+"""Name of a tensor -> a run of its elements: index of the first element, and the elements, flat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """A copy of one rank's part of a state, in host memory."""
+    """Copy of the part of a state that one rank writes, in host memory."""
 
     structure: Json
     outline: Mapping[str, torch.Tensor]
     """All tensors of the whole state, on the meta device."""
     count: int
     mine: Mapping[int, Pieces]
-    """Copies of the data written by this rank, by shard number. They are filled once `copies` have
-    arrived."""
+    """Copies of the data written by this rank, by shard number. They contain the values once
+    `copies` have arrived."""
     copies: HostCopies
     frozen: Frozen = NOTHING
     """The frozen parameters, which are not part of the shards."""
@@ -126,7 +126,7 @@ class Shards:
         }
 
     def write(self, temporary: Path) -> None:
-        """Writes this rank's shards and their notes.
+        """Writes this rank's shards, and a note about each of them.
 
         Raises:
             OSError, SafetensorError: the disk is full or failing.
@@ -145,8 +145,8 @@ class Shards:
             self._note(temporary, number, {"shard": about, "frozen": frozen})
 
     def write_aside(self, temporary: Path) -> None:
-        """Runs `write` on a rank that does not complete the checkpoint, and reports failures to the
-        rank that does.
+        """Runs `write` on a rank other than the one that completes the checkpoint. Failures are
+        reported to that rank by a note.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
@@ -155,19 +155,21 @@ class Shards:
         try:
             self.write(temporary)
         except Exception as error:
-            # of any kind: without a note the first rank would wait for this shard until its
-            # deadline
+            # an error of any kind: without a note, the first rank would wait for this shard until
+            # its deadline
             failed_at = time.time()
             try:
                 for number in self.mine:
                     self._note_failure(temporary, number, f"{type(error).__name__}: {error}")
             except FileNotFoundError:
-                _log.info("writing %s was abandoned; this rank's part was discarded", temporary)
+                _log.info(
+                    "the save of %s was abandoned, so this rank's part was discarded", temporary
+                )
                 return
             except OSError as unsaid:
                 _log.error(
-                    "rank 0 could not be told that a part of %s is missing, and will wait for "
-                    "%s: %s",
+                    "could not tell rank 0 that a part of %s is missing, so it will wait for %s: "
+                    "%s",
                     temporary,
                     _TIMEOUT,
                     unsaid,
@@ -181,9 +183,9 @@ class Shards:
     def collect(
         self, temporary: Path, *, gone: Callable[[int], bool]
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Waits for all ranks' shards. Returns the manifest's entries of the shards and of the new
-        files with frozen values, by file name. Returns None if a rank left without writing its
-        shard.
+        """Waits for all ranks' shards. Returns the entries of the manifest, by file name, for the
+        shards and for the new files with frozen values. Returns None if a rank left without writing
+        its shard.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): a rank could not write, or is too slow.
@@ -262,8 +264,8 @@ class Shards:
         being_written.replace(path)
 
     def _note_failure(self, temporary: Path, number: int, error: str) -> None:
-        """Notes that a shard is missing. A full disk may have no room for the error; the note is
-        then an empty file."""
+        """Writes a note that a shard is missing. If a full disk has no room for the error, the note
+        is an empty file."""
         try:
             self._note(temporary, number, {"error": error})
         except OSError:
@@ -279,8 +281,8 @@ class Shards:
 
 
 def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the whole tensors of a sharded checkpoint by name. `content`: an entry with "tensors"
-    and "files": that of the manifest, or that of its frozen parameters.
+    """Returns the whole tensors of a sharded checkpoint by name. `content`: the manifest, or its
+    entry for frozen parameters; either has the keys "tensors" and "files".
 
     Raises:
         CorruptDataError: a file is damaged or missing, or the shards do not cover the tensors.
@@ -296,7 +298,7 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
     if differing is not None:
         raise damaged(path, f"its shards do not add up to tensor {differing!r}")
     for file, about in content["files"].items():
-        # before allocating all the memory that the manifest claims
+        # before allocating all the memory that the manifest asks for
         claimed = sum(
             length * outline[name].dtype.itemsize // _width(outline[name].dtype)
             for name, (_, length) in about["spans"].items()
@@ -327,8 +329,8 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
 def describe_sums(
     part: StatePart, names: Iterable[str], sums: Iterable[Mapping[str, int]]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the descriptions of those of the tensors `names` that are in the state. `sums`: the
-    results of `own_sums` on all ranks."""
+    """Returns descriptions of the tensors among `names` that are in the state. `sums`: the results
+    of `own_sums` on all ranks."""
     _, tensors = flatten(part.state, outlines=True)
     everyones = list(sums)
     return {
@@ -351,8 +353,8 @@ def own_sums(part: StatePart, names: Collection[str]) -> dict[str, int]:
 
 
 def write_pieces(file: Path, pieces: Pieces) -> dict[str, Any]:
-    """Writes pieces of flattened tensors, and returns the file's entry for the manifest. Raises
-    OSError or SafetensorError."""
+    """Writes runs of flattened tensors to a file, and returns the file's entry for the manifest.
+    Raises OSError or SafetensorError."""
     tensors = {name: stored(values) for name, (_, values) in pieces.items()}
     spans = {
         name: (begin * _width(values.dtype), tensors[name].numel())
@@ -366,7 +368,7 @@ def _pieces(
     tensors: Mapping[str, torch.Tensor], part: StatePart, number: int
 ) -> dict[str, tuple[int, torch.Tensor]]:
     """Returns the elements of the tensors that belong to a shard, without copying. Sharded tensors
-    are views of the runs' vectors; the first shard has all others."""
+    are views of the runs' vectors. All other tensors belong to the first shard."""
     views: dict[int, list[tuple[str, torch.Tensor]]] = {}
     pieces: dict[str, tuple[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -387,7 +389,7 @@ def _pieces(
 
 
 def _width(dtype: torch.dtype) -> int:
-    """Returns the number of file elements per tensor element."""
+    """Returns the number of elements with which the file stores one element of the tensor."""
     return 1 if dtype in STORED_DTYPES else dtype.itemsize
 
 

@@ -59,10 +59,13 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def done_within(self, timeout: timedelta) -> bool:
-        """Waits up to `timeout` for the current job. Returns True if no job is in progress."""
+        """Waits up to `timeout` for the current job. Returns True if no job is in progress any
+        more.
+        """
         thread = self._thread
         if thread is not None and thread.is_alive():
-            # On another thread: if ranks take turns, the job may wait for another rank's write.
+            # On another thread, because a job may wait for another rank to write, and ranks may
+            # take turns.
             run_aside(lambda: thread.join(timeout.total_seconds()), f"until {thread.name} is done")
         return not self.busy
 
@@ -78,7 +81,7 @@ class CheckpointWriter:
             assert self._thread is not None
             raise DeadlineError(
                 f"{self._thread.name} did not finish within {time.monotonic() - self._begun:.0f} "
-                "s; is the disk too slow?",
+                "s; check whether the disk is too slow",
                 reason="CHECKPOINT_SLOW",
             )
         self._thread = None
@@ -128,7 +131,7 @@ _LOOK: Final = timedelta(seconds=0.5)
 
 
 DISK_PATIENCE: Final = timedelta(minutes=30)
-"""Time allowed for a disk to respond."""
+"""Maximum time to wait for a disk."""
 
 
 def in_company(
@@ -138,8 +141,8 @@ def in_company(
     patience: timedelta = DISK_PATIENCE,
 ) -> None:
     """Waits until every rank is done or has waited for `patience`. Called by all ranks within an
-    operation. `done_within(timeout)`: waits at most for `timeout` and returns whether this rank is
-    done. The first rank logs every ten seconds which ranks are not done.
+    operation. `done_within(timeout)`: function that waits for at most `timeout` and returns whether
+    this rank is done. The first rank logs every ten seconds which ranks are not done.
 
     Raises:
         MembershipChanged: the group is over.

@@ -267,7 +267,7 @@ class Exchange(abc.ABC):
         world_size: int,
         shapes: Sequence[Sequence[int]] | None,
     ) -> int:
-        """Implements `GradientCompressor.wire_bytes`."""
+        """Returns the number of bytes that each rank sends to sum one bucket."""
 
     @abc.abstractmethod
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:

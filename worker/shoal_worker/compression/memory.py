@@ -99,8 +99,8 @@ class BucketMemory:
         return torch.add(values, owed, out=target) if owed is not None else target.copy_(values)
 
     def warm_start(self, number: int) -> torch.Tensor | None:
-        """Returns the factor with which this step starts: the final factor of the last step, or
-        None."""
+        """Returns the factor with which this step starts, which is the final factor of the previous
+        step; None if there is none."""
         return self._newest(f"{_WARM}{number}")
 
     def propose_warm_start(self, number: int, factor: torch.Tensor) -> None:
@@ -171,12 +171,12 @@ class Memory:
         return self._buckets.setdefault(index, BucketMemory())
 
     def commit(self) -> None:
-        """Makes the step's proposals current."""
+        """Makes the state that the step has proposed current, in all buckets."""
         for memory in self._buckets.values():
             memory.commit()
 
     def rollback(self) -> None:
-        """Discards the step's proposals."""
+        """Discards the state that the step has proposed, in all buckets."""
         for memory in self._buckets.values():
             memory.rollback()
 

@@ -59,11 +59,13 @@ class GradientCompressionOptimizer(ForwardingOptimizer):
 def take_apart(
     optimizer: torch.optim.Optimizer | None, configured: GradientCompressor | None
 ) -> tuple[torch.optim.Optimizer | None, GradientCompressor | None]:
-    """Returns the optimizer and its compressor, which come from a `GradientCompressionOptimizer` or
-    from the configuration.
+    """Returns the user's optimizer and the compressor. If `optimizer` is a
+    `GradientCompressionOptimizer`, both are taken from it; otherwise the compressor is
+    `configured`.
 
     Raises:
-        ConfigurationError: both the pair and the configuration specify a compressor.
+        ConfigurationError: `optimizer` and `configured` specify different compressors, or
+            `optimizer` wraps another `GradientCompressionOptimizer`.
     """
     if not isinstance(optimizer, GradientCompressionOptimizer):
         return optimizer, configured

@@ -4,13 +4,13 @@ Each rank measures how long it works on a micro-batch, without its waits for pee
 some steps (`exchanges_after`) the ranks exchange these times, and all compute the same numbers of
 micro-batches from them: the division whose slowest rank is done first. The division lasts until the
 generation ends; a new generation begins with equal parts. The samples of a step, and with
-`deterministic=True` its result, do not depend on the division. Two equal runs would otherwise
-differ in the last digits, and have other figures in any case, so the user has to ask for it.
+`deterministic=True` its result, do not depend on the division. Without that option, results of two
+runs would differ in their last digits, because the measured times differ. Dealing by speed is
+therefore only used on request.
 
 Plain batches are always dealt evenly. In a larger part a rank might run out of memory, and a loss
 that is not a mean over samples would depend on the part's size. A micro-batch is the same on every
-rank. Used by the training thread only.
-"""
+rank. Used by the training thread only."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ _EARLY_EXCHANGES: Final = (4, 8)
 """Numbers of steps after which there is an additional exchange, because a run begins with equal
 parts."""
 _LEAST_DIFFERENCE: Final = 1.15
-"""Ratio of the slowest rank's time to the fastest rank's from which micro-batches are dealt by
-speed."""
+"""Micro-batches are dealt by speed if the slowest rank takes at least this many times as long as
+the fastest."""
 _PARTS: Final = 1_000_000_000
-"""Times are exchanged in nanoseconds, and set speeds in parts of the same size."""
+"""Number of units per second, or per unit of speed, in which times and set speeds are exchanged:
+times are sent as whole nanoseconds."""
 _LEAST_GAIN: Final = 0.05
-"""Part of a step's time that another division must save to be used, so that noise changes
-nothing."""
+"""Fraction of a step's time that another division must save before it is used, so that noise in the
+measurements has no effect."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -47,21 +48,20 @@ def divided(items: int, costs: tuple[float, ...]) -> tuple[int, ...]:
     """Divides micro-batches among ranks so that the rank with the most work has as little as
     possible.
 
-    Every rank gets at least one micro-batch if there are enough. Equal costs give parts that differ
-    by at most one, the larger ones first.
+    Every rank gets at least one micro-batch if there are enough. With equal costs, parts differ by
+    at most one micro-batch, and the larger parts come first.
 
     Args:
         items: number of micro-batches.
         costs: seconds per micro-batch of each rank; positive.
 
     Returns:
-        The number of micro-batches of each rank.
-    """
+        The number of micro-batches of each rank."""
     least = 1 if items >= len(costs) else 0
     total = sum(1 / cost for cost in costs)
     parts = [max(least, int(items / cost / total)) for cost in costs]
     ranks = range(len(costs))
-    while sum(parts) > items:  # because the least that a rank gets may exceed its proportion
+    while sum(parts) > items:  # because the minimum that a rank gets may exceed its proportion
         more = [rank for rank in ranks if parts[rank] > least]
         parts[max(more, key=lambda rank: (parts[rank] * costs[rank], rank))] -= 1
     while sum(parts) < items:
@@ -76,7 +76,7 @@ def exchanges_after(steps: int) -> bool:
 
 
 class Times(NamedTuple):
-    """One rank's contribution to an exchange."""
+    """What one rank contributes to an exchange of times."""
 
     seconds: float | None
     """Median time of a micro-batch; None if none was timed."""
@@ -85,9 +85,9 @@ class Times(NamedTuple):
 
 
 def agreed_costs(summed: Sequence[float], ranks: int) -> tuple[float, ...] | None:
-    """Returns each rank's seconds per micro-batch from the sum of all `contribution`s. Returns None
-    if a rank has timed nothing. If the user has set a rank's speed, all costs are relative to
-    speed 1, which ranks without a set speed have."""
+    """Computes each rank's seconds per micro-batch from the sum of all results of `contribution`.
+    Returns None if a rank has no measured time. If the user has set a rank's speed, the costs
+    follow from the speeds alone, and ranks without a set speed count as having speed 1."""
     times, timed, speeds, given = (summed[i * ranks : (i + 1) * ranks] for i in range(4))
     if any(given):
         return tuple(
@@ -99,10 +99,10 @@ def agreed_costs(summed: Sequence[float], ranks: int) -> tuple[float, ...] | Non
 
 
 def contribution(times: Times, rank: int, ranks: int) -> list[float]:
-    """Returns one rank's summand of an exchange: four rows with one place for each rank. The rows
-    are: time, whether there is one, set speed, whether there is one. Ranks that share a part,
-    because a model is split over them, are averaged. All numbers are whole, so every order of
-    summation has the same result."""
+    """Encodes one rank's contribution as numbers that are summed over all ranks. There are four
+    rows with one column for each rank: time, 1 if there is a time, set speed, 1 if there is a set
+    speed. Ranks that process the same samples, because a model is split over them, are averaged.
+    All numbers are integers, so the sum does not depend on the order of the ranks."""
     rows = [[0.0] * ranks for _ in range(4)]
     for row, value in ((0, times.seconds), (2, times.speed)):
         if value is not None:
@@ -112,7 +112,7 @@ def contribution(times: Times, rank: int, ranks: int) -> list[float]:
 
 
 class DealtToRank(Protocol):
-    """Properties of a step on which its division depends."""
+    """Properties of a step that determine how it is divided."""
 
     placement: Placement
     positions: range
@@ -120,7 +120,7 @@ class DealtToRank(Protocol):
 
 
 class Balance:
-    """Division of a loader's steps by speed."""
+    """Decides how a loader's steps are divided by speed."""
 
     def __init__(self, *, micro_batch_size: int | None, wanted: bool) -> None:
         """Begins with equal parts.
@@ -138,24 +138,24 @@ class Balance:
         self._began: tuple[float, float] | None = None
 
     def costs(self, placement: Placement) -> tuple[float, ...] | None:
-        """Returns the agreed seconds per micro-batch of each rank in the generation of `placement`;
-        None: equal parts."""
+        """Returns the seconds per micro-batch of each rank on which the ranks of `placement`'s
+        generation have agreed; None: equal parts."""
         if self._generation != placement.generation:
             self._generation, self._costs = placement.generation, None
             self._timed.clear()
         return self._costs
 
     def share(self, step: DealtToRank, blocks: int) -> float:
-        """Returns how many times an equal part `blocks` micro-batches are; 0 if the step is dealt
-        evenly."""
+        """Returns the number of micro-batches `blocks` divided by the number in an equal part; 0 if
+        the step is dealt evenly."""
         if self._costs is None or self._micro_batch_size is None:
             return 0.0
         items = -(-len(step.positions) // self._micro_batch_size)
         return blocks * step.placement.world_size / items
 
     def begin(self, step: DealtToRank, session: LoaderSession) -> None:
-        """Begins the time of a micro-batch, before it is fetched. Only the two steps before an
-        exchange are timed, since that synchronizes the device."""
+        """Starts to time a micro-batch, before it is fetched. Only the two steps before an exchange
+        are timed, because timing synchronizes the device."""
         steps = step.steps_before + 1
         timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(
             step, session
@@ -163,17 +163,17 @@ class Balance:
         self._began = (time.monotonic(), session.waited_s) if timed else None
 
     def end(self, samples: int, session: LoaderSession) -> None:
-        """Ends the time of a micro-batch of `samples` samples, after its backward pass."""
+        """Stops the time of a micro-batch with `samples` samples, after its backward pass."""
         if self._began is None or samples != self._micro_batch_size:
             return
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the device may lag behind the script
+            torch.cuda.synchronize()  # waits because the device may lag behind the script
         began_s, waited_s = self._began
         self._timed.append(time.monotonic() - began_s - (session.waited_s - waited_s))
 
     def exchange(self, step: DealtToRank, session: LoaderSession, loader: str) -> None:
-        """Exchanges times if it is this step's turn. Called on all ranks after the commit
-        all-reduce of a step, so that no collective of the step is pending. If a rank fails
+        """Exchanges times if an exchange is due after this step. Called on all ranks after the
+        commit all-reduce of a step, so that no collective of the step is pending. If a rank fails
         meanwhile, nothing changes, and a new generation follows."""
         if not exchanges_after(step.steps_before + 1) or not self._deals(step, session):
             return
@@ -186,8 +186,8 @@ class Balance:
             self._adopt(costs, step, loader)
 
     def _deals(self, step: DealtToRank, session: LoaderSession) -> bool:
-        """Returns whether a step is divided by speed: if the user wants it, and it is a step of all
-        ranks with enough micro-batches."""
+        """Returns whether a step may be divided by speed: the user has requested it, all ranks take
+        the step together, and it has enough micro-batches."""
         return (
             self._micro_batch_size is not None
             and self._wanted
@@ -197,7 +197,7 @@ class Balance:
         )
 
     def _adopt(self, costs: tuple[float, ...], step: DealtToRank, loader: str) -> None:
-        """Uses the agreed costs if they improve a step noticeably."""
+        """Adopts the agreed costs if dealing by them would make a step noticeably shorter."""
         assert self._micro_batch_size is not None
         items = -(-len(step.positions) // self._micro_batch_size)
         now = divided(items, self._costs or (1.0,) * len(costs))

@@ -31,9 +31,9 @@ class Cursor:
     """A training loader's position after the last committed step."""
 
     epoch: int = 0
-    """Epoch, 0-based. After an epoch's last step: the next epoch."""
+    """Epoch, counted from 0. After the last step of an epoch this is the next epoch."""
     samples: int = 0
-    """Number of positions of the epoch that are finished."""
+    """Number of samples of the epoch that are finished."""
     step: int = 0
     """Number of steps of the epoch that are finished."""
     global_step: int = 0
@@ -83,17 +83,18 @@ _STATE_VERSION = 1
 
 
 class Orders(Protocol):
-    """The order of the samples in each epoch."""
+    """Interface of the order of samples in each epoch."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Values that, together with the epoch, determine an order that no sampler draws.
-        JSON-able."""
+        """Values that, together with the epoch, determine the order, unless a sampler draws it.
+        JSON-able.
+        """
         ...
 
     @property
     def identity(self) -> str:
-        """Identity of the ordered dataset."""
+        """Digest that identifies the dataset to which the order belongs."""
         ...
 
     @property
@@ -108,22 +109,25 @@ class Orders(Protocol):
 
 
 class LoaderProgress:
-    """A training loader's cursor and count of epochs."""
+    """A training loader's position in its run: its cursor, and the epoch of its next iteration."""
 
     def __init__(self, orders: Orders) -> None:
         self.cursor = Cursor()
-        """Position after the last commit, or the beginning of the epoch to which an iteration has
-        moved."""
+        """Position after the last commit, or the beginning of the epoch that an iteration has begun
+        since.
+        """
         self.within: int | None = None
         """Epoch that `epochs()` yielded last; None outside of `epochs()`."""
         self.max_steps: int | None = None
-        """Number of committed steps, over all epochs, at which the enclosing `epochs()` ends; None:
-        no limit."""
+        """Total number of committed steps at which the enclosing loop over `epochs()` ends; None:
+        no limit.
+        """
         self._orders = orders
         self._next_epoch = 0
         self._loaded_next_epoch = 0
         """Next epoch in the state that was loaded last. The script may still have to skip
-        iterations to reach this epoch."""
+        iterations before it reaches this epoch.
+        """
         self._leased_in: int | None = None
         """Epoch of the last committed leased batch."""
 
@@ -143,7 +147,7 @@ class LoaderProgress:
 
     @property
     def next_iteration(self) -> int:
-        """Epoch of an iteration that begins now."""
+        """Epoch to which an iteration that begins now belongs."""
         return self._next_epoch if self.within is None else self.within
 
     def is_past(self, epoch: int) -> bool:
@@ -152,12 +156,12 @@ class LoaderProgress:
 
     @property
     def has_all_steps(self) -> bool:
-        """True if the run has committed the last step of the enclosing `epochs()`."""
+        """True if the run has committed all steps of the enclosing loop over `epochs()`."""
         return self.max_steps is not None and self.cursor.global_step >= self.max_steps
 
     @property
     def takes_last_step(self) -> bool:
-        """True if the next commit is the last one of the enclosing `epochs()`."""
+        """True if the next commit is the last one in the enclosing loop over `epochs()`."""
         return self.max_steps is not None and self.cursor.global_step + 1 >= self.max_steps
 
     def move_to(self, epoch: int) -> None:
@@ -167,8 +171,9 @@ class LoaderProgress:
             self.cursor = self.cursor.at_epoch(epoch)
 
     def take_part(self, epoch: int) -> None:
-        """Records that a step of `epoch` begins: the script has reached the position in the loaded
-        state."""
+        """Records that a step of `epoch` begins, so that the script has reached the position in the
+        loaded state.
+        """
         self.move_to(epoch)
         self._next_epoch, self._loaded_next_epoch = epoch, 0
 
@@ -177,8 +182,9 @@ class LoaderProgress:
         self._next_epoch = max(self._next_epoch, epoch + 1)
 
     def leave_epochs(self, epoch: int) -> None:
-        """Records that the script left the loop over epochs in `epoch`. The rest of `epoch`, if
-        any, remains to be done."""
+        """Records that the script left the loop over epochs in `epoch`. A resumed run continues
+        with the rest of `epoch`, if any.
+        """
         if self.cursor.epoch == epoch:
             self._next_epoch = epoch
 
@@ -201,13 +207,15 @@ class LoaderProgress:
         self._leased_in = self.cursor.epoch
 
     def end_epoch(self) -> None:
-        """Records that the cursor's epoch has no further step."""
+        """Records that the cursor's epoch has no further step, so that the next epoch follows."""
         self.cursor = self.cursor.at_epoch(self.cursor.epoch + 1)
 
     # ---------------------------------------------------------------------------------------- state
 
     def capture(self) -> dict[str, Any]:
-        """Returns the cursor, in samples, and the values that determine its meaning. JSON-able."""
+        """Returns the cursor, in samples, together with the values that determine the order to
+        which it refers. JSON-able.
+        """
         return {
             "version": _STATE_VERSION,
             **self.cursor.to_state(),
@@ -220,14 +228,13 @@ class LoaderProgress:
     def checked(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> tuple[Cursor, int]:
         """Reads a captured state, for `take`.
 
-        `loader`: name of the loader, for errors.
-        `leased`: True if the loader leases batches, so that its ranks have no position within an
-        epoch.
+        `loader`: name of the loader, for errors. `leased`: True if the loader leases batches. Its
+        cursor is then never within an epoch.
 
         Raises:
             CorruptDataError: this is not a loader's state, or it is from a newer release.
-            ConfigurationError: the cursor is within an epoch that has another order here, so
-                samples would be lost or seen twice.
+            ConfigurationError: the cursor is within an epoch whose order is different in this
+                loader, so that samples would be lost or seen twice.
         """
         if state.get("version") != _STATE_VERSION:
             raise CorruptDataError(
@@ -245,7 +252,7 @@ class LoaderProgress:
         return cursor, next_epoch
 
     def take(self, checked: tuple[Cursor, int]) -> None:
-        """Loads the result of `checked`."""
+        """Loads a position that `checked` has read from a captured state."""
         self.cursor, self._loaded_next_epoch = checked
 
     def _check_order(self, cursor: Cursor, state: Mapping[str, Any], loader: str) -> None:
@@ -253,13 +260,13 @@ class LoaderProgress:
         here = {"length": arguments["length"], "order": self._orders.digest(cursor.epoch)}
         if not self._orders.drawn:
             here |= arguments
-        if "identity" in state:  # earlier releases did not write it
+        if "identity" in state:  # earlier releases did not save this value
             here["identity"] = self._orders.identity
         for field, value in here.items():
             if state.get(field) != value:
                 raise ConfigurationError(
                     f"loader {loader!r}: the state is {cursor.samples} samples into epoch "
-                    f"{cursor.epoch} of an order with {field}={state.get(field)!r}, but this "
-                    f"loader has {value!r}, so samples would be lost or seen twice. Use the same "
-                    "dataset, seed, shuffle and sampler, or a state saved between epochs"
+                    f"{cursor.epoch}, whose order had {field}={state.get(field)!r}, but this "
+                    f"loader has {field}={value!r}, so samples would be lost or seen twice. Use "
+                    "the same dataset, seed, shuffle and sampler, or a state saved between epochs"
                 )

@@ -4,10 +4,10 @@ ahead.
 Without data workers a batch is created when it is fetched. For data workers (and pinned memory)
 torch's DataLoader does the work, with a feed of requests as its `batch_sampler`. A fetch names the
 request that it needs. If that request is the next in the feed, the batch is ready or in progress.
-Otherwise (the ranks have changed, or a step is redone) the batches made ahead are dropped and the
-feed restarts at the request, with the same worker processes. Workers are forked at the first fetch
-and again after each `close`. The loader calls `close` at the end of an epoch, so that workers see
-changes to the dataset between epochs, as with a plain DataLoader.
+Otherwise (the ranks have changed, or a step is repeated) the batches that were made ahead are
+dropped, and the feed restarts at the request, with the same worker processes. Workers are forked at
+the first fetch and again after each `close`. The loader calls `close` at the end of an epoch, so
+that workers see changes to the dataset between epochs, as with a plain DataLoader.
 
 Worker processes are forked children: they have copies of the session's channels and sockets and
 must never use them. The kernel kills the workers when the thread that started them ends for any
@@ -17,8 +17,7 @@ Datasets and collate functions draw from the global generators of torch, NumPy a
 batch is fetched with its own seed, so augmentation is the same in a worker process and in this
 process, after a redo, and (with micro-batches) for any number of ranks. Only CPU generators are
 seeded. The generators belong to the process: ranks that are threads of one process interfere with
-each other's generators.
-"""
+each other's generators."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ from shoal_worker.randomness import generators_kept
 
 
 def seed(key: Sequence[int]) -> None:
-    """Seeds the three global generators from `key`. The numbers differ from the numbers that
+    """Seeds the three global generators from `key`. The random numbers differ from those that
     training draws under the same key."""
     digest = xxhash.xxh3_128(b"".join(struct.pack("<Q", part % 2**64) for part in key)).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
@@ -74,7 +73,7 @@ class Request:
     indices: tuple[int, ...]
     """Indices into the dataset, in the order of the batch."""
     key: tuple[int, ...]
-    """Source of the random numbers: (seed, epoch, step, micro-batch)."""
+    """Key of the random numbers with which the batch is made: (seed, epoch, step, micro-batch)."""
 
 
 class Fetcher:
@@ -89,8 +88,8 @@ class Fetcher:
         pin_memory: bool,
         leaves_no_trace: bool = True,
     ) -> None:
-        """Creates a fetcher. `leaves_no_trace`: True to restore the global random generators after
-        a fetch; False if the caller seeds the generators anyway."""
+        """`leaves_no_trace`: True to restore the global random generators after a fetch; False if
+        the caller seeds the generators anyway."""
         self._source = _Source(dataset, collate_fn, keep=leaves_no_trace and num_workers == 0)
         self._num_workers = num_workers
         self._pins = pin_memory and torch.accelerator.is_available()
@@ -101,7 +100,7 @@ class Fetcher:
 
     def peek(self, request: Request) -> Any:
         """Returns the batch of `request`, which will probably be fetched next. The batch is created
-        immediately in this process; data workers create it again."""
+        at once, in this process. With data workers, a worker creates it once more for `fetch`."""
         if self._peeked is None or self._peeked[0] != request:
             with seeded(request.key):
                 self._peeked = request, self._source.make(request)
@@ -124,12 +123,12 @@ class Fetcher:
         try:
             made, batch = next(self._batches)
         except BaseException:
-            self._batches = None  # the feed and the workers may have diverged
+            self._batches = None  # the feed and the workers may no longer agree
             raise
         self._feed.arrived()
         if made != request:
             raise InternalError(
-                f"the data workers produced batch {made.key}, but batch {request.key} was requested"
+                f"the data workers returned batch {made.key}, but batch {request.key} was requested"
             )
         return batch
 
@@ -137,9 +136,9 @@ class Fetcher:
         """Ends the worker processes and drops batches made ahead. The next fetch starts new worker
         processes."""
         if self._loader is not None and self._num_workers > 0:
-            # Leaving it to the garbage collector takes 5 s if an exception's traceback still holds
-            # the iterator: by then the collector has ended the thread that tells the workers to
-            # exit.
+            # Without this, the garbage collector would take 5 s if an exception's traceback still
+            # holds the iterator: by then the collector has ended the thread that tells the workers
+            # to exit.
             iterator = getattr(self._loader, "_iterator", None)
             if iterator is not None:
                 iterator._shutdown_workers()
@@ -161,7 +160,7 @@ class Fetcher:
                 pin_memory=self._pins,
                 persistent_workers=self._num_workers > 0,
                 worker_init_fn=_begin_worker if self._num_workers else None,
-                # not the global generator: creating batches must not affect training's random
+                # a separate generator, because creating batches must not affect training's random
                 # numbers
                 generator=torch.Generator(),
             )
@@ -170,7 +169,8 @@ class Fetcher:
 
 
 class _Feed:
-    """A batch_sampler whose requests can be replaced. Tracks the requests that are in progress."""
+    """Batch sampler for torch's DataLoader whose requests can be replaced at any time. Tracks the
+    requests that are in progress."""
 
     def __init__(self) -> None:
         self._requests: Iterator[Request] = iter(())
@@ -184,7 +184,7 @@ class _Feed:
 
     @property
     def busy(self) -> bool:
-        """True if a batch is in progress or ready."""
+        """True if a batch is being made or is ready."""
         return bool(self._on_their_way)
 
     def upcoming(self) -> Request | None:
@@ -211,8 +211,8 @@ class _Feed:
 
 
 class _Source(Dataset[Any]):
-    """The dataset as torch's fetcher sees it: the "list of indices" is a request, and "the samples"
-    are its finished batch."""
+    """Dataset that is passed to torch's DataLoader: its "list of indices" is a request, and its
+    "samples" are the finished batch."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], *, keep: bool) -> None:
         self._dataset = dataset
@@ -226,8 +226,8 @@ class _Source(Dataset[Any]):
         """Returns the batch of a request."""
         columns = self._plain_columns()
         if columns is not None:
-            # The same result as stacking its rows, in a fifth of the time. No random numbers are
-            # drawn, so no seed is needed.
+            # This gives the same result as stacking the rows, in a fifth of the time. No random
+            # numbers are drawn, so no seed is needed.
             rows = torch.from_numpy(np.array(request.indices))
             return [column.index_select(0, rows) for column in columns]
         if self._keep:
@@ -237,8 +237,8 @@ class _Source(Dataset[Any]):
         return self._collated(request)
 
     def _plain_columns(self) -> Sequence[torch.Tensor] | None:
-        """Returns the tensors whose rows form a batch. Returns None if the dataset and the collate
-        function have to be called."""
+        """Returns the tensors of a dataset whose batches can be made by indexing these tensors.
+        Returns None for a dataset whose samples and collate function have to be called."""
         dataset = self._dataset
         if (
             self._collate is default_collate
@@ -262,19 +262,20 @@ def _as_it_is(made: tuple[Request, Any]) -> tuple[Request, Any]:
 
 
 def _begin_worker(number: int) -> None:
-    """Initializes a data worker. Runs first in each worker process."""
+    """Initializes a data worker. It is the first function that runs in each worker process."""
     tie_to_parent(number)
     end_if_a_batch_is_lost()
 
 
 def tie_to_parent(_worker: int) -> None:
     """Makes the kernel kill this worker process when its parent dies, and ignores SIGINT: Ctrl-C
-    reaches the whole foreground group, and the parent decides how to handle it."""
+    reaches all processes of the terminal's foreground group, and the parent decides how to handle
+    it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
-    # The parent may have died before that call. Its closed pipe does not show this, since workers
-    # started later hold the other end too.
+    # The parent may have died before that call. Its closed pipe does not show this, because workers
+    # that were started later also hold the other end.
     parent = multiprocessing.parent_process()
     by_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"
     if parent is None or not parent.is_alive() or (os.getppid() != parent.pid and not by_server):

@@ -115,7 +115,7 @@ _SINGLE_SAMPLE = (
 
 
 class Delivery:
-    """Passes the batches of one loader's steps to the user's loop."""
+    """Hands out the batches of a loader's steps to the user's loop."""
 
     def __init__(
         self,
@@ -142,9 +142,9 @@ class Delivery:
         self._balance = balance
 
     def step(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Step:
-        """Returns the step for the user's loop. With micro-batches, this method reports this rank's
-        share to the session. Otherwise the share is reported with the batch, which may determine
-        its weight."""
+        """Returns the step for the user's loop. With micro-batches, this rank's share is reported
+        to the session here. Otherwise it is reported together with the batch, from which its weight
+        may be computed."""
         if self._in_micro_batches:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
@@ -161,7 +161,7 @@ class Delivery:
         return Step(dealt, self._hand_out(dealt, session, loader))
 
     def peek(self) -> Any:
-        """Returns the batch that will probably follow the current batch. Returns None if the epoch
+        """Returns the batch that will probably follow the current one. Returns None if the epoch
         has no further batch, or the batch is unknown."""
         dealt = self._supply.current
         request = (
@@ -175,8 +175,8 @@ class Delivery:
         for block in dealt.blocks:
             if self._supply.current is not dealt:
                 raise PreconditionError(
-                    f"step {dealt.number} of epoch {dealt.epoch} has ended; its batches are no "
-                    "longer available"
+                    f"step {dealt.number} of epoch {dealt.epoch} has ended, so its batches are "
+                    "no longer available; call peek() inside the loop over the step"
                 )
             self._balance.begin(dealt, session)
             request = self._supply.request(dealt, block)
@@ -184,7 +184,7 @@ class Delivery:
                 batch = self._fetcher.fetch(
                     request, functools.partial(self._supply.following, dealt, request)
                 )
-            except Exception:  # of any kind: it is raised again
+            except Exception:  # an error of any kind: it is raised again
                 self.failed = True
                 raise
             weight = self._weight(batch, block)
@@ -217,8 +217,8 @@ class Delivery:
             self._balance.exchange(dealt, session, loader)
 
     def _warn_once(self, consequence: str, dealt: DealtStep, loader: str) -> None:
-        """Logs a warning about the consequence of a step with few samples for this rank, once per
-        consequence."""
+        """Warns that this rank gets few samples in a step, and what that means. Each kind of
+        consequence is logged once."""
         if consequence in self._warned:
             return
         self._warned.add(consequence)
@@ -273,11 +273,10 @@ sessions."""
 
 
 class Introduction:
-    """Registers one loader with each session that uses it."""
+    """Registers a loader with the current session, and again when the session changes."""
 
     def __init__(self, name: str) -> None:
-        """Creates the record of the loader's session. `name`: name of the loader; empty for a
-        training loader without a given name."""
+        """`name`: name of the loader; empty for a training loader that was not given a name."""
         self.name = name
         self._session: weakref.ref[LoaderSession] | None = None
 
@@ -294,7 +293,7 @@ class Introduction:
 
     @property
     def met(self) -> LoaderSession | None:
-        """The last session, if it still exists."""
+        """Session with which the loader was registered last, if it still exists."""
         return self._session() if self._session is not None else None
 
 
@@ -319,7 +318,7 @@ class Iterations:
         fetcher: Fetcher,
     ) -> None:
         self.under_way = False
-        """True if an iteration is in progress; see `StepSource`."""
+        """True if an iteration is in progress; see `StepSource.under_way`."""
         self._introduction = introduction
         self._progress = progress
         self._supply = supply
@@ -327,9 +326,10 @@ class Iterations:
         self._fetcher = fetcher
         self._stopped = False
         self._last_epoch = 0
-        """Last epoch of the loop that requests step boundaries."""
+        """Last epoch of the loop that is currently taking steps."""
         self._ended_within = False
-        """True if the last iteration ended within its epoch, after the loop's last step."""
+        """True if the last iteration ended in the middle of its epoch, because the loop had taken
+        its last step."""
 
     @property
     def is_over(self) -> bool:
@@ -350,7 +350,7 @@ class Iterations:
                 progress.within = epoch
                 session(source).epoch_opens(source, epoch, epochs=n)
                 yield epoch
-                # After a return to a checkpoint, steps of an epoch that ended early are redone.
+                # After a return to a checkpoint, steps of an epoch that ended early are repeated.
                 epoch = max(epoch + (not self._ended_within), progress.cursor.epoch)
         except StopTraining:
             return
@@ -375,13 +375,13 @@ class Iterations:
         over = stopped_within = self._ended_within = False
         try:
             yield from self._epoch_steps(source, epoch, began)
-            # An epoch in which training was stopped, or took its last step, is neither finished
-            # nor abandoned: a checkpoint saved now continues in it.
+            # An epoch in which training was stopped or took its last step is neither finished nor
+            # abandoned: a run resumed from a checkpoint saved now continues in it.
             stopped_within = self._stopped and progress.cursor.epoch == epoch
             over = not stopped_within and not self._ended_within
         except GeneratorExit:
-            # Left early. After an error in the dataset the loop may be entered again, and continues
-            # in the epoch.
+            # The loop was left early. After an error in the dataset it may be entered again, and
+            # then continues in the same epoch.
             over = (
                 bool(began) and progress.cursor.global_step > began[0] and not self._delivery.failed
             )
@@ -424,7 +424,8 @@ class Iterations:
 
     def _epoch_steps(self, source: StepSource, epoch: int, began: list[int]) -> Iterator[Step]:
         """Yields the steps of an epoch. `began`: list to which the number of steps before this
-        iteration's first step is appended. A joiner learns this number at its step boundary."""
+        iteration's first step is appended; in a joiner, this is known only after its step boundary.
+        """
         progress = self._progress
         if self._is_over(source, epoch, self._introduction.session(source)):
             self._note_end(epoch)
@@ -446,7 +447,7 @@ class Iterations:
             progress.take_part(epoch)
             try:
                 dealt = self._supply.take(placement, session, source.name)
-            except StopTraining:  # while it waited for one of its batches
+            except StopTraining:  # while this rank waited for one of its batches
                 self._stopped = True
                 return
             if dealt is not None:
@@ -464,7 +465,7 @@ class Iterations:
         self._ended_within = progress.has_all_steps and progress.cursor.epoch == epoch
 
     def _pass_over(self, source: StepSource) -> None:
-        """Announces to the session that this iteration took no step, unless it belongs to
+        """Notifies the session that this iteration took no step, unless it belongs to
         `epochs()`."""
         if self._progress.within is None:
             self._introduction.session(source).passed_over(source)
@@ -500,8 +501,8 @@ class Iterations:
 
 
 _DROPS: Final = frozenset({"POP_TOP", "POP_ITER"})
-"""Instructions by which a `for` statement drops its iterator when `break` or `return` ends the
-loop."""
+"""Bytecode instructions with which a `for` statement drops its iterator when `break` or `return`
+ends the loop."""
 
 
 def _left_by_for() -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from shoal_common.errors import ConfigurationError, InternalError
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from shoal_worker.data.balance import Balance
 from shoal_worker.data.cursor import LoaderProgress
@@ -42,6 +42,7 @@ from shoal_worker.data.streaming.stream import (
     check_stream,
     has_items,
     identity_of_stream,
+    is_indexable,
     is_stream,
     makes_of,
     names_of,
@@ -190,6 +191,7 @@ class ElasticDataLoader:
         Raises:
             ConfigurationError: invalid arguments, or a dataset that cannot be dealt.
         """
+        check_kind(dataset)
         streams = is_stream(dataset)
         check_sizes(global_batch_size, micro_batch_size, batch_size, train=train)
         check_rest(seed=seed, num_workers=num_workers, name=name, drop_last=drop_last, train=train)
@@ -320,38 +322,44 @@ class ElasticDataLoader:
         *,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         weight_fn: Callable[[Any], float] | None = None,
         name: str | None = None,
         train: bool = True,
     ) -> ElasticDataLoader:
-        """Creates a loader from a torch DataLoader with the same dataset, sampler or shuffling,
-        batches, `collate_fn`, `num_workers`, `pin_memory` and `drop_last`.
+        """Creates a loader from a torch DataLoader (or torchdata's `StatefulDataLoader`) with the
+        same dataset, sampler or shuffling, batches, `collate_fn`, `num_workers`, `pin_memory` and
+        `drop_last`.
 
         The order differs from the order that torch's generator would draw. `prefetch_factor`,
-        `persistent_workers`, `timeout` and `multiprocessing_context` have no effect.
+        `persistent_workers`, `in_order`, `timeout` and `pin_memory_device` have no effect on the
+        batches and are ignored.
 
         Args:
             loader: the DataLoader of a script for one process.
             global_batch_size: number of samples in a step over all ranks; None: the loader's
                 `batch_size`.
             micro_batch_size: argument of `ElasticDataLoader`, like the following ones.
-            seed: seed of the order.
+            seed: seed of the order; None: the seed of the DataLoader's `generator`, or 0 without a
+                generator or with a sampler that is kept.
             weight_fn: function that returns the weight of a batch.
             name: name that distinguishes several loaders.
             train: False for an evaluation loader.
 
         Raises:
-            ConfigurationError: the loader has a batch_sampler, a DistributedSampler or a
-                worker_init_fn, or `ElasticDataLoader` rejects its arguments.
+            ConfigurationError: the loader has a batch_sampler other than torch's `BatchSampler`, a
+                DistributedSampler, a worker_init_fn, a `multiprocessing_context` that differs from
+                the process's, or an `__iter__` of its own, or `ElasticDataLoader` rejects its
+                arguments.
         """
         arguments = arguments_of(loader, "from_dataloader")
         if global_batch_size is not None:
             arguments["global_batch_size"] = global_batch_size
+        if seed is not None:
+            arguments["seed"] = seed
         return cls(
             **arguments,
             micro_batch_size=micro_batch_size,
-            seed=seed,
             weight_fn=weight_fn,
             name=name,
             train=train,
@@ -636,6 +644,24 @@ def _sample_record() -> SampleRecord | None:
         if settings.record_dir is not None
         else None
     )
+
+
+def check_kind(dataset: Any) -> None:
+    """Raises ConfigurationError if `dataset` consists of batches, or if its length is ambiguous."""
+    kind = type(dataset).__qualname__
+    if isinstance(dataset, DataLoader):
+        raise ConfigurationError(
+            f"dataset={kind} is a DataLoader, whose batches Shoal cannot divide between ranks; "
+            "call shoal.ElasticDataLoader.from_dataloader(loader), or pass the dataset itself"
+        )
+    if isinstance(dataset, IterableDataset) and is_indexable(dataset):
+        raise ConfigurationError(
+            f"dataset={kind} is an IterableDataset that also has a length and items by index. "
+            "Such datasets (the StreamingDataset of MosaicML and of litData) divide themselves by "
+            "rank, so their length may count one rank's part only, and the other samples would be "
+            "lost. To deal samples by index, pass torch.utils.data.Subset(dataset, range(n)) with "
+            "the number n of all samples (docs/guides/data-sources.md)"
+        )
 
 
 def check_dataset(dataset: Any) -> None:

@@ -36,7 +36,8 @@ from shoal_common.errors import ConfigurationError, CorruptDataError
 
 
 class SampleRecord:
-    """One member's record file, append-only. Safe to use from several threads."""
+    """Record file of one member, to which lines are only appended. Safe to use from several
+    threads."""
 
     def __init__(self, directory: Path, member_id: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,9 @@ class SampleRecord:
         """Appends one line to the file."""
         line = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
         if os.write(self._file, line) != len(line):
-            raise OSError("the sample record's disk is full: a line was written only partly")
+            raise OSError(
+                "a line of the sample record was written only in part, because the disk is full"
+            )
 
     def close(self) -> None:
         """Closes the file."""
@@ -59,7 +62,7 @@ class SampleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochAudit:
-    """The audit of one epoch of one loader."""
+    """Result of the audit for one epoch of one loader."""
 
     loader: str
     epoch: int
@@ -68,13 +71,13 @@ class EpochAudit:
     once: int
     """Number of samples that count exactly once."""
     lost: int
-    """Number of samples that never count: dropped by a fault, or not reached before the run
+    """Number of samples that never count: dropped because of a fault, or not reached before the run
     ended."""
     repeated: int
     """Number of samples that count more than once."""
     lost_samples: tuple[int, ...]
-    """The lost samples, if they can be identified. With `drop_last` they cannot, since it leaves
-    out some samples deliberately."""
+    """The lost samples, if they can be identified. With `drop_last` they cannot, because it leaves
+    out some samples on purpose."""
     repeated_samples: tuple[int, ...]
 
     @property
@@ -85,11 +88,12 @@ class EpochAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The audit of a directory of records. Samples are dataset indices, or positions if a sampler
-    determined the order."""
+    """Result of the audit of a directory of records. Samples are dataset indices, or positions if a
+    sampler determined the order."""
 
     epochs: tuple[EpochAudit, ...]
-    """Audits by loader, then epoch; only epochs from which a loop received a batch."""
+    """Name of a loader -> epoch -> audit of that epoch. Contains only epochs from which a loop
+    received a batch."""
 
     @property
     def once(self) -> int:
@@ -98,7 +102,7 @@ class Audit:
 
     @property
     def lost(self) -> int:
-        """Number of samples lost, over all epochs."""
+        """Number of samples that never count, over all epochs."""
         return sum(epoch.lost for epoch in self.epochs)
 
     @property
@@ -115,12 +119,12 @@ class Audit:
 def audit(directory: Path) -> Audit:
     """Reads all records of one job in `directory`.
 
-    A step counts if a rank committed it and no later generation restarted before it. The first
-    position that a generation commits invalidates everything that earlier generations committed
-    from that position on. The samples of a step are those passed to all members for the step in
-    that generation. A leased batch counts once for each member that finished it and was the first
-    to push it. If no such member exists because the first member died after its push, the batch
-    counts once.
+    A step counts if a rank committed it and no later generation went back to a position before it:
+    the first position that a generation commits invalidates everything that earlier generations
+    committed from that position on. The samples of a step are those passed to all members for the
+    step in that generation. A leased batch counts once for each member that finished it and was the
+    first to push it. If no such member exists because the first member died after its push, the
+    batch counts once.
 
     Raises:
         ConfigurationError: `directory` does not exist.
@@ -175,17 +179,18 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
             ) from error
         if missing:
             raise CorruptDataError(
-                f"{file}:{number} is a {line['kind']!r} line without {', '.join(sorted(missing))}"
+                f"{file}:{number} is a {line['kind']!r} line of a sample record, but lacks "
+                f"{', '.join(sorted(missing))}"
             )
         yield line
 
 
 class _Lines:
-    """The lines of one loader, from all members."""
+    """Lines of the records of all members that belong to one loader."""
 
     def __init__(self) -> None:
-        # A step lost and dealt again within one generation overwrites: the last hand-out is the one
-        # that was committed.
+        # If a step was lost and dealt again within one generation, later lines replace earlier
+        # ones: the last hand-out is the one that was committed.
         self._dealt: dict[tuple[int, int, int], dict[tuple[str, int], dict[str, Any]]] = (
             defaultdict(dict)
         )
@@ -223,8 +228,8 @@ class _Lines:
         ):
             if (member, epoch, batch) not in self._leased:
                 raise CorruptDataError(
-                    f"member {member} finished batch {batch} of epoch {epoch} of {loader!r}, but "
-                    "never leased it"
+                    f"according to the sample record, member {member} finished batch {batch} of "
+                    f"epoch {epoch} of {loader!r}, but never leased it"
                 )
             counted[epoch].append(self._leased[member, epoch, batch])
         # A stream's lines contain only the number of samples dealt so far: the largest number is

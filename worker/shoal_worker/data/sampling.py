@@ -33,11 +33,12 @@ Order = range | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Adjacent positions that one rank processes at once: a micro-batch, or the rank's part of a
-    plain step."""
+    """Adjacent positions whose samples one rank processes at once: a micro-batch, or the rank's
+    part of a plain step."""
 
     index: int
-    """Index within the step, 0-based; the rank in a plain step."""
+    """Index of the block within the step, counted from 0. In a step without micro-batches it equals
+    the rank."""
     positions: range
 
     def __len__(self) -> int:
@@ -101,13 +102,13 @@ class EpochPlan:
     ) -> tuple[Block, ...]:
         """Returns the blocks of `rank` among `world_size` in a step.
 
-        In a plain step each rank gets one contiguous part, possibly empty, and parts differ by at
-        most one sample. If the step is incomplete, each part has at least `least` samples or none,
-        provided that whole steps have that many for every rank; the highest ranks then get none.
-        With micro-batches each rank gets a contiguous run of whole micro-batches, possibly none,
-        and runs differ by at most one. Lower ranks get the larger parts. `costs`: seconds that each
-        rank needs for a micro-batch; runs are then `divided` by speed.
-        """
+        In a step without micro-batches, each rank gets one contiguous part, possibly empty, and
+        parts differ by at most one sample. If the step is incomplete, each part has either at least
+        `least` samples or none, and the highest ranks get none. (This does not apply if even a
+        complete step has fewer than `least` samples for each rank.) With micro-batches each rank
+        gets a contiguous run of whole micro-batches, possibly none, and runs differ by at most one.
+        Lower ranks get the larger parts. `costs`: seconds that each rank needs for a micro-batch;
+        if given, `divided` determines the runs by speed."""
         if not 0 <= rank < world_size:
             raise ConfigurationError(
                 f"rank={rank}: expected 0 to {world_size - 1} with world_size={world_size}"
@@ -140,7 +141,7 @@ class EpochPlan:
 
 
 def part_of(items: int, rank: int, world_size: int) -> slice:
-    """Returns part `rank` of `items` split into `world_size` contiguous parts. The first `items %
+    """Splits `items` into `world_size` contiguous parts and returns part `rank`. The first `items %
     world_size` parts have one item more than the others."""
     each, more = divmod(items, world_size)
     start = rank * each + min(rank, more)
@@ -174,7 +175,7 @@ def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
 
 
 class EpochOrders:
-    """Orders of the samples of each epoch. Keeps the most recently requested order."""
+    """Provides the order of samples of each epoch. Keeps the order that was requested last."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class EpochOrders:
         shuffle: bool,
         sampler: Iterable[int] | None,
     ) -> None:
-        """Creates the orders. `identity`: identity of the dataset whose indices are ordered."""
+        """`identity`: identity of the dataset whose indices are ordered."""
         if isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
                 "sampler=DistributedSampler(...): the loader already deals samples to the ranks; "
@@ -205,7 +206,7 @@ class EpochOrders:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Values that, together with the epoch, determine an order that no sampler draws.
+        """Values that, together with the epoch, determine the order, unless a sampler draws it.
         JSON-able."""
         return {"seed": self._seed, "shuffle": self._shuffle, "length": self.dataset_length}
 
@@ -277,7 +278,7 @@ class EpochOrders:
 
 def _generators_of(sampler: object) -> Iterator[object]:
     """Yields the random generators of a sampler and of the samplers within it. The attribute
-    `generator`, the name in torch's samplers, comes first."""
+    `generator`, as torch's samplers call it, comes first."""
     held = {"generator": getattr(sampler, "generator", None), **getattr(sampler, "__dict__", {})}
     for each in held.values():
         if isinstance(

@@ -1,5 +1,5 @@
-"""Sources of a loader's next step: a step is dealt to the rank by its position in the world, or
-leased first come, first served.
+"""Sources of a loader's next step. A step is either dealt, so that each rank gets the part that
+belongs to its rank, or leased first come, first served.
 
 This module owns the step that this rank was dealt and that is not committed yet, and the leases. A
 lease is a batch that this member took first come, first served; it ends when the batch is finished,
@@ -47,7 +47,7 @@ class DealtStep:
     positions: range
     """Positions of the whole global batch in the epoch's order."""
     blocks: tuple[Block, ...]
-    """This rank's blocks of samples."""
+    """Blocks of samples that belong to this rank."""
     most_blocks: int = 1
     """Largest number of blocks that any rank has in the step."""
     steps_before: int = 0
@@ -59,8 +59,8 @@ class DealtStep:
 def dealt_by(
     plan: EpochPlan, positions: range, cursor: Cursor, placement: Placement, balance: Balance
 ) -> DealtStep:
-    """Returns the part of the rank of `placement` in the step of `positions`, which begins at
-    `cursor`."""
+    """Deals the step that consists of `positions` and begins at `cursor`. Returns the part of the
+    rank in `placement`."""
     rank, world_size, costs = placement.rank, placement.world_size, balance.costs(placement)
     return DealtStep(
         placement=placement,
@@ -91,20 +91,20 @@ class Step:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterates over this rank's batches. Raises PreconditionError when called a second time,
-        since samples would count twice."""
+        """Iterates over this rank's batches. Raises PreconditionError if it was iterated before,
+        because samples would count twice."""
         if self._batches is None:
             raise PreconditionError(
-                f"step {self.number} of epoch {self.epoch} was already iterated; a step yields "
-                "its batches only once, so that no sample counts twice"
+                f"step {self.number} of epoch {self.epoch} was already iterated. Iterate over a "
+                "step only once, because its samples would count twice otherwise"
             )
         batches, self._batches = self._batches, None
         return batches
 
 
 class Dealer:
-    """Deals steps: combines the orders, which determine the samples, with the plan, which
-    determines the positions."""
+    """Deals steps. The plan determines the positions of a step, and the order determines which
+    samples are at these positions."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Dealer:
         seed: int,
         balance: Balance,
     ) -> None:
-        """Creates a dealer. `batch_size`: number of samples in a step over all ranks or, for leased
-        batches, in one batch."""
+        """`batch_size`: number of samples in a step over all ranks or, for leased batches, in one
+        batch."""
         self._orders = orders
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
@@ -151,7 +151,8 @@ class Dealer:
         return dealt_by(plan, positions, cursor, placement, self._balance)
 
     def leased(self, epoch: int, number: int, placement: Placement) -> DealtStep:
-        """Returns batch `number` of `epoch` as a step that belongs to this rank alone."""
+        """Returns the leased batch `number` of `epoch` as a step that belongs to this rank
+        alone."""
         positions = self.plan(epoch).step(number * self._batch_size)
         block = Block(index=0, positions=positions)
         return DealtStep(
@@ -159,8 +160,9 @@ class Dealer:
         )
 
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """Returns the request for a block's batch. If the rank has no samples in the step, requests
-        the step's first samples, since the rank must take part in collectives."""
+        """Returns the request for a block's batch. If the rank has no samples in the step, returns
+        a request for the step's first samples as a stand-in, because the rank must take part in
+        collectives."""
         positions = block.positions or dealt.positions[: dealt.placement.least_samples]
         indices = tuple(self._orders.indices(dealt.epoch, positions))
         return Request(
@@ -184,8 +186,8 @@ class Dealer:
         return itertools.dropwhile(lambda planned: planned != request, self._planned(dealt))
 
     def following_leases(self, dealt: DealtStep, numbers: Iterable[int]) -> Iterator[Request]:
-        """Returns the requests for the batches of `numbers`. Like the iterator `numbers`, the
-        result may continue after it was exhausted."""
+        """Returns the requests for the batches of `numbers`. As with the iterator `numbers`, the
+        result may yield further items after it was exhausted."""
 
         def whole(number: int) -> Request:
             step = self.leased(dealt.epoch, number, dealt.placement)
@@ -222,8 +224,7 @@ class LeasedBatches:
     """Leased batches of one epoch. Used by one thread."""
 
     def __init__(self, *, loader: str, epoch: int, batches_in_epoch: int, ahead: int) -> None:
-        """Creates the leases. `ahead`: number of leases to keep at once, so that data workers stay
-        busy."""
+        """`ahead`: number of leases to keep at once, so that data workers stay busy."""
         self.epoch = epoch
         self.done = False
         """True if every batch of the epoch is finished, on this member or another."""
@@ -236,7 +237,7 @@ class LeasedBatches:
         self._finished: list[int] = []
 
     def take(self, session: LoaderSession) -> int | None:
-        """Returns the next batch to train on: the last returned batch, if it was not finished.
+        """Returns the next batch to train on, or the previous one again if it was not finished.
         Returns None if no batch is available: either the epoch is `done`, or all remaining batches
         are leased by other members. In the latter case, first waits for the interval requested by
         the coordinator."""
@@ -261,28 +262,28 @@ class LeasedBatches:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Leased batches after the last returned one, in order."""
+        """Leased batches that follow the one returned last, in order."""
         return tuple(self._held)
 
     def coming(self) -> Iterator[int]:
-        """Yields the last returned batch, then the other leased batches in order, then batches
-        leased later. The iterator may continue after it was exhausted."""
+        """Yields the batch returned last, then the other leased batches in order, then batches that
+        are leased later. The iterator may yield further batches after it was exhausted."""
         self._announced = deque(self._held)
         if self._current is not None:
             self._announced.appendleft(self._current)
         return _Drain(self._announced)
 
     def finish(self) -> None:
-        """Marks the last returned batch as finished. The coordinator is notified with the next
+        """Marks the batch returned last as finished. The coordinator is notified with the next
         lease."""
         assert self._current is not None
         self._finished.append(self._current)
         self._current = None
 
     def acknowledge(self, session: LoaderSession) -> None:
-        """Reports finished batches to the coordinator when the loop is left, since there may be no
-        further lease. Returns all other batches, except for the current batch, which may still be
-        finished; within a round of inner steps that batch is returned too."""
+        """Reports finished batches to the coordinator when the loop is left, because there may be
+        no further lease. Gives back all other batches, except for the current batch, which may
+        still be finished. Within a round of inner steps, that batch is given back too."""
         session.wait_for_others(None)
         try:
             if self._lease(session, 0).took_back_at_hand:
@@ -299,14 +300,15 @@ class LeasedBatches:
             want=want,
             at_hand=self._current,
         )
-        self._finished.clear()  # only now: repeating it is harmless, losing it is not
+        self._finished.clear()  # only now, because repeating this is harmless and losing it is not
         self._held += answer.batches
         self._announced += answer.batches
         return answer
 
 
 class _Drain:
-    """Iterator that removes items from a deque. Raises StopIteration while the deque is empty."""
+    """Iterator that removes items from a deque. Raises StopIteration whenever the deque is
+    empty."""
 
     def __init__(self, items: deque[int]) -> None:
         self._items = items
@@ -327,7 +329,7 @@ class Supply(abc.ABC):
 
     def __init__(self, progress: LoaderProgress) -> None:
         self.current: DealtStep | None = None
-        """The step that was dealt and has been neither committed nor dropped."""
+        """Step that was dealt and has not been committed or dropped yet."""
         self._progress = progress
 
     @abc.abstractmethod
@@ -348,7 +350,7 @@ class Supply(abc.ABC):
     @abc.abstractmethod
     def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
         """Returns the request that will probably follow `request` in the epoch; None if there is
-        none or it is unknown."""
+        none, or if it is unknown."""
 
     @abc.abstractmethod
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
@@ -361,8 +363,9 @@ class Supply(abc.ABC):
         data or drawing the order."""
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """Returns the values that, in addition to the loader's arguments, determine the batches;
-        the same on all ranks. JSON-able. Returns the same object while the values are unchanged."""
+        """Returns values that, in addition to the loader's arguments, determine the batches. They
+        must be the same on all ranks. JSON-able. Returns the same object while the values are
+        unchanged."""
         return {}
 
     def limit(self, max_steps: int | None) -> None:
@@ -380,12 +383,12 @@ class Supply(abc.ABC):
         if progress.max_steps is None:
             return steps
         left = max(0, progress.max_steps - progress.cursor.global_step)
-        if steps is None:  # its epochs may end earlier
+        if steps is None:  # the epochs of this loader may end earlier
             return left if epoch >= sys.maxsize else None
         return min(steps, left)
 
     def _steps_until(self, epoch: int) -> int | None:
-        """Returns the number of steps until `epoch`, ignoring `max_steps`."""
+        """Returns the number of steps until `epoch` begins, without regard to `max_steps`."""
         cursor = self._progress.cursor
         return max(0, (epoch - cursor.epoch) * len(self.plan(cursor.epoch)) - cursor.step)
 
@@ -394,7 +397,7 @@ class Supply(abc.ABC):
         self.current = None
 
     def reset(self) -> None:
-        """Drops the current step because the cursor was replaced."""
+        """Drops the current step, because another cursor was loaded."""
         self.drop()
 
     def commit(self) -> DealtStep | None:
@@ -415,11 +418,11 @@ class Supply(abc.ABC):
         """True if the current step is known to be the last of its epoch."""
 
     def rest(self) -> None:  # noqa: B027  # most supplies read nothing
-        """Stops reading ahead. Called after the loop is left."""
+        """Stops reading ahead. Called when the loop is left."""
 
     def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027
         # most supplies have nothing to report
-        """Reports finished batches when the loop is left, since there may be no further lease.
+        """Reports finished batches when the loop is left, because there may be no further lease.
         Raises ShoalError if the report fails."""
 
     def capture(self) -> dict[str, Any]:
@@ -434,7 +437,7 @@ class Supply(abc.ABC):
 
 
 class IndexedSupply(Supply):
-    """Provides the steps of a dataset with indexable samples."""
+    """Supply of steps from a dataset whose samples can be accessed by index."""
 
     def __init__(self, dealer: Dealer, progress: LoaderProgress) -> None:
         super().__init__(progress)
@@ -461,7 +464,7 @@ class IndexedSupply(Supply):
 
 
 class DealtSupply(IndexedSupply):
-    """Deals every rank its part of every step."""
+    """Supply in which every rank gets its part of every step."""
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """Implements `Supply.take`. After a run with another batch size, `drop_last` may leave out
@@ -492,12 +495,12 @@ class DealtSupply(IndexedSupply):
 
 
 class LeasedSupply(IndexedSupply):
-    """Makes every batch a step of a single rank."""
+    """Supply of leased batches: every batch is a step of one rank."""
 
     leased = True
 
     def __init__(self, dealer: Dealer, progress: LoaderProgress, *, ahead: int) -> None:
-        """Creates the supply. `ahead`: number of leases to keep at once."""
+        """`ahead`: number of leases to keep at once."""
         super().__init__(dealer, progress)
         self._ahead = ahead
         self._leases: LeasedBatches | None = None
@@ -505,7 +508,7 @@ class LeasedSupply(IndexedSupply):
 
     @override
     def limit(self, max_steps: int | None) -> None:
-        # No member knows all members' steps, so the last epoch has fewer batches instead.
+        # No member knows the steps of all members, so the last epoch is shortened instead.
         self._max_steps = max_steps
 
     @override
@@ -549,7 +552,8 @@ class LeasedSupply(IndexedSupply):
         return next(self._dealer.following_leases(dealt, self._leases.held), None)
 
     def reset(self) -> None:
-        """Implements `Supply.reset`. Leases of an epoch other than the cursor's become invalid."""
+        """Implements `Supply.reset`. Leases of other epochs than the new cursor's become
+        invalid."""
         super().reset()
         if self._leases is not None and self._leases.epoch != self._progress.cursor.epoch:
             self._leases = None

@@ -1,19 +1,31 @@
-"""Converts the arguments of a torch DataLoader into the arguments of Shoal's loader."""
+"""Converts the arguments of a torch DataLoader into the arguments of Shoal's loader.
+
+The arguments that only affect the speed of torch's data workers (`prefetch_factor`,
+`persistent_workers`, `in_order`, `timeout`, `pin_memory_device`) have no counterpart. The table in
+docs/guides/data-sources.md names what becomes of each argument.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import multiprocessing
+from typing import Any, Final
 
+import torch
 from shoal_common.errors import ConfigurationError
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
 from shoal_worker.data.streaming.stream import is_stream
+
+_STATEFUL: Final = "torchdata.stateful_dataloader"
+"""Package with a DataLoader and samplers that do the same as torch's and can save their position,
+which Shoal does itself."""
 
 
 def arguments_of(loader: Any, what: str) -> dict[str, Any]:
@@ -32,54 +44,67 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"{what}: got {type(loader).__name__}; expected a torch.utils.data.DataLoader"
         )
-    if loader.worker_init_fn is not None and loader.num_workers > 0:
-        raise ConfigurationError(
-            f"{what}: the DataLoader has a worker_init_fn, but Shoal's data workers do not call "
-            "it. Shoal seeds random generators for each batch; open files and connections in the "
-            "dataset, when it is first read, and leave worker_init_fn out"
-        )
-    return {
-        "dataset": loader.dataset,
-        "global_batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
-        **order_of(loader, what),
-        **fetching_of(loader),
-    }
+    _check_iteration(loader, what)
+    _check_data_workers(loader, what)
+    return {"dataset": loader.dataset, **order_of(loader, what), **fetching_of(loader)}
 
 
 def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
-    """Returns the arguments for the order of the loader's sampler.
+    """Returns the arguments for the order of the loader's sampler and the size of its batches.
 
     Raises:
-        ConfigurationError: the dataset creates batches itself, or the sampler deals samples to
-            ranks.
+        ConfigurationError: the dataset or a batch sampler of another kind forms the batches, or the
+            sampler deals samples to ranks.
     """
-    if loader.batch_size is None or (
-        not is_stream(loader.dataset) and type(loader.batch_sampler) is not BatchSampler
-    ):
-        raise ConfigurationError(
-            f"{what}: the DataLoader forms its own batches (a batch_sampler, or batch_size=None), "
-            "but Shoal forms batches from single samples; pass batch_size=, and a sampler that "
-            "draws single samples"
+    streams = is_stream(loader.dataset)
+    batches = loader.batch_sampler
+    if streams or isinstance(loader.dataset, IterableDataset):
+        forms_batches = loader.batch_size is None
+    else:
+        forms_batches = not _is_one_of(type(batches), BatchSampler)
+    if forms_batches:
+        how = (
+            "batch_size=None" if batches is None else f"the batch_sampler {type(batches).__name__}"
         )
-    if is_stream(loader.dataset):
-        return {}
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler):
+        raise ConfigurationError(
+            f"{what}: the DataLoader forms its own batches ({how}), but Shoal deals single samples "
+            "to the ranks, as many as are present; pass batch_size=, and a dataset and a sampler "
+            "of single samples"
+        )
+    sizes = {"global_batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    if streams:
+        return sizes
+    sampler = batches.sampler
+    if isinstance(sampler, DistributedSampler) or getattr(sampler, "num_replicas", 1) != 1:
         raise ConfigurationError(
             f"{what}: a {type(sampler).__name__} deals samples to a fixed number of ranks, but "
             "Shoal deals them to the current ranks; leave the sampler out, and use shuffle=True "
             "for a new order in each epoch"
         )
     if type(sampler) is SequentialSampler:
-        return {"shuffle": False}
+        return {**sizes, **seed_of(loader, sampler), "shuffle": False}
     if (
-        type(sampler) is RandomSampler
+        _is_one_of(type(sampler), RandomSampler)
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
     ):
-        return {"shuffle": True}
-    return {"sampler": sampler}
+        return {**sizes, **seed_of(loader, sampler), "shuffle": True}
+    # no seed of its generator, which Shoal seeds anew in each epoch
+    return {**sizes, "sampler": sampler}
+
+
+def seed_of(loader: DataLoader[Any], sampler: Any) -> dict[str, int]:
+    """Returns the seed of the random generator that the script gave the DataLoader or its sampler;
+    nothing if it gave none."""
+    generators = [loader.generator]
+    if not type(sampler).__module__.startswith(_STATEFUL):
+        # where the script gives none, torchdata's sampler creates one, with another seed on each
+        # rank
+        generators.append(getattr(sampler, "generator", None))
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            return {"seed": generator.initial_seed()}
+    return {}
 
 
 def fetching_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -89,3 +114,52 @@ def fetching_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
     }
+
+
+def _check_iteration(loader: DataLoader[Any], what: str) -> None:
+    """Raises ConfigurationError if the DataLoader's own iteration does more than torch's, or begins
+    at a saved position."""
+    definer = next(kind for kind in type(loader).__mro__ if "__iter__" in vars(kind))
+    if definer is not DataLoader and not definer.__module__.startswith(_STATEFUL):
+        raise ConfigurationError(
+            f"{what}: {type(loader).__name__} has an __iter__ of its own, which Shoal would not "
+            "call, so its batches might differ; pass a torch.utils.data.DataLoader of the same "
+            "dataset, with samples for all ranks"
+        )
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise ConfigurationError(
+            f"{what}: a position was loaded into the {type(loader).__name__}, but Shoal's order "
+            "differs from torch's, so samples would be lost or seen twice. Leave load_state_dict "
+            "out, and call shoal.save_checkpoint and shoal.resume, which keep the loader's position"
+        )
+
+
+def _check_data_workers(loader: DataLoader[Any], what: str) -> None:
+    """Raises ConfigurationError if Shoal's data workers would behave differently."""
+    if not loader.num_workers:
+        return  # torch ignores these arguments as well
+    if loader.worker_init_fn is not None:
+        raise ConfigurationError(
+            f"{what}: the DataLoader has a worker_init_fn, but Shoal's data workers do not call "
+            "it. Shoal seeds random generators for each batch; open files and connections in the "
+            "dataset, when it is first read, and leave worker_init_fn out"
+        )
+    context = loader.multiprocessing_context
+    ours = (
+        multiprocessing.get_start_method(allow_none=True)
+        or multiprocessing.get_all_start_methods()[0]
+    )
+    if context is not None and (theirs := context.get_start_method()) != ours:
+        raise ConfigurationError(
+            f"{what}: multiprocessing_context={theirs!r}, but Shoal's data workers use the "
+            f"process's start method, {ours!r}; call multiprocessing.set_start_method({theirs!r}) "
+            "at the beginning of the script, or leave multiprocessing_context out"
+        )
+
+
+def _is_one_of(kind: type, torchs: type) -> bool:
+    """Returns whether a class of samplers is torch's class, or torchdata's class of the same name,
+    and not a subclass."""
+    return kind is torchs or (
+        kind.__module__.startswith(_STATEFUL) and kind.__name__ == torchs.__name__
+    )

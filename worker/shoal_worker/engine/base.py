@@ -56,10 +56,9 @@ T = TypeVar("T")
 class Setup:
     """Arguments for creating an engine.
 
-    Three of them can be called as the model. `module` only computes. `call` is the same forward
-    pass, compiled if torch.compile was used; `Engine.forward` calls it. `model` calls
-    `Engine.forward`; `Engine.train_step` calls it.
-    """
+    Three of them can be called like the model. `module` only computes. `call` is the same forward
+    pass, compiled if torch.compile was used; `Engine.forward` calls `call`. `model` is the public
+    wrapper, which calls `Engine.forward`; `Engine.train_step` calls `model`."""
 
     strategy: str
     """Name of the strategy, for errors and metadata."""
@@ -70,29 +69,29 @@ class Setup:
     model: Callable[..., Any]
     """The `ShardedModel`, called as the user calls it, with the user's hooks."""
     show: Callable[[nn.Module], None]
-    """Sets the module that `ShardedModel.module` returns."""
+    """Function that sets the module returned by `ShardedModel.module`."""
     session: StrategySession
     config: ShardingConfiguration
     backend_name: str
     options: Mapping[str, Any]
     """Keyword arguments of `as_distributed` that belong to the strategy."""
     several: bool = False
-    """True if the model is one of several. Passes of the other models may run through it and add to
-    its gradients, even while the script has frozen it."""
+    """True if the model is one of several. Passes of the other models may then run through this one
+    and add to its gradients, even while the script has frozen it."""
 
 
 def _normalizes_batches(layer: nn.Module) -> bool:
-    """Returns whether the layer normalizes over this rank's samples only. Such a layer refuses a
-    single sample."""
+    """Returns whether the layer normalizes over this rank's samples only, like BatchNorm. Such a
+    layer raises an error for a single sample."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
 class Engine(TrainingEngine):
-    """One model and its optimizer in training. By default, this rank holds both entirely."""
+    """One model and its optimizer in training. By default, every rank holds both entirely."""
 
     keeps_parameters_whole: ClassVar[bool] = False
-    """True if the module's own `state_dict()` has the parameters' current values between steps, as
-    in torch."""
+    """True if the module's own `state_dict()` contains the current values of the parameters between
+    steps, as in plain torch."""
 
     def __init__(self, setup: Setup) -> None:
         """Prepares the user's module for training.
@@ -110,10 +109,10 @@ class Engine(TrainingEngine):
         check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
         self.least_samples = 2 if any(map(_normalizes_batches, setup.module.modules())) else 1
         self.extremes = find_extremes(setup.module)
-        """Buffers that hold minima and maxima."""
+        """Buffers that hold minima and maxima (`extremes.py`)."""
         self._setup = setup
         self._entry: Callable[..., Any] | None = None
-        """Method of the module used by the next pass; None: `forward`."""
+        """Method of the module that the next forward pass calls; None: `forward`."""
         self._session = setup.session
         self._options = setup.options
 
@@ -129,8 +128,9 @@ class Engine(TrainingEngine):
         """Runs the module's forward pass. In training, begins a step if no loader has begun one."""
 
     def entering(self, name: str, *, frozen: bool) -> Callable[..., Any]:
-        """Returns `forward`, or `forward_frozen` if `frozen`, as a function that runs another
-        method of the module (`register_forward_method`). `name`: name of that method."""
+        """Returns a function that runs a forward pass through the module's method `name` instead of
+        its `forward` (`register_forward_method`). It behaves as `Engine.forward`, or as
+        `Engine.forward_frozen` if `frozen`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._entry = self._as_forward(name)
@@ -147,15 +147,15 @@ class Engine(TrainingEngine):
 
     def check_forward_method(self, name: str) -> None:
         """Checks that forward passes can use the module's method `name`. Raises ConfigurationError
-        if they can only use `forward`."""
+        if only `forward` can be used."""
 
     def _as_forward(self, name: str) -> Callable[..., Any]:
-        """Returns a method of the module, to be called as its forward pass."""
+        """Returns a function that calls the module's method `name` as the module's forward pass."""
         method: Callable[..., Any] = getattr(self.module, name)
         return method
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, or the method that this pass uses. Calls nested in a pass use
+        """Calls the module, or the method selected for this pass. Calls nested in a pass always use
         `forward`."""
         call, self._entry = self._entry or self._setup.call, None
         return call(*args, **kwargs)
@@ -189,8 +189,8 @@ class Engine(TrainingEngine):
         """Sums the step's gradients over the ranks (`ShardedModel.synchronize_gradients`)."""
 
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """Clears the gradients of the current step. `clear`: torch's own method, for gradients in
-        `.grad`."""
+        """Clears the gradients of the current step. `clear`: torch's own method, which clears
+        gradients in `.grad`."""
         clear()
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
@@ -226,7 +226,7 @@ class Engine(TrainingEngine):
 
     def check_values_here(self, call: str, instead: str) -> None:
         """Checks that this rank has all values of the module; otherwise raises PreconditionError.
-        `call`, `instead`: the refused call and its alternative, for the error."""
+        `call`, `instead`: name of the call that needs them, and an alternative, for the error."""
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Checks a conversion such as `to`, `half` or `cuda`. Returns whether torch should apply
@@ -279,8 +279,8 @@ class Engine(TrainingEngine):
                 own[name].copy_(value)
 
     def agreed(self, kind: str, read: Callable[[], T]) -> T:
-        """Returns the result of `read` if it is the same on all ranks that train this model
-        (`parameters.agreed`). On a clone, returns this rank's own result."""
+        """Returns the result of `read` after checking that it is the same on all ranks that train
+        this model (`parameters.agreed`). A clone of the model is not checked."""
         return agreed(self._session, kind, read) if self.is_trained else read()
 
     @property
@@ -294,7 +294,7 @@ class Engine(TrainingEngine):
         state = self._whole_state()
         copied = copy.deepcopy(self.module, blank_copies(self.module))
         for key, tensor in ModuleState(copied).tensors.items():
-            tensor.data = state[key]  # replaces a part of the values, or none
+            tensor.data = state[key]  # a function that replaces some of the values, or none
         return copied
 
     def layout(self) -> dict[str, Any]:
@@ -309,11 +309,11 @@ class Engine(TrainingEngine):
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
     updates_parts = False
-    """True if this process's optimizer updates only parts of the parameters, or none. Step hooks
-    would then see other tensors than in a single process."""
+    """True if this process's optimizer updates only parts of the parameters, or none at all. Step
+    hooks would then see other tensors than in a single process."""
 
-    # True: when the ranks are assigned their parts, other objects replace the parameters in the
-    # module
+    # True means that other objects replace the parameters in the module when the ranks are assigned
+    # their parts
     replaces_parameters = False
 
     def groups_are_read(self) -> None:
@@ -326,17 +326,16 @@ class Engine(TrainingEngine):
         """Ends the step, and returns its outcome.
 
         Args:
-            update: update to make if the step counts, called in `apply`. It belongs to
-                `ShardedOptimizer` and calls this engine in turn: it undoes a GradScaler's scale by
-                `scale_gradients`, and then calls `step_optimizer`.
-            scaled: a GradScaler has left its scale for gradients that are not unscaled yet.
-            inspected: a GradScaler has looked for infinities.
-        """
+            update: function that updates the model, called in `apply` if the step counts.
+                `ShardedOptimizer` provides it. It calls this engine in turn: `scale_gradients` to
+                undo a GradScaler's scale, then `step_optimizer`.
+            scaled: True if the gradients still contain the scale of a GradScaler.
+            inspected: True if a GradScaler has checked the gradients for infinities."""
         return self._session.lifecycle.finish_step(partial(self.apply, update))
 
     def apply(self, update: Callable[[], None]) -> None:
-        """Calls `update`, with this rank's gradients available to the optimizer. Called once every
-        rank's part of the step is included."""
+        """Calls `update`, with this rank's gradients available to the optimizer. Called once the
+        step counts."""
         update()
 
     def step_optimizer(self, *, usable: bool) -> None:
@@ -353,8 +352,8 @@ class Engine(TrainingEngine):
         `name`: its name; empty: none."""
 
     def skip(self) -> None:
-        """Records a step that counts although a GradScaler found its gradients unusable. The same
-        on all ranks."""
+        """Records a step that counts although a GradScaler found its gradients unusable, so that
+        nothing is updated. Called on all ranks or on none."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
         """Calls `apply` in a step of several models whose outcome is not yet known. Returns an
@@ -365,13 +364,13 @@ class Engine(TrainingEngine):
         return update
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Undoes the given update or, if it is undone, repeats it."""
+        """Undoes the given update. If it is already undone, makes it again."""
         update.exchange()
 
     def freeze(self) -> Callable[[], None]:
         """Freezes the model after its own update in a step of several models. Gradients still pass
-        through the module to other models, but not to its parameters. Returns a function that ends
-        this and restores the buffers to their values at the call of `freeze`."""
+        through the module to other models, but not to its parameters. Returns a function that
+        unfreezes the model and restores the buffers to their values at the call of `freeze`."""
         with inside():
             trained = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad
@@ -386,11 +385,11 @@ class Engine(TrainingEngine):
         return thaw
 
     def divide_alike(self, several: Sequence[Engine]) -> None:
-        """Makes the engines of several attached models shard in the same way."""
+        """Makes the engines of several attached models divide the ranks in the same way."""
 
     def fetch_put_back(self) -> None:
-        """Fetches unsharded values again from the ranks that update them, after updates of the
-        current step were undone on all ranks. A collective; if it fails, the step is marked as
+        """Fetches unsharded values again from the ranks that own them, after updates of the current
+        step were undone on all ranks. All ranks must call it. If it fails, the step is marked as
         lost."""
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
@@ -410,7 +409,7 @@ class Engine(TrainingEngine):
 
     @property
     def changing_buffers(self) -> bool:
-        """True if the module has buffers on which the ranks must agree. Used with several
+        """True if the module has buffers on which the ranks must agree. Only used with several
         models."""
         return False
 
@@ -461,13 +460,13 @@ class Engine(TrainingEngine):
     @property
     @override
     def data_parallel_rank(self) -> int:
-        """Rank of this process, because each rank is a replica."""
+        """Rank of this process: each rank is a replica."""
         return self._session.rank
 
     @property
     @override
     def data_parallel_size(self) -> int:
-        """Number of ranks, because each rank is a replica."""
+        """Number of ranks: each rank is a replica."""
         return self._session.world_size
 
     @property
@@ -481,7 +480,7 @@ class Engine(TrainingEngine):
         return {
             join_path(("model", key)): tensor
             for key, tensor in ModuleState(self.module).tensors.items()
-            # not those of other classes, whose values may be elsewhere, or not plain
+            # not values of other classes, which may be stored elsewhere or may not be plain
             if type(tensor) is nn.Parameter
             and tensor.layout is torch.strided
             and not tensor.requires_grad
@@ -496,8 +495,8 @@ class Engine(TrainingEngine):
                     self._check_can_travel(key, value)
                 except ConfigurationError as error:
                     raise ConfigurationError(
-                        f"{type(self.optimizer).__name__} stores {key!r} for parameter {name!r}: "
-                        f"{error}",
+                        f"{type(self.optimizer).__name__} keeps an unsupported value in its "
+                        f"state, {key!r} of parameter {name!r}: {error}",
                         reason="STATE_UNSUPPORTED",
                     ) from error
 

@@ -49,8 +49,9 @@ from shoal_worker.state.fits import check_elementwise
 
 @dataclass(kw_only=True)
 class CommitPayload:
-    """Data about a committed step that all ranks have in common. Sent to ranks that missed the
-    commit all-reduce."""
+    """Data about a committed step, the same on all ranks. It is sent to ranks that missed the
+    commit all-reduce.
+    """
 
     number: int
     """Number of the step for this model, from 1."""
@@ -71,11 +72,12 @@ class CommitPayload:
 
 @dataclass(kw_only=True)
 class ShardedCommitPayload(CommitPayload):
-    """Commit data of a model sharded over all ranks, where every rank has a piece of each
-    parameter."""
+    """Commit data of a model that is sharded over all ranks, so that every rank has a piece of each
+    parameter.
+    """
 
     present: list[bool]
-    """One flag for each trained parameter: True if a rank has used it."""
+    """One flag for each trained parameter: True if at least one rank has used it."""
     changes: torch.Tensor
     """Changes of the buffers, averaged over the ranks."""
 
@@ -88,7 +90,7 @@ class CommitSum:
         self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
 
     def to_send(self) -> torch.Tensor:
-        """Returns the input of the all-reduce, on the CPU."""
+        """Packs the vectors into the input of the all-reduce, on the CPU."""
         return torch.cat([part.cpu() for part in self._parts])
 
     def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -104,7 +106,7 @@ Closed = TypeVar("Closed", bound=CommitPayload)
 
 
 class Gradients(Protocol):
-    """Gradients of a step that this rank has passed to its optimizer."""
+    """Gradients of a step, as passed to this rank's optimizer."""
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients by `factor`."""
@@ -116,7 +118,8 @@ class Gradients(Protocol):
 
 
 class PartitionedEngine(Engine, Generic[State, Closed]):
-    """Engine of a model that no rank needs to hold entirely."""
+    """Engine of a model whose state is divided over ranks, so that no rank needs to hold all of
+    it."""
 
     updates_parts = True
     _payload_type: type[Closed]
@@ -161,7 +164,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     @property
     @abc.abstractmethod
     def _has_gradients(self) -> bool:
-        """True if a pass of the current step has left gradients."""
+        """True if a pass of the current step has produced gradients."""
 
     @abc.abstractmethod
     def _hand_out(self, commit_payload: Closed) -> None:
@@ -173,8 +176,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _updated(self) -> None:
-        """Runs after the optimizer has updated this rank's part, for example to gather
-        parameters."""
+        """Called after the optimizer has updated this rank's part, for example to gather
+        parameters.
+        """
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -193,20 +197,22 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Number of steps applied since the initial state or a checkpoint; the same on all
         ranks."""
         self._commit_payload: Closed | None = None
-        """Commit data of the last committed step, which may be the current one."""
+        """Commit data of the last committed step. That may be the current step."""
         self._clipped = 1.0
         """Factor by which clipping has scaled the current step's gradients."""
         self._shown = False
-        """True if a GradScaler may have inspected and scaled the current step's gradients."""
+        """True if a GradScaler may have inspected and unscaled the current step's gradients."""
         self._handed_out = 0.0
-        """Norm of this rank's gradients before a GradScaler may have scaled them; 0 if none
-        could."""
+        """Norm of this rank's gradients before a GradScaler could have changed them; 0 if none
+        could.
+        """
         self._skipped = False
         """True if a GradScaler found infinities in the gradients. The step then counts, but nothing
         is updated."""
         self._carried = False
-        """True if a backward pass of the current step found gradients of the last step that have
-        not been cleared since."""
+        """True if, at a backward pass of the current step, gradients of the last step had not been
+        cleared.
+        """
         self._whereabouts = Whereabouts(self.strategy)
 
     def _build(self) -> None:
@@ -237,12 +243,15 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _any_optimizer(self) -> bool:
-        """True if the model may use any optimizer, because the user declared it as elementwise."""
+        """True if any optimizer is accepted, because the user has declared that its update is
+        elementwise.
+        """
         return bool(self._options.get("elementwise_optimizer", False))
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Attaches the optimizer and registers the engine with the session. This rank's pieces
-        replace the optimizer's parameters in the first step at the latest."""
+        """Attaches the optimizer and registers the engine with the session. This rank's pieces take
+        the place of the optimizer's parameters in the first step at the latest.
+        """
         self.optimizer = optimizer
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
@@ -252,8 +261,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._session.attach(self)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Checks that the optimizer can update this rank's pieces; otherwise raises
-        ConfigurationError."""
+        """Checks that the optimizer works with this rank's pieces of the parameters; otherwise
+        raises ConfigurationError.
+        """
         check_elementwise(optimizer, elementwise=self._any_optimizer)
 
     @override
@@ -319,15 +329,18 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return step is None or step.lost is not None
 
     def _proves_lost(self) -> bool:
-        """Waits until all collectives ordered so far have ended, and returns whether the step is
-        lost. On a device, a failure is noticed late."""
+        """Waits until all collectives issued so far have ended, and returns whether the step is
+        lost. Without waiting, a failure on a device would be noticed too late.
+        """
         if not self._is_lost():
             self._session.lifecycle.settle_collectives()
         return self._is_lost()
 
     def _refuse_carried(self) -> None:
-        """Checks that no gradients of the last step were left; otherwise raises PreconditionError.
-        torch would have added this step's gradients to them, but they are gone since the update."""
+        """Checks that the gradients of the last step were cleared; otherwise raises
+        PreconditionError. Plain torch would add this step's gradients to them, but here they no
+        longer exist after the update.
+        """
         if self._carried:
             raise PreconditionError(
                 "the gradients of the last step were not cleared before this step's backward "
@@ -355,8 +368,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clips the gradients, and returns their norm over all ranks. Needs no communication,
-        because the norm was sent with the commit all-reduce.
+        """Clips the gradients, and returns their norm over all ranks. Apart from finishing the
+        step's sums and commit all-reduce, which includes the norm, this needs no communication.
 
         Raises:
             ConfigurationError: a norm other than the Euclidean one.
@@ -384,8 +397,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def groups_are_read(self) -> None:
         """Commits a step without micro-batches before its optimizer's groups are read. The reader
-        may be a GradScaler, which looks for infinities in this rank's gradients: what one rank
-        finds must reach all ranks."""
+        may be a GradScaler, which looks for infinities in the gradients. What it finds on one rank
+        must reach all ranks.
+        """
         step = self._session.step
         if step is None or step.share is None:
             return
@@ -425,8 +439,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._updated()
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Updates this rank's part in a step of several models whose outcome is not yet known. The
-        step's gradients are then used up."""
+        """Updates this rank's part in a step of several models whose outcome is not yet known.
+        Afterwards the step has no gradients any more.
+        """
         update = super().apply_tentatively(apply)
         self._whereabouts.pending = False
         return update
@@ -455,8 +470,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             name, trained = changed
             raise ConfigurationError(
                 f"parameter {name!r} has requires_grad={not trained}, but had {trained} at "
-                f"as_distributed: with strategy {self.strategy!r}, the set of trained parameters "
-                "is fixed from then on; start the next phase in a new run, from a checkpoint"
+                f"as_distributed: with strategy {self.strategy!r}, parameters cannot be frozen "
+                "or unfrozen after that; start the next phase in a new run, from a checkpoint"
             )
 
     # ---------------------------------------------------------------------------- torch's own calls
@@ -479,13 +494,16 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def check_values_here(self, call: str, instead: str) -> None:
         if any(is_hidden(p) for p in self.module.parameters()):
             raise PreconditionError(
-                f"model.{call} with strategy={self.strategy!r}: each rank holds only parts of the "
-                f"parameters between passes. Called on every rank, {instead}"
+                f"model.{call} cannot be used with strategy={self.strategy!r}, because each rank "
+                "holds only parts of the parameters between passes. Called on every rank, "
+                f"{instead}"
             )
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Checks a conversion of the module. Accepts the device and dtype that all tensors already
-        have; otherwise raises PreconditionError. Returns False: torch must not apply it."""
+        have; otherwise raises PreconditionError. Returns False, because torch must not apply the
+        conversion.
+        """
         for kind in {
             (t.dtype, t.device)
             for t in (*self.module.parameters(), *self.module.buffers())
@@ -494,9 +512,10 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             became = fn(torch.empty(0, dtype=kind[0], device=kind[1]))
             if (became.dtype, became.device) != kind:
                 raise PreconditionError(
-                    f"model.to({became.dtype}, {became.device}) of a model in {kind[0]} on "
-                    f"{kind[1]}: with strategy={self.strategy!r}, the layout over the ranks is "
-                    "fixed; convert the module before as_distributed, or pass param_dtype="
+                    f"model.to({became.dtype}, {became.device}) cannot convert a model in "
+                    f"{kind[0]} on {kind[1]}, because with strategy={self.strategy!r} it is "
+                    "already divided over the ranks; convert the module before as_distributed, "
+                    "or pass param_dtype="
                 )
         return False
 
@@ -526,7 +545,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             whole.clear()
             if not rank0_only or channel.rank == 0:
                 whole.update({key: copy.deepcopy(value) for key, value in values.items()})
-            channel.exchange(b"")  # after this exchange, all ranks have the values
+            channel.exchange(b"")  # once this exchange has completed, all ranks have the values
 
         self._session.operation("full_state_dict", body)
         return whole
@@ -565,15 +584,15 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Refuses to set gradients: ranks that mirror this rank's pieces, or that apply the step
-        later, would apply other gradients.
+        """Raises an error, because ranks that mirror this rank's pieces, or that apply the step
+        later, would use other gradients.
 
         Raises:
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            f"set_gradients: with strategy {self.strategy!r}, each rank holds only parts of the "
-            "gradients, and mirrors of others; scale the loss, or use ddp"
+            f"set_gradients cannot be used with strategy {self.strategy!r}, because each rank "
+            "has only parts of the gradients; scale the loss, or use ddp"
         )
 
     @override

@@ -1,5 +1,5 @@
-"""The session from the perspective of one of several models' engines. `several_models.py` describes
-the models' joint step."""
+"""The session as seen by the engine of one of several models. `several_models.py` describes the
+joint step of the models."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ModelSession:
         peers: list[ModelSession],
         together: Callable[[Session, Sequence[ModelSession]], TrainingEngine],
     ) -> None:
-        """Adds this session to `peers`, the sessions of all models, in order. `together`: combines
-        the models' engines."""
+        """`peers`: sessions of all models in order, to which this one is added. `together`:
+        function that combines the models' engines."""
         self.engine: Engine | None = None
         """Engine of the model, once attached."""
         self.stepped = False
@@ -55,7 +55,7 @@ class ModelSession:
         self._trained: Sequence[bool] = ()
         peers.append(self)
 
-    # ---------------------------------------------------------------------- what is the model's own
+    # ---------------------------------------------------------------------- per model
 
     def attach(self, engine: TrainingEngine) -> None:
         """Attaches the model's engine. Once all models have one, attaches their combined engine to
@@ -84,7 +84,7 @@ class ModelSession:
 
     @property
     def lifecycle(self) -> ModelSession:
-        """This object, because the model has steps of its own."""
+        """This object, which controls the model's own steps."""
         return self
 
     def ensure_step(self) -> Step:
@@ -94,7 +94,7 @@ class ModelSession:
         step = self._session.lifecycle.ensure_step()
         self.passed = True
         if step is not self._session.step:
-            return step  # a joiner's pass before its loop
+            return step  # a pass of a joiner before its loop
         if step.in_micro_batches:
             raise no_micro_batches()
         own = self.step
@@ -128,9 +128,10 @@ class ModelSession:
             )
 
     def refuse_stale(self, output: Any) -> None:
-        """Makes gradients raise if they reach `output`, the result of a forward pass, after the
-        model's next update. The values used by the pass are gone then, which autograd does not
-        notice for sharded parameters. The same under every strategy."""
+        """Makes a backward pass raise an error if it reaches `output`, the result of a forward
+        pass, after the model's next update. The values that the forward pass used no longer exist
+        by then, and autograd does not notice this for sharded parameters. The behaviour is the same
+        under every strategy."""
         updates = self._updates
 
         def check(_: Any) -> None:
@@ -185,12 +186,12 @@ class ModelSession:
             self.reduce_and_commit()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Updates the model when its optimizer steps. The last optimizer to step also ends the
-        run's step."""
+        """Called when the model's optimizer steps. Updates the model, and ends the run's step if
+        all other optimizers have stepped."""
         session = self._session
         step = session.step
         if step is None:
-            # a joiner's pass before its loop, or there is no batch
+            # a pass of a joiner before its loop, or a step without a batch
             return session.lifecycle.finish_step(apply)
         if self.stepped:
             raise PreconditionError(
@@ -218,8 +219,8 @@ class ModelSession:
         return StepStatus.PENDING
 
     def reduce(self) -> None:
-        """Ends the model's own step: sums its gradients and buffer changes. On failure, the run's
-        step is lost."""
+        """Ends the model's own step: sums its gradients and buffer changes over the ranks. If that
+        fails, the run's step is lost."""
         assert self.engine is not None
         self.reduce_and_commit()
         step, own = self._session.step, self.step
@@ -246,7 +247,7 @@ class ModelSession:
             "several models were passed to a strategy that keeps copies of the state"
         )
 
-    # ------------------------------------------------------------------------ what is the session's
+    # ---------------------------------------------------------------------- shared by all models
 
     @property
     def elastic(self) -> bool:

@@ -20,10 +20,9 @@ After its update, a model may still be called, so that gradients flow through it
 (through the discriminator to the generator). Its own parameters then receive no gradients, and its
 buffers do not change.
 
-`ModelSession` (`model_session.py`) is the session from the perspective of one model's engine, and
-`SeveralEngines` is the engine from the session's perspective. The training thread owns both; a
-collective's callback may mark a step as lost.
-"""
+The engine of each model sees a `ModelSession` (`model_session.py`) in place of the session, and the
+session sees `SeveralEngines` in place of an engine. The training thread owns both; a collective's
+callback may mark a step as lost."""
 
 from __future__ import annotations
 
@@ -240,8 +239,8 @@ class SeveralEngines(TrainingEngine):
 
     @override
     def writes_apart(self) -> ShoalError:
-        """Returns the error of the first model, whichever model's writes differ: each model has
-        already compared its own writes in its own step."""
+        """Returns the error for the first model. Each model has already compared its writes in its
+        own step, so this reports only differences that were not found there."""
         return self._first.writes_apart()
 
     @override
@@ -298,7 +297,7 @@ class SeveralEngines(TrainingEngine):
         return summed, {}
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:
-        """Ends the own step of a model that is not updated for this batch. Buffer changes in the
+        """Ends the step of a model that is not updated for this batch. Buffer changes in the
         model's passes are still summed over the ranks, and its gradients are discarded."""
         if not self._warned and engine.has_gradients():
             self._warned = True
@@ -354,7 +353,7 @@ class SeveralEngines(TrainingEngine):
             if model.update is not None
         ]
         self.withdraw_updates()
-        self._forget_updates()  # first, because this unfreezes models
+        self._forget_updates()  # first, because this unfreezes the models
         for engine in self._engines:
             engine.discard_step()
         step = self._session.step
@@ -375,7 +374,7 @@ class SeveralEngines(TrainingEngine):
 
 
 def _settings_of(engine: Engine) -> list[dict[str, Any]]:
-    """Returns the parameter groups of an engine's optimizer without the parameters."""
+    """Returns the settings of the parameter groups of an engine's optimizer."""
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return [
         {

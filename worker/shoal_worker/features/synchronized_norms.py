@@ -61,12 +61,12 @@ class _Statistics(NamedTuple):
     variance: torch.Tensor
     """Biased variance."""
     values: float
-    """Number of values per channel, over all ranks."""
+    """Number of values per channel, summed over all ranks."""
 
 
 class NormsOfRanks:
-    """The ranks over which one model's synchronized layers normalize. Copies of the model have None
-    instead."""
+    """Connects one model's synchronized layers with the ranks over which they normalize. Copies of
+    the model have None instead."""
 
     @override
     def __init__(self, session: StrategySession, *, sums: bool) -> None:
@@ -80,8 +80,8 @@ class NormsOfRanks:
         return _nobody, ()
 
     def factor(self) -> float | None:
-        """Returns the factor of this rank's gradients in the sum over the ranks. None if this pass
-        does not belong to a step with other ranks.
+        """Returns the factor by which this rank's gradients are multiplied in the sum over the
+        ranks. None if this pass does not belong to a step with other ranks.
 
         Raises:
             ConfigurationError: the step is split into micro-batches.
@@ -101,7 +101,7 @@ class NormsOfRanks:
         """Normalizes `values` of shape (samples, channels, ...) over all ranks, and updates the
         layer's running statistics."""
         found = self._statistics(values.detach(), counts=factor > 0)
-        if found is None:  # the step is lost: any values suffice
+        if found is None:  # the step is lost, so any values suffice
             zeros = values.new_zeros(values.shape[1])
             return nn.functional.batch_norm(
                 values, zeros, zeros + 1, layer.weight, layer.bias, training=False
@@ -199,7 +199,7 @@ class _Normalized(torch.autograd.Function):
 
 
 def _tell(layer: nn.SyncBatchNorm, found: _Statistics) -> None:
-    """Updates the layer's running statistics with `found`."""
+    """Updates the layer's running statistics with `found`, the statistics of the current batch."""
     if layer.running_mean is None or layer.running_var is None:
         return
     with torch.no_grad():
@@ -218,8 +218,8 @@ def _dimensions(values: torch.Tensor) -> list[int]:
 
 
 def _spread(of_channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Reshapes a vector of channels to broadcast over `values`, whose second dimension is the
-    channels."""
+    """Reshapes a vector with one element per channel so that it broadcasts over `values`, whose
+    second dimension is the channels."""
     return of_channels.view(1, -1, *[1] * (values.dim() - 2))
 
 
@@ -229,4 +229,4 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
 
 
 def _nobody() -> None:
-    """Returns None, which replaces the ranks in an unpickled model."""
+    """Returns None. An unpickled model has this result in place of the ranks."""

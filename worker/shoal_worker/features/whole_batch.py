@@ -3,10 +3,11 @@ samples with each other.
 
 A contrastive loss over only one rank's samples is a different loss, with fewer pairs. Each rank
 therefore receives all ranks' rows and computes the loss of the entire batch. Gradients flow back
-only to the rank's own rows. They are divided by the rank's weight in the step, with which the sum
-over the ranks multiplies them again. Each row's gradient therefore counts once, as in one process.
-Parameters used after the rows (a temperature) have the full gradient on every rank, and so does the
-weighted sum of these. The backward pass needs no communication.
+only to the rank's own rows. They are divided by the rank's weight in the step, because the sum over
+the ranks multiplies them by it again. The gradient of each row therefore counts once, as in one
+process. A parameter that is used after the rows were combined (a temperature) has the full gradient
+on every rank; the weighted sum over the ranks equals this gradient. The backward pass needs no
+communication.
 
 Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", ICML 2020,
 section 2.2 (negatives over all devices).
@@ -39,12 +40,12 @@ class WholeBatch:
     def __init__(self, session: Session, *, refusal: str | None) -> None:
         """`refusal`: reason why this run does not support it, and the alternative; None if
         supported."""
-        self._session: Session = weakref.proxy(session)  # this object lives as long
+        self._session: Session = weakref.proxy(session)  # this object lives as long as the session
         self._ranks = RanksInPasses(self._session, "the whole batch")
         self._refusal = refusal
         self._step: Callable[[], Step | None] = lambda: None
-        """Returns the last step in which rows were combined, while that step exists. In that step,
-        the number of this rank's rows was `_rows`, and the total number was `_total`."""
+        """Weak reference to the last step in which rows were combined. In that step, this rank had
+        `_rows` rows, of `_total` rows in all."""
         self._rows, self._total = 1, 1
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -69,8 +70,8 @@ class WholeBatch:
 
     def _stand_in(self, tensors: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
         """Returns stand-in rows for a pass outside of a step with other ranks, or in a lost step,
-        where any values suffice. In a step that combined rows before, their number matches the
-        earlier one, because the script combines both."""
+        where any values suffice. If rows were already combined in this step, there are as many
+        stand-in rows as before, because the script uses both together."""
         step = self._session.step
         if step is None or self._step() is not step:
             return list(tensors)
@@ -89,8 +90,9 @@ class WholeBatch:
         counts = headers[:, 0].tolist()
         if headers[:, 1].unique().numel() > 1:
             raise PreconditionError(
-                "whole_batch: the ranks passed tensors of different numbers, dtypes, or shapes "
-                "beyond the first dimension; this rank passed "
+                "whole_batch: the ranks passed different tensors; their number, their dtypes, "
+                "and their shapes without the first dimension must be the same on all ranks. "
+                "This rank passed "
                 f"{', '.join(f'{each.dtype} {tuple(each.shape)}' for each in tensors)}",
                 reason="RANKS_DIVERGED",
             )
@@ -141,12 +143,12 @@ class _WithOwnRows(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    # the other ranks' rows would be missing from a gradient of the gradient
+    # a gradient of the gradient would lack the rows of other ranks
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         begin, end = ctx.place
-        if begin == end:  # a stand-in batch
+        if begin == end:  # this batch is a stand-in
             return gradient.new_zeros(ctx.shape), None, None, None, None
         return gradient[begin:end] / ctx.weight, None, None, None, None
 
@@ -205,7 +207,7 @@ def _rows(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns a digest of a row's format: the dtypes, and the shapes beyond the first dimension."""
+    """Returns a digest of the tensors' formats: dtypes, and shapes without the first dimension."""
     said = str([(str(each.dtype), tuple(each.shape[1:])) for each in tensors]).encode()
     return int.from_bytes(hashlib.sha256(said).digest()[:6], "big")
 

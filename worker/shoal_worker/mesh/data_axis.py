@@ -48,16 +48,17 @@ class DataAxis(abc.ABC):
     the module uses them."""
 
     execution: ShardedExecution | None = None
-    """Gathers and frees the pieces block by block, if pieces are unsharded only while their block
-    computes; else None."""
+    """Gathers and frees the pieces block by block, if they are unsharded only while their block
+    computes; otherwise None."""
 
     def __init__(self, pieces: Mapping[str, nn.Parameter]) -> None:
         self.pieces = pieces
 
     @abc.abstractmethod
     def gather(self) -> None:
-        """Unshards the pieces until `free`, before the passes of a pipeline. A collective of the
-        replicas. A failure marks the step lost, or raises MembershipChanged outside of a step."""
+        """Unshards the pieces until `free`, before the passes of a pipeline. All ranks with the
+        same part must call it. A failure marks the step lost, or raises MembershipChanged outside
+        of a step."""
 
     @abc.abstractmethod
     def free(self) -> None:
@@ -65,12 +66,12 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Detaches the pieces from the module."""
+        """Detaches the pieces from the module, which will get other parameters."""
 
     @property
     @abc.abstractmethod
     def own(self) -> Mapping[str, torch.Tensor]:
-        """Tensors that this rank updates as their owner."""
+        """Tensors for whose values this rank is responsible: its pieces, or its shards of them."""
 
     @abc.abstractmethod
     def use(
@@ -81,25 +82,26 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Loads values of all pieces."""
+        """Copies the given values into the pieces."""
 
     @abc.abstractmethod
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """Returns this rank's elements of the pieces by shard, for `resharding.gather`."""
+        """Returns the elements of the pieces that this rank has, by shard, for
+        `resharding.gather`."""
 
     @abc.abstractmethod
     def changed(self) -> None:
-        """Records that this rank has updated its values. The pieces receive them at the next
-        gather. Does not communicate."""
+        """Records that this rank has updated its values. The pieces receive the new values at the
+        next gather. Does not communicate."""
 
     @abc.abstractmethod
     def fetch(self) -> None:
-        """Copies the owners' values to pieces that are unsharded between passes. A collective of
-        the replicas. A failure marks the step lost."""
+        """Copies the owners' values to pieces that are unsharded between passes. All ranks with the
+        same part must call it. A failure marks the step as lost."""
 
     def updated(self) -> None:
         """Copies the result of the optimizer's step to the pieces, now or at the next gather. A
-        failure marks the step lost."""
+        failure marks the step as lost."""
         self.changed()
         self.fetch()
 
@@ -113,13 +115,13 @@ class DataAxis(abc.ABC):
         averages: bool,
         device: torch.device,
     ) -> MeshGradients:
-        """Creates the gradients. `counts(name)`: returns whether this rank, among the ranks of its
-        replica, counts the parameter in the norm. `first`: True if this rank belongs to the first
-        replica. The other arguments are those of `MeshGradients`."""
+        """Creates the gradients. `counts(name)`: returns whether this rank is the one of its
+        replica whose gradient of the parameter counts in the norm. `first`: True if this rank
+        belongs to the first replica. The other arguments are those of `MeshGradients`."""
 
 
 class Replicated(DataAxis):
-    """Data axis on which each rank stores all values."""
+    """Data axis without sharding: each rank stores all values of its part of the model."""
 
     def gather(self) -> None:
         """Does nothing: the pieces are always unsharded."""
@@ -191,8 +193,8 @@ class Replicated(DataAxis):
 
 
 class InShards(DataAxis):
-    """Data axis with the parameters in units. Each unit is divided into shards, which belong to the
-    replicas; each rank mirrors another rank's shard."""
+    """Data axis on which the parameters are grouped in units. Each unit is divided into shards, one
+    per replica, and each rank mirrors another rank's shard."""
 
     def __init__(
         self,
@@ -356,8 +358,7 @@ class InShards(DataAxis):
 
 
 def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
-    """Returns a value of the optimizer's state on the device on which the optimizer expects the
-    value."""
+    """Moves a value of the optimizer's state to the device on which the optimizer expects it."""
     if not isinstance(value, torch.Tensor):
         return value
     here = value.to(piece.device) if value.dim() else value
@@ -367,8 +368,8 @@ def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
 def alike_pieces(
     pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float
 ) -> Iterator[list[str]]:
-    """Yields the names of the pieces of each unit: pieces of one kind, up to `cap` bytes. A larger
-    piece is a unit by itself."""
+    """Yields for each unit the names of its pieces: pieces of one kind, at most `cap` bytes in
+    total. A larger piece is a unit by itself."""
     kinds: dict[tuple[torch.dtype, bool, Hashable], list[str]] = {}
     for name, piece in pieces.items():
         kinds.setdefault((piece.dtype, piece.requires_grad, kind(name)), []).append(name)

@@ -73,9 +73,10 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         refuse_hooks(self.module.named_parameters(), self.strategy)
         if self.config.deterministic:
             raise ConfigurationError(
-                f"deterministic=True with strategy={self.strategy!r}: splitting the model changes "
-                "the order of sums, so results cannot be bitwise equal for other numbers of "
-                "ranks; leave deterministic out, or use ddp, zero1, zero2, zero3 or fsdp"
+                f"deterministic=True cannot be used with strategy={self.strategy!r}: splitting "
+                "the model changes the order of sums, so results cannot be bitwise equal for "
+                "other numbers of ranks; leave deterministic out, or use ddp, zero1, zero2, "
+                "zero3 or fsdp"
             )
         own = self._options
         dropout = own.get("dropout", DropoutRandomness.PER_SHARD)
@@ -96,7 +97,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             plan.sharding.blocks(self._template.module)
         self.layouts = Layouts(plan, self._template)
         self._knows_others = False
-        """True if there are several models and `layouts` already has the constraints of the
+        """True if there are several models and `layouts` already includes the constraints of the
         others."""
         self._mesh: RankMesh | None = None
         """This rank's mesh. None before the first step, on a spare, and after a failed attempt to
@@ -120,7 +121,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         super().attach(optimizer)
         session = self._session
         if self._setup.several and not self._knows_others:
-            return  # all models are checked with the last one
+            return  # all models are checked together with the last one
         if session.begins and not session.is_joining:
             # ranks that remain after a death wait for a replacement
             self.layouts.check_start(session.world_size, ranks_may_come=session.ranks_may_come)
@@ -129,7 +130,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         refuse_loading(self.module)
         self._writes: list[WrittenParameters] = []
         self._piece_writes = WrittenParameters((), self.strategy)
-        """Writes to the pieces for the mesh in `_writes_of`."""
+        """Records writes to the pieces in the division of the mesh `_writes_of`."""
         self._writes_of: RankMesh | None = None
         self._attributes = ModuleAttributes(self.module, numbers=False)
         self._looked = False
@@ -181,8 +182,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def _laid_out(self) -> RankMesh:
         if self._mesh is None:
             raise PreconditionError(
-                "the model is not yet laid out over the ranks; that happens when the first step "
-                "begins"
+                "the model has not been divided over the ranks yet; that happens when the first "
+                "step begins"
             )
         return self._mesh
 
@@ -208,9 +209,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         training = self._trains
         if training and self.module.training and self._plan.pipelined:
             raise ConfigurationError(
-                f"model(x) with strategy={self.strategy!r}: in training, a pipeline runs both "
-                "passes of a batch together; call loss = model.train_step(x, y, loss_fn) instead "
-                "of the forward pass, the loss and backward()"
+                f"model(x) cannot be called in training with strategy={self.strategy!r}: a "
+                "pipeline runs both passes of a batch together; call loss = model.train_step(x, "
+                "y, loss_fn) instead of the forward pass, the loss and backward()"
             )
         # In a loop without a Shoal loader a spare waits here for the start of its next step.
         begun = training and self.idle and self._session.step is None and self._begin_pass()
@@ -228,9 +229,10 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     @override
     def check_forward_method(self, name: str) -> None:
         raise ConfigurationError(
-            f"register_forward_method({name!r}) with strategy={self.strategy!r}: layers and "
-            "stages are split along the module's forward pass, so no other method can run "
-            "through them. Let an argument make forward() call the method, or use zero3 or fsdp"
+            f"register_forward_method({name!r}) cannot be used with strategy={self.strategy!r}: "
+            "layers and stages are split along the module's forward pass, so no other method can "
+            "run through them. Let forward() call the method, selected by an argument, or use "
+            "zero3 or fsdp"
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,9 +265,10 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         step = self._session.step
         if torch.is_grad_enabled() and self._held.hidden.are_split:
             raise PreconditionError(
-                f"a backward pass with create_graph=True and strategy={self.strategy!r}: "
-                "gradients of gradients are wrong through layers that are split over ranks; use "
-                "zero2 or fsdp, or leave out gradient penalties"
+                "a backward pass with create_graph=True cannot be used with "
+                f"strategy={self.strategy!r}, because gradients of gradients would be wrong "
+                "through layers that are split over ranks; use zero2 or fsdp, or leave out "
+                "gradient penalties"
             )
         if step is not None and not self._came:
             self._carried = self._held.hidden.carries and not step.in_micro_batches
@@ -280,7 +283,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         """Prepares the passes of training. Returns True if the passes are part of a step."""
         step = self._session.lifecycle.ensure_step()
         if step is not self._session.step:
-            return False  # a joiner's pass before its loop
+            return False  # a pass of a joiner before its loop
         self._refuse_reduced(step)
         self._prepare_pass(step)
         return True
@@ -303,7 +306,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self, inputs: Any, targets: Any, loss_fn: Loss | None
     ) -> torch.Tensor | None:
         if not self._begin_pass() or self._mesh is None:
-            # before the loop, or the step was lost before the model was split
+            # before the loop, or if the step was lost before the model was split
             loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
             loss.backward()
             return loss
@@ -365,8 +368,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return super().generate(*args, **kwargs)
         if self._options.get("loss_parallel"):
             raise ConfigurationError(
-                "generate() of a model with loss_parallel=True: its logits are split over the "
-                "vocabulary, but choosing tokens needs whole logits; call "
+                "generate() cannot be used with loss_parallel=True, because the logits are split "
+                "over the vocabulary, and choosing tokens needs all of them; call "
                 "model.clone().generate(...) on every rank, or leave loss_parallel out"
             )
         if self._ahead:
@@ -400,9 +403,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def _ahead(self) -> bool:
-        """True if no peer would answer, or the model is on no rank. In the first case this
-        process's script is at another point than the scripts of its peers. In the second case a
-        failure has interrupted the division of the ranks, and the step is lost."""
+        """True if this rank cannot run a pass with its peers. Either this process's script is at
+        another position than theirs, or a failure has interrupted the division of the ranks, so
+        that the model is on no rank and the step is lost."""
         return self.is_sharded and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
@@ -423,9 +426,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         )
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        """Runs inputs through the pipeline. A failure within a step marks the step lost: no error
-        is raised into the user's loop, and the outputs are meaningless. A failure in an operation
-        between steps is raised, and the operation is repeated."""
+        """Runs inputs through the pipeline. A failure within a step marks the step as lost; no
+        error is raised into the user's loop, and the outputs are meaningless. A failure in an
+        operation between steps is raised, and the operation is repeated."""
         with LosingStep(self._session, raises_outside=True):
             return self._laid_out.predict(inputs)
         return call_module(self._stand_in(), inputs)
@@ -451,8 +454,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """Captures the state for `TrainingEngine`: the whole state before the first step, and
-        afterwards the part that every rank has."""
+        """Implements `TrainingEngine.capture`: returns the whole state before the first step, and
+        afterwards only the part that every rank has."""
         if not self.is_sharded:
             own = {
                 "model": ModuleState(self.module).captured(),
@@ -480,8 +483,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             held.check(state)
             if self.is_sharded and (self._mesh is None or self._mesh.group.broken is not None):
                 self._mesh = None
-                # parts of the state are lost, and this replaces them: it is split again when the
-                # next step begins
+                # Parts of the state are lost, and this state replaces them. It is split again when
+                # the next step begins.
                 held.make_whole()
             held.load_values(state["model"])
             if state["optimizer"] is not None:
@@ -491,7 +494,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         else:
             if self._mesh is None or state["applied"] != self._applied:
                 self._release()
-                # nothing, or too old: the peers' state arrives when the ranks are divided
+                # no state, or one that is too old: the peers' state arrives when the ranks are
+                # divided
                 held.drop()
                 self._commit_payload = None
             held.settings = state["settings"]
@@ -624,10 +628,11 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         assert step is not None
         self._came = False
         if self._applied == self._begun or step.in_micro_batches or self._plan.pipelined:
-            # gradients of a lost step are invalid; micro-batches and pipelines leave none to add to
+            # Gradients of a lost step are invalid. After micro-batches and pipelines there are none
+            # to add to.
             self._held.hidden.drop_gradients()
         self._begun = self._applied
-        self._held.data_axis.fetch()  # left by an update that was undone
+        self._held.data_axis.fetch()  # gradients left by an update that was undone
         mesh.begin_step(self._applied + 1)
         if step.source is None:
             mesh.seed_step()

@@ -28,7 +28,7 @@ from shoal_worker.sharding.gradients import CutGradients, squared_norms
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
-# ---------------------------------------------------------------- replicated on each rank of a part
+# ------------------------------------------------------------- replicated on each rank of one part
 
 _SMALLEST: Final = 1e-12
 """Norm in float32 below which squares may have been rounded to zero."""
@@ -74,8 +74,8 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def hand_out(self, divisor: float) -> None:
-        """Sets the gradients for the optimizer to the sums divided by `divisor`. A parameter that
-        no replica used gets no gradient."""
+        """Gives the optimizer its gradients: the sums over the replicas, divided by `divisor`. A
+        parameter that no replica used gets no gradient."""
 
     @abc.abstractmethod
     def scale(self, factor: float) -> None:
@@ -87,7 +87,7 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Discards the optimizer's gradients."""
+        """Discards the gradients that were set for the optimizer."""
 
     def begin(self) -> None:
         """Resets the gradients and the changes of buffers for a new step."""
@@ -134,7 +134,7 @@ class MeshGradients(abc.ABC):
 
     @property
     def any_left(self) -> bool:
-        """True if passes have already added gradients before `add`."""
+        """True if passes have produced gradients that were not passed to `add` yet."""
         return False
 
     sums_passes = False
@@ -143,10 +143,10 @@ class MeshGradients(abc.ABC):
     @abc.abstractmethod
     def sum_pass(self) -> None:
         """Sums the gradients added since the last call, including gradients that this rank shares
-        with other ranks of its replica. A failure marks the step lost."""
+        with other ranks of its replica. A failure marks the step as lost."""
 
     def take_part(self) -> None:
-        """Joins a pass of other replicas for which this replica has no samples."""
+        """Takes part in the collectives of a pass for which only other replicas have samples."""
         if self.sums_passes:
             self.sum_pass()
 
@@ -163,12 +163,12 @@ class MeshGradients(abc.ABC):
 
     @property
     def like(self) -> torch.Tensor:
-        """Returns a tensor with the dtype and device required for changes of buffers."""
+        """Returns a tensor whose dtype and device are those required for changes of buffers."""
         return self._changes
 
     @property
     def present(self) -> Mapping[str, bool]:
-        """Maps each parameter's name to True if the parameter was used."""
+        """Name of each parameter -> True if a rank has used it in this step."""
         return {
             name: count > 0
             for name, count in zip(self._pieces, self._presence.tolist(), strict=True)
@@ -183,12 +183,12 @@ class MeshGradients(abc.ABC):
 
     @property
     def divisor(self) -> float:
-        """Divisor of the summed gradients."""
+        """Number by which the summed gradients are divided."""
         return self.total_weight if self._averages else 1.0
 
     @property
     def total_weight(self) -> float:
-        """Weight of the whole batch."""
+        """Total weight of the samples in the step, over all replicas."""
         return float(self._weight) or 1.0
 
     @property
@@ -289,8 +289,8 @@ class ReplicatedGradients(MeshGradients):
         )
 
     def _added_times(self, name: str) -> tuple[torch.Tensor, float]:
-        """Returns a tensor and the factor by which it must be multiplied to get the accumulated
-        gradient."""
+        """Returns the accumulated gradient as a tensor and a factor by which it must be
+        multiplied."""
         return self._first[name] if name in self._first else (self.added(name), 1.0)
 
     @override
@@ -336,9 +336,10 @@ class ReplicatedGradients(MeshGradients):
 
 
 def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
-    """Returns the squared norm of tensors times numbers. Rows are summed in float32 and the row
-    sums in float64: longer float32 sums lose precision, and float64 throughout takes several times
-    as long. If squares exceed the range of float32, everything is computed in float64."""
+    """Returns the squared norm of tensors, each multiplied by a number. Rows are summed in float32
+    and the row sums in float64: longer float32 sums lose precision, and float64 throughout takes
+    several times as long. If squares exceed the range of float32, everything is computed in
+    float64."""
     terms = list(terms)
     if any(not tensor.is_cpu for tensor, _ in terms):  # a device converts while reading
         norms_there = squared_norms([tensor for tensor, _ in terms])
@@ -382,7 +383,8 @@ _IN_FLIGHT: Final = 2
 
 
 class ScatteredGradients(MeshGradients):
-    """Gradients scattered over the replicas, for the trained units of one rank's part."""
+    """Gradients of the trained units in one rank's part of the model. They are reduce-scattered:
+    each replica keeps the sums of its own shards."""
 
     def __init__(
         self,

@@ -166,7 +166,7 @@ class Template:
     """Options for `make_plan`."""
     pipeline: PipelineSettings
     pipelined: bool
-    """True if the model is run as a pipeline, even if the pipeline has one rank."""
+    """True if the model runs as a pipeline, even if the pipeline has only one rank."""
     names: tuple[str, ...] = field(init=False)
     """Names of the tensors of the state, parameters first. Tied tensors appear once, under their
     first name."""
@@ -239,7 +239,8 @@ def template_of(
 
 
 class Blueprint:
-    """One division of a model's state over the ranks."""
+    """Plan of one division of a model's state over the ranks: which rank has which part of each
+    tensor."""
 
     def __init__(self, template: Template, axes: Axes) -> None:
         """Plans the division. Raises ConfigurationError if the model cannot be split in this
@@ -275,7 +276,8 @@ class Blueprint:
         return at.pipeline in self.holders(name)
 
     def share(self, at: Coordinate) -> Share:
-        """Returns the part of the model on the pipeline stages of the rank at a position."""
+        """Returns the part of the model that is on the pipeline stages of the rank at a
+        position."""
         stages = self.split.stages if self.split is not None else ()
         elsewhere = [
             name
@@ -289,14 +291,15 @@ class Blueprint:
         return Share(parameters=here, elsewhere=tuple(elsewhere))
 
     def counts(self, name: str, at: Coordinate) -> bool:
-        """Returns whether the rank at a position counts a parameter's elements. Among the ranks of
-        a replica with the same elements, one rank counts them."""
+        """Returns whether the rank at a position is the one that counts a parameter's elements, in
+        the norm for example. If several ranks of a replica have the same elements, only one of them
+        counts."""
         whole_elsewhere = name not in self._layouts and at.tensor > 0
         return at.pipeline == self.holders(name)[0] and not whole_elsewhere
 
     def kind(self, name: str) -> Hashable:
-        """Returns the kind of a parameter. A rank that has and counts one parameter of a kind has
-        and counts all of them."""
+        """Returns the kind of a parameter. Parameters of the same kind are on the same ranks, and
+        the same ranks count them in the norm."""
         return tuple(self.holders(name)), name in self._layouts
 
     def parts(self, name: str) -> int:
@@ -310,7 +313,7 @@ class Blueprint:
         return whole.clone() if layout is None else cut(whole, layout, self.axes.tensor, part)
 
     def shape(self, name: str, part: int) -> torch.Size:
-        """Returns the shape of the result of `cut`."""
+        """Returns the shape of the part that `cut` returns."""
         layout, whole = self._layouts.get(name), self.template.tensors()[name]
         return whole.shape if layout is None else cut_shape(layout, self.axes.tensor, part)
 
@@ -351,7 +354,7 @@ def whole_module(
 
 
 def zeros(template: Template) -> dict[str, torch.Tensor]:
-    """Returns zeros for a module whose outputs are not used, by key of the state dict."""
+    """Returns a state dict of zeros, for a module whose outputs are not used."""
     tensors = template.tensors()
     return {key: torch.zeros(tensors[first].shape) for key, first in template.keys.items()}
 
@@ -362,7 +365,7 @@ def zeros(template: Template) -> dict[str, torch.Tensor]:
 # with the constraints of the model.
 
 Fits = Callable[[Axes], bool]
-"""Returns whether the model can be split along these axes."""
+"""Function that returns whether the model can be split along these axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +376,7 @@ class Sharding:
     bucket_bytes: int
     """Number of bytes reduced or gathered at once."""
     blocks: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
-    """Returns the parts of a module that are gathered together in its passes."""
+    """Function that returns the parts of a module that are gathered together in its passes."""
     prefetch: int = 1
     """Number of parameter groups gathered ahead."""
 
@@ -383,11 +386,12 @@ class MeshPlan:
     """A strategy's plan for dividing ranks along the axes."""
 
     axes_for: Callable[[int, Fits], Axes]
-    """Returns the division for a number of ranks. Ranks for which there is no replica are
+    """Function that returns the division for a number of ranks. Ranks that are in no replica are
     spares."""
     axes_at_start: Callable[[int], Axes] | None = None
-    """Returns the division required of the ranks with which the job begins. After a death the best
-    possible division of the remaining ranks is used. None: the user gave the sizes."""
+    """Function that returns the division required for the ranks with which the job begins. After a
+    rank is lost, the best possible division of the remaining ranks is used. None: the user has set
+    the sizes."""
     pipelined: bool
     """True if the model is run as a pipeline."""
     cuts_parameters: bool
@@ -396,12 +400,12 @@ class MeshPlan:
 
 
 def first_that_fits(candidates: Iterable[Axes], fits: Fits) -> Axes:
-    """Returns the first possible division. If candidates are sorted by descending size, additional
-    ranks never increase a rank's part of the model; ranks that do not fit are spares.
+    """Returns the first candidate that is a possible division. If the candidates are sorted by
+    descending size, additional ranks never increase a rank's part of the model. Ranks that do not
+    fit into a replica are spares.
 
     Raises:
-        ConfigurationError: no division is possible.
-    """
+        ConfigurationError: no division is possible."""
     for axes in candidates:
         if fits(axes):
             return axes
@@ -460,7 +464,7 @@ class Layouts:
         self._known: dict[int, Axes] = {}
 
     def divide_alike(self, several: Sequence[Layouts]) -> None:
-        """Divide the ranks so that every model of `several` can be split.
+        """Restricts the divisions to those in which every model of `several` can be split.
         `several`: layouts of the models trained by these ranks, including this one."""
         self._templates = [each._template for each in several]
         self._known.clear()

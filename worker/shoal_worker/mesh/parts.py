@@ -63,7 +63,7 @@ from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 
 
 class HiddenParameters:
-    """The hidden parameters of one module in its current layout."""
+    """Hides the parameters of one module, in its current division, between passes."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], whereabouts: Whereabouts) -> None:
         """Hides the parameters of one module. `parameters`: all parameters, including parameters on
@@ -79,7 +79,7 @@ class HiddenParameters:
         ]
         self._trained = [each for each in self._all if each[0].requires_grad]
         self._handed_out = False
-        """True if the parameters' gradients are the summed gradients for the update."""
+        """True if the parameters' gradients are the final sums with which the optimizer updates."""
 
     def hide(self) -> None:
         """Hides the parameters after a pass."""
@@ -116,8 +116,8 @@ class HiddenParameters:
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """Drops the step's gradients at the end of the context of a committed step, and remembers
-        which parameters had a gradient until the gradients are cleared."""
+        """Context in which a committed step is applied. Afterwards the step's gradients are
+        dropped; which parameters had one is remembered until the script clears the gradients."""
         carried = [
             (parameter, place)
             for parameter, place in self._trained
@@ -131,8 +131,8 @@ class HiddenParameters:
 
     @property
     def carries(self) -> bool:
-        """True if some parameter has a gradient on another rank, or had a gradient in the last step
-        that was not cleared."""
+        """True if some parameter has a gradient that is on another rank, or had one in the last
+        step that the script has not cleared."""
         return any(place.gradient for _, place in self._trained)
 
     def show(self) -> None:
@@ -153,7 +153,7 @@ class HiddenParameters:
             drop_gradient(parameter, place)
 
     def release(self) -> None:
-        """Restores the parameters, before another object hides them."""
+        """Makes the parameters ordinary ones again, before another object hides them."""
         for parameter, place in self._all:
             show(parameter, place)
 
@@ -167,7 +167,7 @@ Shard = Callable[["ModelParts"], DataAxis]
 
 
 class ModelParts(PartitionedState):
-    """This rank's state of one model and its optimizer."""
+    """State of one model and its optimizer on this rank."""
 
     def __init__(
         self,
@@ -184,13 +184,14 @@ class ModelParts(PartitionedState):
         self.module = module
         self.template = template
         self.cut: MeshCut | None = None
-        """This rank's place in the division of the ranks. None: this rank has the whole model."""
+        """Position of this rank in the division of the ranks. None: this rank has the whole
+        model."""
         self.blueprint: Blueprint | None = None
         self.pieces: dict[str, nn.Parameter] = {}
         """This rank's part of each parameter."""
         self.parameters: dict[str, Any] = {}
-        """Objects that the module uses for the parameters on this rank: the piece itself, or the
-        DTensor around it."""
+        """Objects that the module uses as its parameters on this rank: the pieces themselves, or
+        DTensors around them."""
         self.data_axis: DataAxis = Replicated({})
         """Storage of the pieces."""
         self._group_names: list[list[str]] = []
@@ -234,18 +235,18 @@ class ModelParts(PartitionedState):
         return self.cut is None and not self.pieces and not self._before
 
     def is_trained(self, name: str) -> bool:
-        """Returns whether a parameter of the whole model is trained."""
+        """Returns whether a parameter is trained. `name`: its name in the whole model."""
         return self.template.tensors()[name].requires_grad
 
     # -------------------------------------------------------------------------------------- cutting
 
     def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
         """Collects this rank's part of the state for other axes, for `lay_out`. Every rank of
-        `channel` calls this method. `at`: this rank's position; None: it gets no part.
+        `channel` calls this method. `at`: this rank's position on the new axes; None: it gets no
+        part.
 
-        Nothing is changed yet, since the collection may fail until its end. No rank ever has more
-        than a few unsplit tensors.
-        """
+        The current state is not changed yet, because the collection may fail until its end. No rank
+        ever has more than a few unsplit tensors."""
         blueprint = self.blueprint_for(axes)
         parts = (
             self._taken(one, blueprint, at) if at is not None else None
@@ -341,12 +342,13 @@ class ModelParts(PartitionedState):
         """Implements `TrainingEngine.keep_two_copies`."""
         copied = copy_singles(channel, self.held(), self.blueprint_for, leaving)
         if copied is not None:
-            # first: a leaving rank leaves once it has received all other ranks' messages below
+            # copied first, because a leaving rank leaves once it has received all other ranks'
+            # messages below
             self._before = [*self._before, *copied]
             channel.exchange(b"")
 
     def hold(self) -> RankParts | None:
-        """Returns this rank's part of the split state. Before the first division, returns the whole
+        """Returns this rank's part of the split state. Before the first division, this is the whole
         state, as the part of a division with number -1. Returns None if this rank has no state."""
         if not self.pieces and self.cut is None:
             return None
@@ -380,8 +382,8 @@ class ModelParts(PartitionedState):
         return True
 
     def gather_whole(self, channel: Channel) -> dict[str, Any]:
-        """Returns the whole state, assembled from the ranks' parts, for `take_whole`. A collective.
-        Raises the same errors as `gather`."""
+        """Returns the whole state, assembled from the ranks' parts, for `take_whole`. All ranks
+        must call it. Raises the same errors as `gather`."""
         state = self._as_one_process(channel)
         channel.exchange(b"")  # all ranks have the state; until then this rank's is needed
         return state
@@ -473,8 +475,8 @@ class ModelParts(PartitionedState):
         self.data_axis = Replicated(self.pieces)
 
     def counts(self, name: str) -> bool:
-        """Returns whether this rank counts a parameter's elements. Among the ranks of a replica
-        with the same elements, one rank counts them."""
+        """Returns whether this rank is the one that counts a parameter's elements. If several ranks
+        of a replica have the same elements, only one of them counts."""
         assert self.blueprint is not None
         assert self.cut is not None
         return self.blueprint.counts(name, self.cut.at)
@@ -603,7 +605,7 @@ class ModelParts(PartitionedState):
 
     def gather_beside(self, channel: Channel) -> dict[str, Any]:
         """Returns the module's extra state, taken for each submodule from the first rank that runs
-        it. A collective of every rank of `channel`."""
+        it. All ranks of `channel` must call it."""
         if not self._beside:
             return {}
         here = {key: value for key, value in other_entries(self.module).items() if self._runs(key)}
@@ -630,7 +632,7 @@ class ModelParts(PartitionedState):
     def values(self, channel: Channel) -> dict[str, Any]:
         if self.is_whole:
             return ModuleState(self.module).captured()
-        if self.is_empty:  # a spare, whose answer nobody uses
+        if self.is_empty:  # a spare, whose answer is not used
             shapes = self.template.tensors()
             return {
                 key: torch.zeros_like(shapes[first], device=self._device)

@@ -40,7 +40,7 @@ from shoal_worker.tensor_parallel.layers import run_inside, unparallelize
 
 
 def alone() -> Group:
-    """Returns a group for a world of one."""
+    """Returns a group that contains only this rank."""
     me = Peer(rank=0, member_id="", host="", donor_address="", joining=False)
     return Group(
         Generation(number=0, nonce="", peers=(me,), rank=0, interrupts_below=0), None, None
@@ -54,7 +54,7 @@ class RankMesh:
     def __init__(
         self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None
     ) -> None:
-        """Connects the groups along the axes; a collective of all ranks of `group` except spares.
+        """Connects the groups along the axes. All ranks of `group` except spares must call it.
         `sharding`: options for sharding along the data axis, or None.
 
         Raises:
@@ -104,8 +104,8 @@ class RankMesh:
 
     @contextlib.contextmanager
     def drawing_alike(self) -> Iterator[None]:
-        """Makes the ranks of one replica draw the same random numbers within the context. Outside
-        of the context each rank draws its own numbers, which the context does not affect.
+        """Context in which the ranks of one replica draw the same random numbers. Outside of it,
+        each rank draws its own numbers, and the context does not affect them.
 
         Raises:
             MembershipChanged: the group is over.
@@ -189,7 +189,7 @@ class RankMesh:
 
     def begin_pass(self, step: Step) -> None:
         """Prepares a pass of this replica in a step, or its part in a pass of other replicas. In a
-        lost step, whose gradients nobody uses, nothing is sent.
+        lost step, whose gradients are not used, nothing is sent.
 
         Raises:
             MembershipChanged: the group is over.
@@ -202,7 +202,7 @@ class RankMesh:
         self.execution.reduces_in_backward = True
         self.execution.factor = self.gradients.factor(weight or 0.0)
         if step.lost is None and step.in_micro_batches and self.replicas.world_size > 1:
-            # otherwise only some groups of replicas might know the passes
+            # otherwise the passes might be known only in some groups of replicas
             self.execution.learn_passes(self.all)
 
     def train_on(
@@ -225,7 +225,8 @@ class RankMesh:
         return take(micro_batches, loss)
 
     def _observe(self, moment: str, stage: int, index: int) -> None:
-        """Starts each micro-batch from the committed buffers, in any schedule."""
+        """Makes each micro-batch start from the committed buffers, whatever the pipeline's
+        schedule."""
         if self._weighed_changes is None or not self._parts.module.training:
             return
         if moment == "before":
@@ -256,7 +257,7 @@ class RankMesh:
             self._parts.data_axis.free()
 
     def take_part(self) -> None:
-        """Joins a pass of other replicas for which this replica has no samples."""
+        """Takes part in the collectives of a pass for which only other replicas have samples."""
         if self.pipeline is not None:
             self._parts.data_axis.gather()
             self._parts.data_axis.free()
@@ -316,7 +317,7 @@ class RankMesh:
             self.execution.drop_gradients()
 
     def _collected(self) -> Mapping[str, torch.Tensor | None]:
-        """Removes this rank's gradients from the module and returns them."""
+        """Removes the gradients from the module's parameters and returns them."""
         return {
             name: taken_gradient(parameter) for name, parameter in self._parts.parameters.items()
         }
@@ -328,7 +329,7 @@ def _in_shards(
     assert parts.blueprint is not None
     blocks = None
     if sharding.blocks is not None:
-        # types of the model as written: each split layer has a class of its own
+        # types of the model as the user wrote it, because each split layer has a class of its own
         blocks = [
             (parts.module.get_submodule(one.name), one.names)
             for one in sharding.blocks(parts.template.module)

@@ -42,7 +42,7 @@ MeshPlace = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCut:
-    """A division of the ranks and this rank's position in it."""
+    """Describes one division of the ranks, and this rank's position in it."""
 
     number: int
     """Number of the generation that made the division. Later divisions replace it."""
@@ -60,7 +60,7 @@ class MeshCut:
         return [self.at.data % self.shards, *([self.mirrored] if self.mirrored is not None else [])]
 
     def row(self) -> list[int]:
-        """Returns the division and the position as integers, for the other ranks."""
+        """Encodes the division and the position as integers, to be sent to the other ranks."""
         axes = self.axes
         return [
             self.number,
@@ -75,7 +75,7 @@ class MeshCut:
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> MeshCut:
-        """Creates a division from the result of `row`."""
+        """Decodes the result of `row`."""
         number, pipeline, tensor, data, shards, at_pipeline, at_tensor, position, *mirrored = row
         axes, at = (
             Axes(pipeline=pipeline, tensor=tensor, data=data),
@@ -93,8 +93,8 @@ class MeshCut:
 @dataclass(frozen=True, kw_only=True)
 class PieceState:
     """Elements of a tensor (or of this rank's part of the tensor) in one shard, and their optimizer
-    state. With several shards the elements are flat, and each shard continues where the previous
-    one ends."""
+    state. If there are several shards, the tensor is flattened, and each shard contains the
+    elements that follow those of the previous one."""
 
     value: torch.Tensor
     state: Mapping[str, Any]
@@ -102,12 +102,12 @@ class PieceState:
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """A rank's parts of a split state. Shares memory with the state."""
+    """Parts of a split state that a rank has. They share memory with the state."""
 
     cut: MeshCut
     runs: Mapping[int, Mapping[str, PieceState]]
-    """Runs by shard and name. Entries other than parameters are not split along the data axis and
-    belong to shard 0."""
+    """Shard -> name of a tensor -> its elements in that shard. Entries other than parameters are
+    not split along the data axis and belong to shard 0."""
     copied: bool = False
     """True if this is a copy of another rank's data, to be used when no rank has the original any
     more."""
@@ -175,18 +175,17 @@ def copy_singles(
 ) -> list[RankParts] | None:
     """Copies data that only one rank has to another rank, for the newest complete division. Returns
     the copies that this rank keeps, or None on all ranks if nothing has to be copied. A division
-    without replicas is never copied, since all its state is on one rank each.
+    with a single replica is never copied, because each of its ranks has the only copy of its part.
 
     `held`: this rank's parts of all divisions. `leaving`: ranks about to leave, which keep no
     copies and whose data does not count.
 
     Raises:
-        MembershipChanged: the group is over.
-    """
+        MembershipChanged: the group is over."""
     try:
         newest, cut = _newest(channel, held)
     except ShardsLostError:
-        return None  # resharding reports this
+        return None  # reported when the state is resharded
     copies = plan_copies(newest, range(channel.world_size), leaving) if cut.axes.data > 1 else []
     if not copies:
         return None
@@ -253,8 +252,8 @@ def _take_copies(answer: bytes, arrived: Mapping[MeshPlace, dict[str, PieceState
 
 
 def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[MeshPlace], MeshCut]:
-    """Finds the newest complete division. Returns the ranks that have each of its parts, and the
-    `MeshCut` of one of these ranks."""
+    """Finds the newest complete division. Returns, for each of its parts, the ranks that have the
+    part, and the `MeshCut` of one of these ranks."""
     rows = [[int(one.copied), *one.cut.row()] for one in held]
     claims: list[Claim[MeshPlace]] = []
     cuts: dict[int, MeshCut] = {}
@@ -282,7 +281,7 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class _Senders:
-    """Chooses the ranks that send the parts of each tensor."""
+    """Chooses for each part of a tensor the rank that sends it."""
 
     blueprint: Blueprint
     ranks: Mapping[MeshPlace, Sequence[int]]
@@ -307,8 +306,8 @@ class _Senders:
 def _run_at(
     held: Sequence[RankParts], stage: int | None, part: int, shard: int, name: str
 ) -> PieceState | None:
-    """Returns a tensor's elements at a position, if this rank has them. `stage` None: from any
-    stage, since shared tensors are equal."""
+    """Returns a tensor's elements at a position, if this rank has them. `stage`: None means any
+    stage, because copies of a shared tensor are equal."""
     at_hand = (
         one for one in held if one.cut.at.tensor == part and stage in (None, one.cut.at.pipeline)
     )
@@ -316,8 +315,8 @@ def _run_at(
 
 
 def checked(key: str, one: Any) -> Any:
-    """Returns a non-tensor value of the optimizer's state. Raises ConfigurationError
-    (STATE_UNSUPPORTED) if the value cannot be sent."""
+    """Returns `one`, a value of the optimizer's state that is not a tensor. Raises
+    ConfigurationError (STATE_UNSUPPORTED) if it cannot be sent."""
     if not isinstance(one, bool | int | float | str | None):
         raise ConfigurationError(
             f"the optimizer keeps an object of type {type(one).__name__} ({key!r}) in its state, "

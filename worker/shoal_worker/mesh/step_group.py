@@ -32,8 +32,8 @@ _NUMBERS: Final = itertools.count(1)
 
 
 class StepGroup(ForwardingGroup):
-    """Forwards to the process group of `group`, for a session's steps. A failure is reported to the
-    current step, or raised outside of a step.
+    """Process group that forwards to the process group of `group`. A failure is reported to the
+    session's current step, or raised outside of a step.
 
     torch's caches keep this object forever. It therefore does not keep the session or the group
     alive; without the group its collectives fail.
@@ -49,10 +49,11 @@ class StepGroup(ForwardingGroup):
 
     @property
     def _group(self) -> Group:
-        """The group. Raises MembershipChanged if it is gone."""
+        """Group to which collectives are forwarded. Raises MembershipChanged if it no longer
+        exists."""
         group = self._held_group()
         if group is None:
-            raise MembershipChanged("the generation of this process group is over")
+            raise MembershipChanged("this process group belongs to a generation that is over")
         return group
 
     @property
@@ -60,8 +61,8 @@ class StepGroup(ForwardingGroup):
         return [self._device]
 
     def failed(self, error: MembershipChanged) -> None:
-        """Ends the group for all ranks. Marks the current step lost because of `error`, or raises
-        `error` outside of a step."""
+        """Ends the group for all ranks. Marks the current step as lost because of `error`, or
+        raises `error` outside of a step."""
         group = self._held_group()
         if group is not None:
             group.abort(str(error))
@@ -85,7 +86,7 @@ class StepGroup(ForwardingGroup):
 
 
 class StepWork(Work):
-    """A collective that reports its failure to the current step."""
+    """Work of a collective whose failure is reported to the current step."""
 
     def __init__(self, work: Work | None, group: StepGroup, outputs: Any) -> None:
         """Wraps `work`, which is None if the collective has already failed."""
@@ -98,8 +99,8 @@ class StepWork(Work):
         work, self._work = self._work, None
         if work is not None:
             try:
-                # torch passes 0 for no timeout. The host may continue before integers arrive only
-                # if they are no indices.
+                # torch passes 0 for no timeout. The host may continue before integers have arrived
+                # only if they are not indices.
                 if not timeout and all(one.is_floating_point() for one in self.result()):
                     self._group.come_after(work)
                 else:
@@ -114,7 +115,7 @@ class StepWork(Work):
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Returns whether there is a result, whether valid or not."""
+        """Returns whether there is a result, even if it is invalid because the step is lost."""
         return self.is_completed()
 
     def synchronize(self) -> None:

@@ -13,12 +13,12 @@ AnswerT = TypeVar("AnswerT")
 
 
 def wait_for_all(futures: Collection[Future[Any]]) -> None:
-    """Waits until all futures are done, regardless of their outcome.
+    """Waits until all futures are done, whether they succeeded or failed.
 
     The wait is split into slices. Python runs signal handlers on the main thread between two
     instructions, so a signal that arrives just before that thread starts to wait, or at another
-    thread of the process, does not end the wait. Without slices, a worker asked to leave by SIGTERM
-    would not notice while the servers make it wait for slower workers.
+    thread of the process, does not end the wait. Without slices, a worker that receives SIGTERM
+    while the servers make it wait for slower workers would not notice that it must leave.
     """
     while wait(futures, timeout=_SLICE_S).not_done:
         pass

@@ -26,14 +26,16 @@ from shoal_worker.parameter_servers.tensors import (
 )
 
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Transfer rate assumed for the deadline of a stream, to which a fixed minute is added."""
+"""Transfer rate that is assumed for the deadline of a stream. A minute is added to that
+deadline."""
 
 
 class Connection:
     """Connection to one parameter server. Used by one thread at a time, except for `close`."""
 
     def __init__(self, job: Job, share: ServerShare) -> None:
-        """Creates a connection to the server of `share`. Does not connect yet."""
+        """Creates a connection to the server that has the partitions of `share`. Does not connect
+        yet."""
         self._job = job
         self.address = share.address
         """Address of the server."""
@@ -42,8 +44,8 @@ class Connection:
         self.adopt(share)
 
     def adopt(self, share: ServerShare) -> None:
-        """Replaces the server's share by the share from the newest shard map. Must not be called
-        during another call."""
+        """Replaces the list of the server's partitions by the one from the newest shard map. Must
+        not be called during another call."""
         self.share = share
         self.partitions: Mapping[int, Partition] = {
             partition.partition_id: partition for partition in share.partitions
@@ -73,7 +75,8 @@ class Connection:
                 {partition.primary for partition in shard_map.partitions} - addresses.keys()
             ):
                 raise UnavailableError(
-                    f"servers {missing} own partitions but are not registered",
+                    f"parameter servers {missing} own partitions but are not registered with the "
+                    "coordinator",
                     reason="SHARD_MAP_INCOMPLETE",
                 )
             raise ShardMapChanged(shard_map)
@@ -104,12 +107,12 @@ and bsp)."""
 
 
 class Pulls:
-    """Single attempts to pull from one server. Used by one thread at a time."""
+    """Pulls values from one server, without retries. Used by one thread at a time."""
 
     def __init__(
         self, job: Job, connection: Connection, ledger: Ledger, *, compression: str | None
     ) -> None:
-        """Creates the pulls. `compression`: compression of values, as in the options."""
+        """`compression`: compression of values, as in `AsyncOptions.pull_compression`."""
         self._job = job
         self._connection = connection
         self._ledger = ledger
@@ -130,7 +133,7 @@ class Pulls:
         the options.
         """
         if not partitions:
-            return  # an empty request would request all
+            return  # an empty request would mean all partitions
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
         request = self._request(partitions, held, clock=clock, wait=wait)
         request.codec = self._incoming.codec if codec is None else codec
@@ -147,8 +150,8 @@ class Pulls:
     def pull_ahead(
         self, partitions: Sequence[Partition], memory: Mapping[str, torch.Tensor], *, clock: int
     ) -> list[tuple[Partition, pb.PullHeader]]:
-        """Pulls newer values into flat host tensors, by name, without changing the values in use.
-        `clock`: see `pull`."""
+        """Pulls newer values into separate flat host tensors (name -> tensor). The values in use do
+        not change. `clock`: see `pull`."""
         if not partitions:
             return []
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
@@ -158,7 +161,8 @@ class Pulls:
         return [(self._connection.partitions[header.partition_id], header) for header in headers]
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into flat host tensors, by name, without changing the values in use."""
+        """Reads all values into separate flat host tensors (name -> tensor). The values in use do
+        not change."""
         request = self._request(
             list(self._connection.partitions.values()), {}, clock=None, wait=TURN_WAIT
         )
@@ -167,7 +171,7 @@ class Pulls:
     def _receive(
         self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta
     ) -> list[pb.PullHeader]:
-        """Pulls into the flat tensors in `memory`, by name."""
+        """Pulls values into flat tensors. `memory`: name -> tensor."""
         compressed: dict[int, torch.Tensor] = {}
 
         def room(header: pb.PullHeader) -> memoryview:

@@ -43,7 +43,8 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Job:
-    """A member's view of its job."""
+    """Access of an asynchronous worker to its job: membership, leases, and the addresses of the
+    parameter servers."""
 
     def __init__(
         self,
@@ -56,16 +57,18 @@ class Job:
         fell_back: Callable[[Transport], None] = lambda transport: None,
         interceptors: Sequence[Any] = (),
     ) -> None:
-        """Creates the job's view. `channel`: connection settings for services (token, TLS), without
-        an address. `patience`: longest wait for the coordinator, for servers to register, and for a
-        rank while there are too few workers. `transport`, `fell_back`,
-        `interceptors`: arguments of `ParameterServerClient`."""
+        """`channel`: connection settings for services (token, TLS), without an address. `patience`:
+        maximum time to wait for the coordinator, for servers to register, and for a rank while
+        there are too few workers. `transport`, `fell_back`, `interceptors`: arguments of
+        `ParameterServerClient`.
+        """
         self._link = link
         self._channel = channel
         self.patience = patience
         self.straggler_patience = straggler_patience
-        """Time behind a slower worker after which this worker notifies the coordinator, in case the
-        slower worker is stuck."""
+        """Time of waiting for a slower worker after which this worker notifies the coordinator, in
+        case the slower worker is stuck.
+        """
         self._transport = transport
         self._fell_back = fell_back
         self._interceptors = interceptors
@@ -117,7 +120,7 @@ class Job:
         try:
             return newest.peers[ranks] if newest is not None else ()
         except (MembershipChanged, UnavailableError) as error:
-            _log.info("could not determine which peer can send its state: %s", error)
+            _log.info("could not find a peer that can send its state: %s", error)
             return ()
 
     def entered(self) -> bool:
@@ -131,8 +134,8 @@ class Job:
         return True
 
     def wait_for_rank(self, *, after: int) -> None:
-        """Blocks until a generation above `after` includes this member. Used when the job was on
-        hold for lack of workers.
+        """Blocks until a generation above `after` includes this member. Used when the job is on
+        hold because it has too few workers.
 
         Raises:
             StopTraining: the job was stopped, or this member should leave.
@@ -143,7 +146,9 @@ class Job:
 
     @property
     def leaving(self) -> bool:
-        """True if the job stops, or this member leaves, at the next step boundary."""
+        """True if this worker must stop at the next step boundary, because the job stops or because
+        it was asked to leave.
+        """
         return self._link.stopped is not None or self._link.draining is not None
 
     def departure(self) -> StopTraining:
@@ -153,13 +158,14 @@ class Job:
         return StopTraining(stopped) if stopped is not None else Drained(self._link.draining or "")
 
     def accuse_slowest(self, detail: str) -> None:
-        """Reports to the coordinator that a peer is blocking this member, so that the coordinator
-        removes a member without any progress."""
+        """Reports to the coordinator that a slower peer blocks this member. The coordinator then
+        evicts a member that makes no progress at all.
+        """
         self._link.failed(self._link.newest, detail=detail, timed_out=True)
 
     def declare(self, tensors: Sequence[pb.TensorSpec]) -> pb.ShardMap:
-        """Assigns the tensors to the job's parameter servers and waits until all servers are
-        registered.
+        """Declares the tensors to the coordinator, which assigns them to parameter servers, and
+        waits until all servers are registered.
 
         Raises:
             ConfigurationError: the job has no parameter servers.
@@ -226,7 +232,8 @@ class Job:
 
     def server_client(self, address: str) -> ParameterServerClient:
         """Returns a client of the server at `address` that acts for this worker. The client is
-        closed when another server replaces the server and the replaced server no longer answers."""
+        closed once another server has replaced this server and the old one no longer answers.
+        """
         channel = self.server_channel(address)
         client = ParameterServerClient(
             channel,
@@ -239,7 +246,7 @@ class Job:
         return client
 
     def retry_until(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats an idempotent call while its service is unreachable.
+        """Repeats an idempotent call for as long as the called service is unreachable.
 
         Raises:
             DeadlineError: the job's patience is exhausted.
@@ -259,7 +266,7 @@ class Job:
                         f"waited {self.patience.total_seconds():.0f} s for {what}: {error}",
                         reason=error.reason,
                     ) from error
-                if self.rank == 0:  # one log line for all ranks
+                if self.rank == 0:  # one log line on behalf of all ranks
                     lines.say(what, functools.partial(str, error))
                 wait_s = backoff.next_s(error)
             time.sleep(wait_s)

@@ -1,10 +1,9 @@
-"""Sources of batches for loaders that lease them: the coordinator, which reassigns a dead worker's
-batches, or this process if it runs alone.
+"""Sources from which loaders lease batches: the coordinator, which reassigns the batches of a dead
+worker, or this process if it runs alone.
 
 A worker leases blocks of batches ahead, enough for `lease_ahead`. A separate thread renews the
 leases and acknowledges finished batches. A step therefore does not wait for the coordinator, and
-training continues for about `lease_ahead` while the coordinator is unreachable.
-"""
+training continues for about `lease_ahead` while the coordinator is unreachable."""
 
 from __future__ import annotations
 
@@ -30,18 +29,19 @@ _log = logging.getLogger(__name__)
 _MOST_WANTED: Final = 1024
 """Maximum number of batches that a worker requests at once and keeps leased."""
 _ACKNOWLEDGED_AFTER: Final = 6
-"""Divisor of `lease_ahead`: finished batches are acknowledged within a sixth of it, unless another
-request carries them earlier."""
+"""Divisor of `lease_ahead`. Finished batches are acknowledged after at most a sixth of that time,
+or earlier with another request."""
 _STANDS_STILL: Final = 2
-"""Multiple of `lease_ahead` without a finished batch after which a worker returns all batches that
-its loader has not received."""
+"""Multiple of `lease_ahead`. A worker that has finished no batch for that time gives back all
+batches that its loader has not received."""
 _LONGEST_BACKOFF_S: Final = 1.0
 _LOOK_S: Final = 0.2
 """Interval between checks whether this worker should leave. SIGTERM cannot end a wait."""
 _LAST_WORD_S: Final = 5.0
-"""Time for which a leaving worker tries to report its finished batches."""
+"""Maximum time for which a leaving worker tries to report its finished batches."""
 _SPARED: Final = 8
-"""Number of batches, beyond twice the sufficient number, that are not worth returning."""
+"""Number of superfluous batches that are not worth giving back. Batches are superfluous beyond
+twice the number that the worker needs."""
 _NOTHING: Final = Leases(batches=(), epoch_done=False, retry_after_s=0.0)
 
 
@@ -60,15 +60,15 @@ class LeaseSource(Protocol):
         at_hand: int | None = None,
     ) -> Leases:
         """Leases batches for a loader; see `LoaderSession.lease_batches`. Loaders take batches in
-        lease order, one at a time, and report `finished` before they take the next batch. `want` 0
-        means that the loop was left: all leased batches except finished ones and `at_hand` are
-        returned."""
+        the order of their leases, one at a time, and report `finished` before they take the next
+        batch. `want`: number of batches; 0 if the loop was left, in which case all leased batches
+        except finished ones and `at_hand` are given back."""
         ...
 
     def at_hand(self, loader: str) -> int:
-        """Returns the key of the batch of `loader` in progress. The key is unique in the job, and
-        the same on every member that has the batch. Returns 0 if no batch is in progress, or the
-        batch cannot be reassigned."""
+        """Returns the key of the batch of `loader` that is in progress; 0 if there is none, or if
+        it cannot be assigned to another worker. A key is unique in the job, and the same on every
+        member that works on the batch."""
         ...
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
@@ -100,23 +100,25 @@ class _Block:
     finished: list[int] = field(default_factory=list)
     """Batches with acknowledged pushes that have not been reported to the coordinator."""
     returned: list[int] = field(default_factory=list)
-    """Batches to be returned untrained. The coordinator has not been notified yet."""
+    """Batches that are given back untrained, about which the coordinator has not been notified
+    yet."""
     loop_left: bool = False
-    """True if the loader's loop currently takes no batches, so that none are leased ahead."""
+    """True if the loop over the loader currently takes no batches. None are leased ahead
+    meanwhile."""
     wanted: int = 0
     """Number of batches that the training thread is waiting for; 0 if it is not waiting."""
     asking: bool = False
     """True if a request about this block is in progress."""
     unsaid_since: float = 0.0
-    """Time when the first unacknowledged batch was finished. `finished_at`: time when the last
-    batch was finished, or the start."""
+    """Time at which the first unacknowledged batch was finished. `finished_at`: time at which the
+    last batch was finished, or at which the epoch began."""
     finished_at: float = 0.0
     pace_s: float = 0.0
-    """Average seconds from one finished batch to the next; 0: not known."""
+    """Average time in seconds from one finished batch to the next; 0: unknown."""
     asks_below: int = 1
-    """Number of leased batches below which more batches are requested: half of the number after the
-    last answer. 0: the coordinator has no more batches, and is asked again only after another batch
-    is finished or if the training thread waits."""
+    """Number of leased batches below which more are requested: half of the number after the last
+    answer. 0: the coordinator has no more batches. It is then asked again only once another batch
+    is finished, or if the training thread waits."""
     answer: pb.LeaseBatchesResponse | None = None
     """Last answer of the coordinator."""
     failure: Exception | None = None
@@ -145,8 +147,7 @@ class CoordinatorLeases:
     until it is answered, so that no batch is lost with an answer."""
 
     def __init__(self, job: Job, *, ahead: timedelta) -> None:
-        """Creates the leases. `ahead`: amount of work to lease ahead, estimated from the pace so
-        far."""
+        """Creates the leases. `ahead`: see `AsyncOptions.lease_ahead`."""
         self._job = job
         self._ahead_s = ahead.total_seconds()
         self._blocks: dict[str, _Block] = {}
@@ -183,12 +184,12 @@ class CoordinatorLeases:
                 self._leave(block, at_hand)
                 return _NOTHING
             if block.loop_left:
-                # the time spent in between is not part of a step
+                # the time spent between two loops is not part of a step
                 block.loop_left, block.finished_at = False, time.monotonic()
             if block.failure is not None:
                 raise _taken(block)
             if not block.leased:
-                if block.out:  # enough for this step
+                if block.out:  # this many batches suffice for this step
                     block.asks_below = 1
                     self._changed.notify_all()
                     return _NOTHING
@@ -202,7 +203,7 @@ class CoordinatorLeases:
             answer = block.answer
             given = tuple(block.leased.popleft() for _ in range(min(want, len(block.leased))))
             block.out += given
-            self._changed.notify_all()  # fewer than half may be left
+            self._changed.notify_all()  # fewer than half of the batches may be left
             done = answer is not None and answer.epoch_done
             return Leases(
                 batches=given,
@@ -248,7 +249,7 @@ class CoordinatorLeases:
         if block is not None and block.epoch == epoch:
             return block
         if block is not None:
-            # with a batch that the loader has, which could still be finished until now
+            # except the batch that the loader has, which could still be finished until now
             self._leave(block, None)
         pace_s = 0.0 if block is None else block.pace_s
         block = self._blocks[loader] = _Block(
@@ -264,8 +265,8 @@ class CoordinatorLeases:
         return block
 
     def _leave(self, block: _Block, at_hand: int | None) -> None:
-        """Returns all batches except `at_hand`. From now on the returned batches do not belong to
-        this worker, even before the coordinator is notified."""
+        """Returns all batches except `at_hand`. The batches do not belong to this worker any more,
+        even before the coordinator has been notified."""
         block.loop_left = True
         block.returned += [batch for batch in (*block.out, *block.leased) if batch != at_hand]
         block.out = [batch for batch in block.out if batch == at_hand]
@@ -274,7 +275,7 @@ class CoordinatorLeases:
             self._await(block, lambda: block.is_settled, for_batches=False)
 
     def _await(self, block: _Block, done: Callable[[], bool], *, for_batches: bool) -> None:
-        """Waits until `done()` is True, which the request thread brings about. Raises the errors of
+        """Waits until the request thread has made `done()` true. Raises the same errors as
         `lease`."""
         begun = time.monotonic()
         leaving_since: float | None = None
@@ -296,9 +297,10 @@ class CoordinatorLeases:
                 leaving_since is not None and now - leaving_since > _LAST_WORD_S
             ):
                 raise DeadlineError(
-                    f"waited {now - begun:.0f} s for the coordinator to acknowledge batches of "
-                    f"loader {block.loader!r}{f': {self._trouble}' if self._trouble else ''}; "
-                    "check that it is running, or restart it with its Redis"
+                    f"waited {now - begun:.0f} s for the coordinator to answer a request for "
+                    "batches of loader "
+                    f"{block.loader!r}{f': {self._trouble}' if self._trouble else ''}; check "
+                    "that it is running, or restart it with its Redis"
                 )
             self._changed.wait(_LOOK_S)
 
@@ -323,20 +325,20 @@ class CoordinatorLeases:
         now = time.monotonic()
         for block in self._blocks.values():
             if block.failure is not None and not block.wanted:
-                continue  # until the training thread asks
+                continue  # until the training thread requests batches
             enough = self._enough(block)
             if (
                 block.leased
                 and self._ahead_s
                 and now - block.finished_at > _STANDS_STILL * self._ahead_s
             ):
-                # It may be evaluating within its loop: the others should not wait for batches that
-                # it has leased ahead.
+                # The worker may be evaluating within its loop; the others should not wait for
+                # batches that it has leased ahead.
                 block.returned += block.leased
                 block.leased.clear()
                 block.asks_below = 0
             if enough and len(block.leased) > 2 * enough + _SPARED and not block.loop_left:
-                # This worker has become slower; other workers need these batches.
+                # This worker has become slower, and other workers need these batches.
                 block.returned += [block.leased.pop() for _ in range(len(block.leased) - enough)]
             missing = min(max(enough - len(block.leased), 0), _MOST_WANTED)
             late = (
@@ -392,13 +394,14 @@ class CoordinatorLeases:
                 self._trouble = str(error)
                 if not logged:
                     _log.warning(
-                        "the coordinator is not leasing batches; %d leased batches are left: %s",
+                        "cannot lease further batches from the coordinator; %d leased batches "
+                        "are left: %s",
                         len(block.leased),
                         error,
                     )
                     logged = True
                 wait_s = backoff.next_s(error)
-            except Exception as error:  # of any kind: the training thread raises it
+            except Exception as error:  # errors of any kind: the training thread raises them
                 return error
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, wait_s):
@@ -419,10 +422,11 @@ class CoordinatorLeases:
         del block.finished[: len(request.finished)]
         del block.returned[: len(request.returned)]
         block.unsaid_since = time.monotonic()
-        # If the loop was left meanwhile, no loop takes these batches.
+        # If the loop was left meanwhile, nothing takes these batches.
         (block.returned if block.loop_left else block.leased).extend(answer.batches)
         if answer.batches and (block.wanted or request.waited_for):
-            # the loop was waiting for these batches, not idle, and the wait is not part of a step
+            # the loop was waiting for these batches; it was not idle, and the wait is not part of a
+            # step
             block.finished_at = time.monotonic()
         block.asks_below = len(block.leased) // 2 + 1 if block.leased else 0
         if request.waited_for:
@@ -441,7 +445,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
     now = time.monotonic()
     for batch in finished:
         if batch not in block.out:
-            continue  # repeated, since the first answer was an error
+            continue  # repeated because the first answer was an error
         block.out.remove(batch)
         if not block.finished:
             block.unsaid_since = now

@@ -20,20 +20,24 @@ from shoal_worker.parameter_servers.tensors import Iteration, Payload
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """The outcome of a push."""
+    """Outcome of a push, combined over all partitions."""
 
     staleness: int
-    """Number of versions between the pull on which the gradient was computed and the push; the
-    largest over the partitions."""
+    """Staleness: number of versions that were applied between the pull with whose values the
+    gradient was computed and this push. The maximum over the partitions.
+    """
     known: bool
-    """True if the whole push had already been applied for another member with the same batch."""
+    """True if the entire push had already been applied, for another member that had the same
+    batch.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """One iteration that is being sent to the servers. Its progress is kept when partitions move
-    halfway through. Each partition's entries belong to the thread that calls the partition's
-    server."""
+    """One iteration that is being sent to the servers. Its progress is kept if partitions move to
+    other servers halfway through. Each partition's entries belong to the thread that calls the
+    partition's server.
+    """
 
     iteration: Iteration
     payloads: dict[int, Callable[[], Payload]] = field(default_factory=dict)
@@ -41,20 +45,21 @@ class Delivery:
     acknowledged: dict[int, pb.PartitionResult] = field(default_factory=dict)
     there: set[int] = field(default_factory=set)
     """Partitions on which an earlier, abandoned push of the same batch was already applied. They
-    only acknowledge this push."""
+    acknowledge this push without applying it.
+    """
     pulled: set[int] = field(default_factory=set)
     """Partitions whose values for the next iteration have been pulled. With bsp, other partitions
     may have advanced since."""
 
     def outcome(self) -> Pushed:
-        """Returns the combined outcome of all partitions."""
+        """Combines the outcomes on all partitions into one."""
         results = self.acknowledged.values()
         known = bool(results) and all(each.known_batch for each in results)
         return Pushed(staleness=max((each.staleness for each in results), default=0), known=known)
 
 
 class ShardMapChanged(Exception):
-    """Partitions have moved. The error contains the new shard map."""
+    """Raised when partitions have moved between servers. Contains the new shard map."""
 
     def __init__(self, shard_map: coordinator_pb.ShardMap) -> None:
         super().__init__(f"partitions have moved; the shard map is at epoch {shard_map.epoch}")
@@ -68,9 +73,11 @@ class _Entry:
     acknowledged: int = 0
     """Sequence number of the last acknowledged push."""
     base: int = 0
-    """Version on which the next gradient is computed; 0 if the partition was never pulled."""
+    """Version of the values with which the next gradient is computed; 0 if the partition was never
+    pulled.
+    """
     held: int = 0
-    """Version that the server need not send again; 0 if any version is new."""
+    """Version that this worker has, so that the server need not send it again; 0 if it has none."""
     doubt: int | None = None
     """Batch key (or 0) of a push that was started and not acknowledged; None if there is none."""
 
@@ -82,8 +89,9 @@ class Ledger:
         self._entries = {partition_id: _Entry() for partition_id in partitions}
 
     def held(self, partition_id: int) -> int:
-        """Returns the partition's version that the server need not send again; 0 if any version is
-        new."""
+        """Returns the version of the partition that this worker has, so that the server need not
+        send it again; 0 if it has none.
+        """
         return self._entries[partition_id].held
 
     def has_values(self, partition_id: int) -> bool:
@@ -91,8 +99,9 @@ class Ledger:
         return self._entries[partition_id].base > 0
 
     def next_push(self, partition_id: int) -> tuple[int, int]:
-        """Returns the sequence number of a partition's next push, and the version on which the
-        push's gradient is computed."""
+        """Returns the sequence number of a partition's next push, and the version of the values
+        with which its gradient is computed.
+        """
         entry = self._entries[partition_id]
         return entry.acknowledged + 1, entry.base
 
@@ -109,14 +118,18 @@ class Ledger:
             self._entries[partition_id].doubt = batch
 
     def acknowledged(self, results: Iterable[pb.PartitionResult]) -> None:
-        """Records that the next push of each of these partitions was acknowledged."""
+        """Records that the push whose start was recorded last was acknowledged, for each of these
+        partitions.
+        """
         for result in results:
             entry = self._entries[result.partition_id]
             entry.acknowledged += 1
             entry.doubt = None
 
     def computed_on(self, versions: Mapping[int, int]) -> None:
-        """Records the versions on which the next gradients of these partitions are computed."""
+        """Records the versions of the values with which the next gradients of these partitions are
+        computed.
+        """
         for partition_id, version in versions.items():
             self._entries[partition_id].base = version
 
@@ -136,8 +149,9 @@ class Ledger:
         )
 
     def follow(self, state: Iterable[pb.PartitionVersion]) -> None:
-        """Continues after all of this worker's pushes that the server has applied, acknowledged or
-        not."""
+        """Adjusts the sequence numbers so that this worker continues after all of its pushes that
+        the server has applied, acknowledged or not.
+        """
         for here in state:
             entry = self._entries[here.partition_id]
             entry.acknowledged = here.sequence
@@ -145,8 +159,9 @@ class Ledger:
             entry.doubt = None
 
     def rewind(self, state: Iterable[pb.PartitionVersion]) -> int:
-        """Continues from the server's state. Returns the number of acknowledged pushes that the
-        server has lost, counted by partition.
+        """Adjusts the sequence numbers so that this worker continues from the server's state.
+        Returns the number of acknowledged pushes that the server has lost, counted separately for
+        each partition.
 
         If the server has one push more than it acknowledged, nothing is lost: it has applied the
         push in progress, and only acknowledges that push when it is sent again.

@@ -1,5 +1,6 @@
 """Options of `as_distributed(..., strategy="async_sgd", ...)` in addition to the common options,
-and the description of the user's optimizer for the servers. Contains only values."""
+and the description of the user's optimizer that is sent to the servers. This module defines only
+values."""
 
 from __future__ import annotations
 
@@ -49,13 +50,13 @@ class AsyncOptions:
     shorter by a pull, and gradients are computed on values that are older by at most one pull. Only
     allowed with "asp"."""
     server_timeout: timedelta = timedelta(minutes=5)
-    """Longest time that a parameter server may be unreachable (for example while restarting) before
-    `optimizer.step()` fails."""
+    """Maximum time for which a parameter server may be unreachable (for example while restarting)
+    before `optimizer.step()` fails."""
 
     lease_ahead: timedelta = timedelta(seconds=20)
-    """Amount of work that a worker leases ahead, estimated from its pace. The worker continues to
-    train for about this time while the coordinator is unreachable. Leased batches of a worker that
-    dies are reassigned. 0: each batch is leased separately."""
+    """Amount of work that a worker leases ahead, estimated from its pace. The worker can continue
+    to train for about this time while the coordinator is unreachable. Leased batches of a worker
+    that dies are reassigned. 0: each batch is leased separately."""
 
     delay_compensation: float = 0.0
     """Strength (>= 0) of the servers' compensation for the staleness of gradients (DC-ASGD; Zheng
@@ -132,7 +133,9 @@ class AsyncOptions:
                     "gradient was computed from the values they sent last"
                 )
             )
-            raise ConfigurationError(f"prefetch=True with {other}; leave prefetch out")
+            raise ConfigurationError(
+                f"prefetch=True cannot be used with {other}; leave prefetch out"
+            )
         if not isinstance(self.server_timeout, timedelta) or self.server_timeout <= timedelta(0):
             raise ConfigurationError(
                 f"server_timeout={self.server_timeout!r}: expected a positive timedelta"
@@ -192,11 +195,11 @@ class AsyncOptions:
 
     @property
     def in_step(self) -> bool:
-        """True if all workers compute each iteration together (bsp)."""
+        """True if all workers compute each iteration on the same values (bsp)."""
         return self.consistency == "bsp"
 
     def message(self) -> pb.Consistency:
-        """Returns the consistency model as the message for ConfigureOptimizer."""
+        """Returns the consistency model as the protobuf message of the RPC ConfigureOptimizer."""
         modes = {
             "asp": pb.Consistency.MODE_ASP,
             "ssp": pb.Consistency.MODE_SSP,
@@ -224,14 +227,13 @@ def check_pull_compression(name: str) -> None:
 
 
 def check_configuration(config: ShardingConfiguration, backend: str) -> None:
-    """Rejects settings that are meaningless without steps common to all workers.
+    """Rejects settings that make sense only if all workers take steps together.
 
     Raises:
-        ConfigurationError: such a setting is present; the message explains the remedy.
-    """
+        ConfigurationError: such a setting is present; the message explains the remedy."""
     if backend not in backend_names():
-        # async_sgd has no process group, so any known backend is accepted; a misspelled one would
-        # be an error with other strategies.
+        # async_sgd has no process group, so every known backend is accepted; but a misspelled name
+        # would be an error with other strategies.
         raise ConfigurationError(
             f"backend={backend!r}: expected one of {', '.join(backend_names())}"
         )
@@ -251,7 +253,7 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
 _OR_HERE = ", or pass inner_steps= to run the optimizer in the workers"
 
 Values = tuple[tuple[str, float], ...]
-"""Hyperparameters of one parameter group under the servers' names, sorted."""
+"""Hyperparameters of one parameter group, sorted, under the names that the servers use."""
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -267,7 +269,7 @@ Values = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """The hyperparameters at one position of the schedule."""
+    """Hyperparameters at one position of a schedule, with a number that counts the changes."""
 
     number: int
     """Number of changes so far; 0: the configured hyperparameters."""
@@ -275,7 +277,7 @@ class Revision:
 
 
 class ServerOptimizer:
-    """The optimizer that the servers run."""
+    """Describes the optimizer that the servers run, and tracks changes of its hyperparameters."""
 
     def __init__(
         self,
@@ -292,8 +294,8 @@ class ServerOptimizer:
         Raises:
             ConfigurationError: the servers do not support this optimizer or these settings.
         """
-        # Exactly these classes: a subclass may override the update, which would be silently
-        # ignored.
+        # Only exactly these classes: a subclass may override the update, which the servers would
+        # silently ignore.
         declared = (
             one for one in SERVER_OPTIMIZERS.values() if one.optimizer_class() is type(optimizer)
         )
@@ -304,7 +306,7 @@ class ServerOptimizer:
                 f"async_sgd the parameter servers run the {argument}, but they support only "
                 f"{in_words()}; use one of these{_OR_HERE if argument == 'optimizer' else ''}"
             )
-        # Adagrad creates its state before its first step.
+        # Adagrad creates its state in the constructor.
         if any(
             state.get("step", 1) and any(value is not None for value in state.values())
             for state in optimizer.state.values()
@@ -349,7 +351,7 @@ class ServerOptimizer:
 
     @property
     def spec(self) -> pb.OptimizerSpec:
-        """Returns the optimizer as it was passed to `as_distributed`, for the call
+        """Returns the optimizer's settings as they were passed to `as_distributed`, for the RPC
         ConfigureOptimizer. The same on every worker, including joiners."""
         return pb.OptimizerSpec(
             name=self._declared.name,
@@ -359,12 +361,11 @@ class ServerOptimizer:
         )
 
     def check_layout(self, shard_map: coordinator_pb.ShardMap) -> None:
-        """Checks how the tensors are split over the servers if the optimizer processes several
-        elements together.
+        """Checks that the tensors are split over the servers in a way that suits the optimizer, if
+        its update uses several elements together.
 
         Raises:
-            ConfigurationError: a row that must not be split is split.
-        """
+            ConfigurationError: a row is split over servers, but the optimizer needs whole rows."""
         if self._declared.unit is Unit.ELEMENT:
             return
         pieces = [
@@ -385,8 +386,8 @@ class ServerOptimizer:
             cut := sorted({tensor.name for tensor, piece in pieces if piece.offset})
         ):
             _log.warning(
-                "%s treats each piece of up to 8 MiB of a larger tensor as a separate tensor "
-                "with its own trust ratio: %s%s",
+                "tensors larger than 8 MiB are divided into pieces on the parameter servers, and "
+                "%s computes a separate trust ratio for each piece: %s%s",
                 type(self._optimizer).__name__,
                 ", ".join(cut[:5]),
                 f" and {len(cut) - 5} more" if len(cut) > 5 else "",
@@ -411,7 +412,7 @@ class ServerOptimizer:
         self._latest = Revision(number=number, groups=self._read())
 
     def change(self, revision: Revision) -> tuple[dict[str, float], list[pb.ParameterGroup]]:
-        """Returns `revision` in the form for SetHyperparameters: the hyperparameters for all
+        """Returns `revision` as needed for the RPC SetHyperparameters: hyperparameters for all
         tensors, and for individual groups."""
         return self._variable(revision.groups[0]), self._messages(
             tuple(tuple(self._variable(values).items()) for values in revision.groups)
@@ -446,5 +447,6 @@ class ServerOptimizer:
                     changed = bool(value) if name in self._declared.switches else value
                     raise ConfigurationError(
                         f"{name} was changed to {changed} while the optimizer is running, but it "
-                        "determines the state that the servers keep; set it before as_distributed"
+                        "determines which state the servers keep, so it cannot change; set it "
+                        "before as_distributed"
                     )

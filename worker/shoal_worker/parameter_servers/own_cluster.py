@@ -53,8 +53,8 @@ JobT = TypeVar("JobT", bound=Job)
 
 
 def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | None]:
-    """Returns the session's job for use with parameter servers. For a process without a cluster,
-    also starts a cluster and returns it, and the caller must close it.
+    """Returns the session's job for use with parameter servers. If this process does not belong to
+    a cluster, starts a cluster and returns it too; the caller must close it.
 
     Raises:
         ConfigurationError: the ranks belong to a launch, which has no servers, or `OwnCluster`
@@ -117,13 +117,13 @@ class OwnCluster:
 
     @property
     def link(self) -> CoordinatorLink:
-        """This process's session with the coordinator, in which it has a rank."""
+        """This process's connection to the coordinator, as a member that has a rank."""
         assert self._link is not None
         return self._link
 
     @property
     def channel(self) -> ChannelSettings:
-        """Connection settings of the services."""
+        """Settings for connections to the services."""
         return self._channel
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class OwnCluster:
 
 
 class _Service:
-    """One service program, from start to exit."""
+    """Process of one service, from its start to its exit."""
 
     def __init__(self, module: str, arguments: Sequence[str], directory: Path) -> None:
         self._module = module
@@ -208,7 +208,7 @@ class _Service:
                 )
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"{self._module} did not serve within {_START_TIMEOUT}; its last output: "
+                    f"{self._module} was not ready within {_START_TIMEOUT}; its last output: "
                     f"{self._last_words()}"
                 )
             time.sleep(_POLL_S)

@@ -1,5 +1,4 @@
-"""Retries of calls to one parameter server. A call is repeated until it succeeds or fails
-permanently.
+"""Repeats calls to one parameter server until they succeed or fail permanently.
 
 Before each retry the server's `ServerLink` determines the server's state. This module does not
 depend on the contents of calls.
@@ -30,23 +29,26 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF_S: Final = 1.0
 _LEAVES_AFTER_S: Final = 5.0
-"""Time after which a leaving worker stops waiting for an unreachable server. Its batch is
-reassigned."""
+"""Time after which a leaving worker stops waiting for an unreachable server. The worker's batch is
+then assigned to another worker.
+"""
 TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 _REWOUND: Final = frozenset(
     {"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"}
 )
-"""Refusals that mean that the server has lost data that it had acknowledged."""
+"""Reasons of errors with which a server shows that it has lost data that it had acknowledged."""
 _MOVED: Final = "STALE_SHARD_MAP"
-"""Refusal that means that partitions have moved since this worker read the shard map."""
+"""Reason of the error with which a server shows that partitions have moved since this worker read
+the shard map.
+"""
 MOVING: Final = "PARTITION_MOVING"
 
 AnswerT = TypeVar("AnswerT")
 
 
 class Persistence:
-    """Retries of calls to one parameter server. Used by one thread at a time."""
+    """Repeats calls to one parameter server. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -60,12 +62,10 @@ class Persistence:
     ) -> None:
         """Creates the retries.
 
-        `patience`: longest time that the server may be unreachable.
-        `closing`: event that is set when all waits should end.
-        `started`: function that returns whether all of this worker's tensors on the server have
-        values.
-        `resynchronize`: function that determines the server's state. Raises the errors of its
-        calls, and ShardMapChanged.
+        `patience`: maximum time for which the server may be unreachable. `closing`: event that is
+        set when all waits should end. `started`: function that returns whether all of this worker's
+        tensors on the server have values. `resynchronize`: function that determines the server's
+        state. Raises the errors of its calls, and ShardMapChanged.
         """
         self._job = job
         self._connection = connection
@@ -94,14 +94,14 @@ class Persistence:
                     self._resynchronize()
                 return attempt()
             except StaleGenerationError:
-                # The job is on hold, or this member was removed: the coordinator knows which.
+                # The job is on hold, or this member was evicted: the coordinator knows which.
                 self._job.wait_for_rank(after=generation)
             except ShoalError as error:
                 if self._closing.is_set() or not self._is_curable(error):
                     raise
                 away_since = self._away(method, error, since=away_since)
                 if error.reason == MOVING:
-                    backoff.reset()  # it takes a fraction of a second
+                    backoff.reset()  # a move takes a fraction of a second
                 if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
                     raise self._job.departure() from error
                 self._closing.wait(backoff.next_s(error))

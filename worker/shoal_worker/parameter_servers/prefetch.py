@@ -1,9 +1,8 @@
-"""Values pulled while this worker computes (`AsyncOptions.prefetch`).
+"""Pulls values while this worker computes (`AsyncOptions.prefetch`).
 
 Values are received into separate memory, since they must not change during a computation, and are
 copied to the module at a step boundary. A failed pull loses only its values: the next push contacts
-the same server and reports the problem.
-"""
+the same server and reports the problem."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ from shoal_worker.parameter_servers.tensors import HostTensor, Partition
 _log = logging.getLogger(__name__)
 
 Pulled = Sequence[tuple[Partition, pb.PullHeader]]
-"""Received values of one server's partitions."""
+"""Result of a pull: received values of one server's partitions."""
 
 
 class Source(Protocol):
-    """A parameter server from which values can be prefetched."""
+    """Interface of a parameter server from which values can be prefetched."""
 
     def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
-        """Pulls newer values into flat host tensors, by name. Called from any thread, one call at a
-        time."""
+        """Pulls newer values into flat host tensors (name -> tensor). Called from any thread, one
+        call at a time."""
         ...
 
 
@@ -50,7 +49,7 @@ class Prefetch:
     def begin(self, servers: Sequence[Source]) -> None:
         """Starts to pull from all servers. The previous pull must be over, after `land` or
         `drop`."""
-        assert not self._pulls, "the earlier prefetch must be landed or dropped first"
+        assert not self._pulls, "a prefetch is still in progress; call land() or drop() first"
         if not self._memory:
             self._memory = {
                 tensor.name: torch.empty_like(tensor.target(), device="cpu")
@@ -63,7 +62,7 @@ class Prefetch:
 
     @property
     def is_there(self) -> bool:
-        """True if a pull was started and `land` would not wait."""
+        """True if a pull has been started and is complete, so that `land` would not wait."""
         return bool(self._pulls) and all(pull.done() for pull in self._pulls)
 
     def wait(self) -> None:
@@ -73,7 +72,7 @@ class Prefetch:
     @torch.no_grad()
     def land(self) -> bool:
         """Waits for the pull and writes the received values to the tensors' receive buffers.
-        Returns False if nothing was received, or some server did not answer."""
+        Returns False if there was no pull, or if a server did not answer."""
         pulls, self._pulls = self._pulls, []
         wait_for_all(pulls)
         for pull in pulls:

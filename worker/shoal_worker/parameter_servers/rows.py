@@ -1,5 +1,5 @@
-"""Rows of sparse tables for `server_link.py` and `tensors.py`: pushes, and the partitions that are
-buckets."""
+"""Types for rows of sparse tables in `server_link.py` and `tensors.py`: a push of rows, and the
+partitions that are buckets of tables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROWS_DTYPE: Final = dtype_info("float32")
 
 @dataclass(frozen=True, kw_only=True)
 class PushedRows:
-    """A step's push to one bucket; its bytes are the same in every attempt."""
+    """The rows that a step pushes to one bucket. Their bytes are the same in every attempt."""
 
     partition_id: int
     version: int
-    """Version on which the gradients were computed."""
+    """Version of the rows with which the gradients were computed."""
     rows: int
     length: int
     """Number of elements of the gradients."""

@@ -58,11 +58,11 @@ from shoal_worker.parameter_servers.tensors import (
 _log = logging.getLogger(__name__)
 
 _FIRST_VALUES_WAIT: Final = timedelta(seconds=1)
-"""Interval between checks whether rank 0 has provided the initial values."""
+"""Interval at which a worker checks whether rank 0 has provided the initial values."""
 _MOST_FINISHED: Final = 2048
-"""Maximum number of finished batches kept for a server that receives only occasional pushes. The
-maximum is larger than the number of batches that a worker may have leased, so that earlier batches
-are acknowledged."""
+"""Maximum number of finished batches that are remembered for a server that rarely receives a push.
+It exceeds the number of batches that a worker may have leased, so batches that are dropped from the
+list are certainly acknowledged."""
 _LARGEST_CLOCK: Final = 2**63 - 1
 
 AnswerT = TypeVar("AnswerT")
@@ -70,11 +70,11 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """This worker's position according to one server."""
+    """Number of iterations that this worker has finished, according to one server."""
 
     clock: int
-    """Number of finished iterations as counted by the server. `by_others`: the same position as
-    counted by each participating member."""
+    """Number of finished iterations in the server's own count. `by_others`: the same position in
+    the count of each participating member."""
     by_others: Mapping[str, int]
 
 
@@ -102,11 +102,11 @@ class ServerLink:
         self._optimizer = optimizer
         self._options = options
         self.gave_values = False
-        """True if the server had no values and received this worker's."""
+        """True if the server had no values and received those of this worker."""
         self._closing = closing
         self._lost = lost
         self._revision = Revision(number=0, groups=())
-        """Newest revision sent to this server."""
+        """Newest revision of the hyperparameters that was sent to this server."""
         self._clock = 0
         self._finished_batches: list[int] = []
         """Batches finished on all servers that this server has not been notified of."""
@@ -124,7 +124,7 @@ class ServerLink:
 
     @property
     def index(self) -> int:
-        """The server's server_index."""
+        """Index of the server (server_index)."""
         return self._server.share.index
 
     @property
@@ -133,8 +133,9 @@ class ServerLink:
         return self._server.address
 
     def adopt(self, share: ServerShare) -> None:
-        """Replaces the server's share by the share from the newest shard map. This worker may not
-        have pulled all of the new share before. Must not be called during another call."""
+        """Replaces the list of the server's partitions by the one from the newest shard map. Some
+        of them may never have been pulled by this worker. Must not be called during another call.
+        """
         self._server.adopt(share)
         self._started = self._has_values()
 
@@ -143,8 +144,8 @@ class ServerLink:
         return all(map(self._ledger.has_values, self._server.partitions))
 
     def joins(self, others: Sequence[ServerLink]) -> None:
-        """Synchronizes a link created during training with the existing links `others`. Must not be
-        called during another call."""
+        """Brings this link, created during training, up to date with the existing links `others`.
+        Must not be called during another call."""
         self._clock = max(link._clock for link in others)
         self._finished_batches = max((list(link._finished_batches) for link in others), key=len)
 
@@ -179,8 +180,8 @@ class ServerLink:
             try:
                 self._persistence.retry_until("Pull", self._pull_first_values)
             except DeadlineError as error:
-                # Rank 0 may be gone: the rank's current owner is asked for its values in the next
-                # round.
+                # Rank 0 may be gone. In the next round, the current owner of that rank is asked for
+                # its values.
                 if (
                     error.reason != "PARTITION_UNINITIALIZED"
                     or time.monotonic() > deadline
@@ -193,7 +194,7 @@ class ServerLink:
                 self._started = True
         if self._options.delay_compensation and not self._options.waits_for_others:
             # The first gradient is compensated with the values that this worker pulls under its own
-            # name.
+            # id.
             self._persistence.retry_until(
                 "Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock)
             )
@@ -206,11 +207,10 @@ class ServerLink:
 
         Raises:
             ShardMapChanged: partitions have moved.
-            DeadlineError: the server was unreachable for too long; part of the iteration may be
-                applied.
+            DeadlineError: the server was unreachable for too long; part of the iteration may have
+                been applied.
             StopTraining: the job was on hold and was then stopped.
-            ShoalError: the server refused.
-        """
+            ShoalError: the server refused."""
         iteration = delivery.iteration
         if iteration.revision.number > self._revision.number:
             self._persistence.retry_until(
@@ -244,7 +244,8 @@ class ServerLink:
             self.advance_clock(iteration.clock)
 
     def _prepare(self, pushed: Sequence[Partition | PushedRows], delivery: Delivery) -> None:
-        """Creates the payloads. First determines the outcome of abandoned pushes."""
+        """Creates the payloads of this iteration's push, after determining the outcome of abandoned
+        pushes."""
         new = [each for each in pushed if each.partition_id not in delivery.payloads]
         batch = delivery.iteration.batch
         self._ledger.computed_on(
@@ -269,7 +270,7 @@ class ServerLink:
 
     def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
         """Runs a push. With bsp, the push waits until all workers have read the values that it
-        changes. A leaving worker does not wait: its batch is reassigned."""
+        changes. A leaving worker does not wait, because its batch is assigned to another worker."""
         try:
             return self._persistence.in_turn("Push", push)
         except DeadlineError as error:
@@ -285,8 +286,8 @@ class ServerLink:
 
     def pull_in_turn(self, pulled: set[int]) -> None:
         """Pulls as soon as this worker may begin its next iteration; with asp, immediately.
-        `pulled`: partitions that were already pulled for that iteration from a previous server.
-        They are skipped, and this server's partitions are added."""
+        `pulled`: partitions that were already pulled for that iteration, from the server that had
+        them before. They are skipped. The partitions that are pulled here are added."""
         if not self._server.trained:
             return
         missing = [each for each in self._server.trained if each.partition_id not in pulled]
@@ -298,7 +299,7 @@ class ServerLink:
             except DeadlineError as error:
                 if error.reason not in NOT_MY_TURN:
                     raise
-                return  # it leaves at the next step boundary and needs no newer values
+                return  # the worker leaves at the next step boundary and needs no newer values
             pulled.update(each.partition_id for each in missing)
         elif not self._options.in_step:
             self.advance_clock(self._clock)
@@ -307,8 +308,8 @@ class ServerLink:
 
     def pull(self) -> None:
         """Pulls newer values outside of a step, without waiting for other workers."""
-        # As an observer if the pull would have to wait for its turn; a gradient on these values is
-        # then not compensated.
+        # If the pull would have to wait for its turn, it is made as an observer; a gradient
+        # computed with these values is then not compensated.
         in_turn = bool(self._options.delay_compensation) and not self._options.waits_for_others
         self._persistence.retry_until(
             "Pull",
@@ -322,7 +323,8 @@ class ServerLink:
         )
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into flat host tensors, by name, without changing the values in use."""
+        """Reads all values into separate flat host tensors (name -> tensor). The values in use do
+        not change."""
         self._persistence.retry_until("Pull", lambda: self._pulls.read(into))
 
     # --------------------------------------------------------------------------------------- clocks
@@ -334,8 +336,8 @@ class ServerLink:
 
     def enter(self, clock: int) -> Position | None:
         """Starts the participation of this worker, which has finished `clock` iterations. From now
-        on other workers may wait for this worker. Returns None if nothing is trained on this
-        server."""
+        on other workers may wait for this worker. Returns this worker's position; None if nothing
+        is trained on this server."""
         self._clock = clock
         if not self._takes_part:
             return None
@@ -352,19 +354,20 @@ class ServerLink:
         return Position(clock=own, by_others=others)
 
     def place(self, at: int | None) -> None:
-        """Sets this worker's position to `at`, in iterations as counted by the server, which must
-        not be lower than before. None: no change."""
+        """Sets this worker's position to `at`, a number of iterations in the server's count, which
+        must not be lower than before. None: no change."""
         if at is not None:
             self._tell(self._clock, place=at)
 
     def rest(self) -> None:
-        """Reports that no worker needs to wait for this worker until it enters again."""
+        """Reports to the server that no worker needs to wait for this worker until it enters
+        again."""
         if self._takes_part:
             self._tell(_LARGEST_CLOCK)
 
     @property
     def _takes_part(self) -> bool:
-        """True if anything is trained on this server."""
+        """True if this server has tensors that are trained."""
         return bool(self._server.trained or self._server.share.buckets)
 
     def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
@@ -389,14 +392,18 @@ class ServerLink:
         return self._server.client.snapshot(self._job.job_id).path
 
     def farewell(self, patience: timedelta) -> None:
-        """Reports that no worker needs to wait for this worker any more. If the server is
-        unreachable, the coordinator notifies it."""
+        """Reports to the server that no worker needs to wait for this worker any more. If the
+        server is unreachable, it will learn this from the coordinator."""
         try:
             self._server.client.advance_clock(
                 self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience
             )
         except (*TRANSIENT, UnknownResourceError) as error:
-            _log.debug("server %d did not receive the leave message: %s", self.index, error)
+            _log.debug(
+                "parameter server %d did not receive this worker's leave message: %s",
+                self.index,
+                error,
+            )
 
     def close(self) -> None:
         """Ends calls in progress. Idempotent. Callable from any thread."""
@@ -436,9 +443,9 @@ class ServerLink:
         self.gave_values |= not all(each.duplicate for each in results)
         if joins_late and not all(each.duplicate for each in results):
             _log.warning(
-                "in a run that had already begun, server %d had no values for %d of its %d "
-                "partitions, and received those of this new worker. If the run had trained, its "
-                "progress in these partitions is LOST. Stop the run and restore the server's "
+                "the run had already begun, but parameter server %d had no values for %d of its "
+                "%d partitions and received those of this new worker. If the run had trained, "
+                "its progress in these partitions is LOST. Stop the run and restore the server's "
                 "data directory, or begin a new run",
                 self.index,
                 len(missing),
@@ -475,7 +482,8 @@ class ServerLink:
             partition.partition_id for partition in partitions
         ]:
             raise InternalError(
-                f"server {self.index} acknowledged different partitions than were pushed"
+                f"parameter server {self.index} acknowledged other partitions than those that "
+                "were pushed to it"
             )
         failpoint("exchange.server_answered")
         del self._finished_batches[: len(finished)]
@@ -522,14 +530,15 @@ class ServerLink:
     # -------------------------------------------------------------------------- state of the server
 
     def _resynchronize(self) -> None:
-        """Locates the server and determines how much of its acknowledged state the server still
-        has. Raises the errors of its calls. Raises UnavailableError (PARTITION_MOVING) if a
-        partition is moving: the preceding parts of a push would be sent in vain."""
+        """Locates the server and determines how much of its acknowledged state it still has. Raises
+        the errors of its calls, and UnavailableError (PARTITION_MOVING) if a partition is moving,
+        because parts of a push sent before that would be wasted."""
         self._server.find()
         state = self._server.look()
         if moving := [each.partition_id for each in state.partitions if each.moving]:
             raise UnavailableError(
-                f"server {self._server.share.index}: partitions {moving} are still moving",
+                f"partitions {moving} of parameter server {self._server.share.index} are still "
+                "moving to another server",
                 reason=MOVING,
             )
         if not state.HasField("optimizer"):
@@ -544,12 +553,12 @@ class ServerLink:
                 if partition.partition_id not in held
             ]
             if empty:
-                # A server that has not yet been notified of partitions from another server receives
-                # them when it is asked for them, and keeps them.
+                # A server that has not yet been notified that it received partitions from another
+                # server fetches them when it is asked for them, and keeps them.
                 if not all(each.duplicate for each in self._initialize(empty)):
                     _log.warning(
-                        "server %d came back without values and received those of this worker; "
-                        "its optimizer state is lost",
+                        "parameter server %d restarted without values and received those of this "
+                        "worker; its optimizer state is lost",
                         self.index,
                     )
                 state = self._server.look()
@@ -559,15 +568,16 @@ class ServerLink:
             self._rewind(each for each in state.partitions if each.partition_id in own)
 
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
-        """Determines on which of these partitions an abandoned push was applied. `doubtful`: True
-        for a partition if the next push has the same batch under the same number. Returns the
-        partitions that will take the next push for the abandoned push and only acknowledge it; the
-        other partitions continue after the server's state."""
+        """Determines on which of these partitions an abandoned push was applied. `doubtful`:
+        partition -> True if the next push has the same batch and the same number. Returns the
+        partitions that will mistake the next push for the abandoned one and only acknowledge it.
+        The other partitions continue from the server's state."""
         self._server.find()
         held = [each for each in self._server.look().partitions if each.partition_id in doubtful]
         if len(held) < len(doubtful):
             raise UnavailableError(
-                f"server {self.index} does not know yet that it owns partitions {sorted(doubtful)}"
+                f"parameter server {self.index} does not know yet that it owns partitions "
+                f"{sorted(doubtful)}"
             )
         there = self._ledger.ahead(held)
         self._payloads.settle(doubtful, applied=there)
@@ -580,9 +590,10 @@ class ServerLink:
         lost = self._ledger.rewind(state)
         if lost:
             _log.warning(
-                "server %d came back without %d updates of this worker that it had acknowledged "
-                "(counted by partition), and without later updates of other workers; training "
-                "continues from its values. A server with its own data directory loses none",
+                "parameter server %d restarted without %d updates of this worker that it had "
+                "acknowledged (counted by partition), and without later updates of other "
+                "workers; training continues from its values. A server with its own data "
+                "directory loses no updates",
                 self.index,
                 lost,
             )

@@ -1,9 +1,8 @@
 """Measures how long the training thread has waited for parameter servers; heartbeats report it.
 
 A worker that waits for a server is not stuck, so it is not removed. Other threads also call
-servers: they pull values and rows ahead and save tables. Their waits do not count, since the
-training thread may meanwhile be stuck in its own code.
-"""
+servers: they pull values and rows ahead and save tables. Their waits do not count, because the
+training thread may be stuck in its own code meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ class ServerWaits:
     """The waits of one worker for parameter servers. Callable from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Creates the record. Must be called by the training thread. `clock`: returns monotonic
+        """Called by the training thread, whose waits are then counted. `clock`: returns monotonic
         time in seconds."""
         self._clock = clock
         self._training = threading.get_ident()
@@ -31,7 +30,7 @@ class ServerWaits:
 
     @contextmanager
     def of(self, server: str) -> Iterator[None]:
-        """Marks the calling thread as waiting for `server` within the context."""
+        """Context in which the calling thread counts as waiting for `server`."""
         wait = object()
         self._waits[wait] = (self._clock(), server, threading.get_ident())
         try:

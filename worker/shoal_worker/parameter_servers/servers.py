@@ -54,7 +54,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class ParameterServers:
-    """All parameter servers of the job. Used by the training thread."""
+    """Client of all parameter servers of the job. Used by the training thread."""
 
     def __init__(
         self,
@@ -66,7 +66,9 @@ class ParameterServers:
         metrics: WorkerMetrics,
         compressor: GradientCompressor | None = None,
     ) -> None:
-        """Creates the links. Does not connect yet. `compressor`: compressor of the pushes."""
+        """Creates a link to each server. Does not connect yet. `compressor`: compressor of the
+        pushes.
+        """
         self._job = job
         self._optimizer = optimizer
         self._options = options
@@ -93,8 +95,9 @@ class ParameterServers:
 
     def start(self, *, has_values: bool, joins_late: bool = False) -> bool:
         """Initializes servers without values with rank 0's values, and loads the servers' values
-        into the module. Returns True if a server had no values and received this worker's. Raises
-        the same errors as `ServerLink.start`."""
+        into the module. Returns True if a server had no values and received those of this worker.
+        Raises the same errors as `ServerLink.start`.
+        """
         self._each(lambda link: link.start(has_values=has_values, joins_late=joins_late))
         publish(self._tensors)
         return any(link.gave_values for link in self._links)
@@ -108,7 +111,8 @@ class ParameterServers:
         )
         self._each(lambda link: link.exchange(delivery))
         if ahead is not None:
-            # Not before the push, which states on which values its gradients were computed.
+            # Not before the push, which includes the versions of the values with which its
+            # gradients were computed.
             self._land()
             ahead.begin(self._links)
         elif iteration.pull:
@@ -142,8 +146,9 @@ class ParameterServers:
         publish(self._trained)
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Returns the servers' values by name, in separate host memory. Does not change the
-        module."""
+        """Returns the servers' values in separate host memory (name -> tensor). The module does not
+        change.
+        """
         values = {
             t.name: torch.empty(t.parameter.shape, dtype=t.parameter.dtype, device="cpu")
             for t in self._tensors
@@ -156,7 +161,7 @@ class ParameterServers:
         """Starts this worker's participation after `clock` finished iterations and pulls the values
         for the next iteration. From now on other workers may wait for this worker."""
         placed_on: Sequence[ServerLink] = ()
-        while placed_on is not self._links:  # again if partitions have moved meanwhile
+        while placed_on is not self._links:  # repeated if partitions have moved meanwhile
             positions = self._each(lambda link: link.enter(clock))
             placed_on = self._links
             if self._options.in_step:
@@ -233,10 +238,10 @@ class ParameterServers:
         return [future.result() for future in futures]
 
     def _deal_out(self, shard_map: coordinator_pb.ShardMap) -> None:
-        """Assigns the current partitions to the servers' links."""
+        """Updates the links to the servers for the current assignment of partitions."""
         dealt = shares(shard_map, self._tensors)
         before = {(link.index, link.address): link for link in self._links}
-        # Another server may have the index of one that was drained. Everything that can fail comes
+        # A new server may have the index of one that was drained. Everything that can fail is done
         # first.
         made = [self._link(share) for share in dealt if (share.index, share.address) not in before]
         for link in made:
@@ -250,7 +255,8 @@ class ParameterServers:
         for link in kept:
             link.adopt(by_index[link.index])
         _log.info(
-            "partitions moved (shard map %d): %d servers instead of %d",
+            "partitions moved between parameter servers (shard map epoch %d): there are now %d "
+            "servers instead of %d",
             shard_map.epoch,
             len(dealt),
             len(self._links),
@@ -285,13 +291,14 @@ class ParameterServers:
 
 
 def aligned(positions: Sequence[Position | None]) -> list[int | None]:
-    """Returns the starting position of a worker that joins running training on each server, as
-    counted by that server. All positions belong to one iteration. None: no change.
+    """Returns the position at which a worker that joins running training starts on each server, in
+    that server's count. All these positions belong to the same iteration. None: no change.
 
-    Servers place the worker one after another, and an iteration may begin in between. A
-    participating member has one count for all servers; by that count the worker moves to the
-    furthest of its positions. If there are several members, the member with the smallest spread is
-    used, since another member may have rested between two answers.
+    The servers answer one after another, and an iteration may begin in between. Each server also
+    reports the worker's position in the count of every participating member, which is the same on
+    all servers. In that count, the worker starts at the highest of its positions. If there are
+    several members, the one whose counts differ least is used, because another one may have rested
+    between two answers.
     """
     placed = [position for position in positions if position is not None]
     common = (

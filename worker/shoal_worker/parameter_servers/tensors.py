@@ -47,16 +47,18 @@ _EMPTY = memoryview(bytearray())
 
 
 class HostTensor:
-    """One declared tensor: a parameter of the module."""
+    """A parameter of the module that is declared to the servers, with its copy in host memory if it
+    needs one.
+    """
 
     def __init__(
         self, name: str, parameter: nn.Parameter, *, trained: bool, apart: bool = False
     ) -> None:
         """Declares a parameter.
 
-        `trained`: True if the optimizer has the parameter, so that it is pushed and pulled in every
-        step. Other parameters only get their initial values.
-        `apart`: True if the parameter shares a partition with no other tensor.
+        `trained`: True if the optimizer updates the parameter, so that it is pushed and pulled in
+        every step. Other parameters are pulled only once, for their initial values. `apart`: True
+        if the parameter shares a partition with no other tensor.
 
         Raises:
             ConfigurationError: the servers do not support the dtype.
@@ -75,11 +77,11 @@ class HostTensor:
         self._values: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
-        """The parameter's own memory as last returned by `target`."""
+        """The parameter's own memory, as `target` returned it last."""
 
     @property
     def spec(self) -> coordinator_pb.TensorSpec:
-        """Returns the tensor's specification for DeclareTensors."""
+        """Returns the tensor's specification for the RPC DeclareTensors."""
         shape, dtype = list(self._shape), self.dtype.name
         return coordinator_pb.TensorSpec(
             name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart
@@ -87,7 +89,7 @@ class HostTensor:
 
     @property
     def row(self) -> int:
-        """Number of elements selected by one index of the first dimension."""
+        """Number of elements in one row, that is, at one index of the first dimension."""
         return math.prod(self._shape[1:])
 
     def target(self) -> torch.Tensor:
@@ -123,8 +125,9 @@ class HostTensor:
             self.parameter.detach().copy_(self._values, non_blocking=True)
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns the flat gradient; None if the parameter has no gradient in this step. A copy
-        from a device is complete once the device's stream has reached it."""
+        """Returns the flat gradient; None if the parameter has no gradient in this step. If it is
+        copied from a device, the copy is complete only once the device's stream has reached it.
+        """
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -149,8 +152,10 @@ class HostTensor:
 
 
 def gradients(tensors: Iterable[HostTensor]) -> dict[str, torch.Tensor]:
-    """Returns the existing gradients, flat and in host memory, by tensor name. Blocks until copies
-    from a device are complete. The gradients must not change until they are sent."""
+    """Returns the gradients, flat and in host memory: name -> tensor. Parameters without a gradient
+    are left out. Blocks until copies from a device are complete. The gradients must not change
+    until they are sent.
+    """
     found: dict[str, torch.Tensor] = {}
     devices: set[torch.device] = set()
     for tensor in tensors:
@@ -165,8 +170,8 @@ def publish(tensors: Sequence[HostTensor]) -> None:
     """Copies the received values into the parameters. Returns once the copies are complete."""
     for tensor in tensors:
         tensor.publish()
-    # Written without autograd's knowledge: a graph that saved the older values must notice, as
-    # after any in-place update.
+    # These writes must not be hidden from autograd: a graph that saved the older values must notice
+    # them, as after any in-place update.
     torch.autograd.graph.increment_version([tensor.parameter for tensor in tensors])
     _synchronize({tensor.parameter.device for tensor in tensors})
 
@@ -228,13 +233,15 @@ def _not_finite(found: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 @torch.no_grad()
 def _surely_finite(found: Sequence[torch.Tensor]) -> bool:
-    """Returns True if all elements are certainly finite; False is inconclusive. A sum is not finite
-    if an element is not, and is much cheaper than isfinite(), but can itself overflow."""
+    """Returns True if all elements are certainly finite; False means that this is unknown. The test
+    uses the sum, which is not finite if an element is not. It is much cheaper than isfinite(), but
+    a sum of finite elements can overflow.
+    """
     sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in found:
         wide = torch.float64 if gradient.dtype is torch.float64 else torch.float32
         sums.setdefault((gradient.device, wide), []).append(gradient.sum(dtype=wide))
-    # One synchronization for all, since each one waits for the device.
+    # one synchronization for all tensors, because each one waits for the device
     return all(bool(torch.stack(totals).isfinite().all()) for totals in sums.values())
 
 
@@ -255,7 +262,7 @@ def _host_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor."""
+    """Returns a view of the bytes of a contiguous CPU tensor."""
     if tensor.numel() == 0:
         return _EMPTY
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -278,11 +285,11 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the piece, as codecs treat it."""
+        """Numbers of rows and columns that codecs assume for the piece."""
         return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
 
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns this piece of the flat tensor stored in `memory` under the tensor's name."""
+        """Returns the view of this piece in `memory`, which maps names to flat tensors."""
         whole = memory[self.tensor.name]
         return whole if self.length == whole.numel() else whole[self.begin : self.end]
 
@@ -367,7 +374,7 @@ class ServerShare:
     address: str
     """Address (host:port) when the map was read. A restarted server may have another address."""
     epoch: int
-    """Epoch of the shard map."""
+    """Epoch of the shard map from which this share was read."""
     partitions: tuple[Partition, ...]
     buckets: tuple[int, ...] = ()
     """Partitions that are buckets of sparse tables."""
@@ -400,7 +407,7 @@ def shares(
     if missing:
         raise PreconditionError(
             f"the shard map assigns partitions to servers {missing}, but lists only servers "
-            f"{sorted(addresses)}; restart the job's parameter servers",
+            f"{sorted(addresses)}; start the missing parameter servers again",
             reason="SHARD_MAP_INCOMPLETE",
         )
     return tuple(
@@ -423,7 +430,7 @@ def shares(
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """One step of this worker, as reported to every server."""
+    """What this worker reports to every server at the end of a step."""
 
     clock: int
     """Number of iterations finished by this worker, including this one."""
@@ -431,14 +438,16 @@ class Iteration:
     """Hyperparameters with which the push is applied, unless the servers already have newer
     ones."""
     gradients: Mapping[str, torch.Tensor]
-    """Flat gradients of this step in host memory, by tensor name. Tensors without a gradient are
-    left out."""
+    """Name of a tensor -> its flat gradient in this step, in host memory. Tensors without a
+    gradient are left out.
+    """
     pull: bool
     batch: int = 0
     """Key of the leased batch on which the gradients were computed; 0: no batch."""
     in_part: bool = False
-    """True if other calls push the rest of the batch. `ParameterServers.finished` marks the end of
-    the batch."""
+    """True if the rest of the batch is pushed by other calls. A call of `ParameterServers.finished`
+    then marks the end of the batch.
+    """
     rows: Mapping[int, PushedRows] = field(default_factory=dict)
     """Pushes to buckets of sparse tables, by partition."""
 
@@ -464,9 +473,9 @@ class Payloads:
     def __init__(
         self, compressor: GradientCompressor | None, partitions: Iterable[int], *, stream: int
     ) -> None:
-        """Creates the payload factory. `compressor`: compressor of gradients; None: no compression.
-        `partitions`: all partitions of the job, by number. `stream`: argument of
-        `CompressedPushes`."""
+        """`compressor`: compressor of gradients; None: no compression. `partitions`: all partitions
+        of the job, by number. `stream`: argument of `CompressedPushes`.
+        """
         self._compressed = (
             {}
             if compressor is None
@@ -497,7 +506,8 @@ class Payloads:
         codec, data = compressed.encode(
             gradient,
             partition=partition.partition_id,
-            # Numbered by the clock: a push may get another sequence number at the next attempt.
+            # Numbered by the clock, because a push may have another sequence number in the next
+            # attempt.
             sequence=iteration.clock,
             places=partition.places(absent) if absent else (),
             length=partition.length,
@@ -512,10 +522,10 @@ class Payloads:
         return lambda: payload
 
     def settle(self, partitions: Iterable[int], *, applied: Collection[int]) -> None:
-        """Records on which of these partitions the server has applied the last push with this
-        payload. The compression error of these pushes becomes part of the next push. On the other
-        partitions the push is never applied, and the previous compression error remains. `applied`:
-        partitions on which the push was applied."""
+        """Records on which of these partitions the last push was applied (`applied`). There, the
+        error that compression left becomes part of the next push. On the other partitions the push
+        will never be applied, and the previous compression error remains.
+        """
         for partition_id in partitions:
             compressed = self._compressed.get(partition_id)
             if compressed is not None and compressed.unanswered:
@@ -529,7 +539,7 @@ def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Pa
 
 
 class PulledValues:
-    """Encoding of values sent by the servers."""
+    """Decodes values that servers send, with the compression that the user has chosen."""
 
     def __init__(self, compression: str | None) -> None:
         """Parses `compression`, the value of `AsyncOptions.pull_compression`."""
@@ -543,7 +553,7 @@ class PulledValues:
         )
 
     def room(self, codec: int, length: int) -> torch.Tensor:
-        """Returns memory for the payload of `length` values.
+        """Returns memory into which the payload of `length` values is received.
 
         Raises:
             CorruptDataError (STREAM_MALFORMED): the codec was not requested.

@@ -313,5 +313,6 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
         return ["plain", value]
     raise ConfigurationError(
         f"the model's output contains an object of type {type(value).__name__}, which cannot be "
-        "sent to the other ranks; use everywhere=False"
+        "sent to the other ranks; return only tensors, numbers, and lists, tuples or mappings of "
+        "these"
     )

@@ -341,12 +341,14 @@ class _LayeredPart(PartialModel):
         if not self._is_last:
             raise ConfigurationError(
                 "the model's forward returned without running all of its layers, so the layers "
-                "cannot be divided into pipeline stages"
+                "cannot be divided into pipeline stages; run all layers, or give the model a "
+                "method pipeline_blocks()"
             )
         self._check_values(tensors_in(output))
         if run.received is not None:
             raise ConfigurationError(
-                "the model's forward did not run the layers of this pipeline stage"
+                "the model's forward did not run the layers of this pipeline stage; run all "
+                "layers in their order, or give the model a method pipeline_blocks()"
             )
         return output
 
@@ -520,12 +522,14 @@ class _LayeredPart(PartialModel):
         run = self._state.run
         if run is None:
             raise ConfigurationError(
-                "a layer of another pipeline stage was called outside the stage's forward pass"
+                "a layer of another pipeline stage was called outside of the model's forward; "
+                "call layers only within forward"
             )
         return run
 
     def _record(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Records the structure of the layers' outputs."""
+        """Records in what structure (a tensor, or a tuple of which length) the layers return their
+        output."""
         border = _output_border(output)
         self._state.wrapped, self._state.given = border.wrapped, border.given
 
@@ -571,7 +575,7 @@ def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
             return name
     raise ConfigurationError(
         "a layer of the model is called without a tensor argument, so the layers cannot be "
-        "divided into pipeline stages"
+        "divided into pipeline stages; give the model a method pipeline_blocks()"
     )
 
 
@@ -582,8 +586,9 @@ def _output_border(output: Any) -> Border:
         given = sum(1 << i for i, one in enumerate(output) if i > 0 and one is not None)
         return Border(tensors=(output[0],), wrapped=len(output), given=given)
     raise ConfigurationError(
-        f"a layer of the model returned {type(output).__name__}; expected a tensor, or a tuple "
-        "that begins with one, to pass between pipeline stages"
+        f"a layer of the model returned {type(output).__name__}; only a tensor, or a tuple that "
+        "begins with one, can be passed between pipeline stages; give the model a method "
+        "pipeline_blocks()"
     )
 
 

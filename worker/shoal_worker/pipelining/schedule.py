@@ -239,7 +239,7 @@ def _check_complete(
     ):
         raise InternalError(
             f"schedule {name!r} for {len(rank_of)} stages and {micro_batches} micro-batches is "
-            "incomplete"
+            "incomplete; this is a bug, please report it"
         )
 
 

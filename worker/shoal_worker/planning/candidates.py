@@ -11,11 +11,11 @@ from shoal_worker.replicated.rounds import RoundOptions
 from shoal_worker.sharding.unit import Stage
 
 _MOST_STAGES: Final = 16
-"""Maximum number of stages. With usual batch sizes, longer pipelines wait more than they
-compute."""
+"""Maximum number of stages. With usual batch sizes, ranks of longer pipelines wait for more time
+than they compute."""
 MICRO_BATCHES_PER_STAGE: Final = 4
-"""Number of micro-batches per stage. With this number a pipeline waits for about a fifth of the
-step."""
+"""Number of micro-batches per stage. With this number, ranks of a pipeline wait for about a fifth
+of the step."""
 STAGES: Final = {
     "zero1": Stage.OPTIMIZER,
     "zero2": Stage.GRADIENTS,
@@ -28,12 +28,12 @@ STAGES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A strategy on a mesh."""
+    """A strategy, together with a division of the ranks along its axes."""
 
     strategy: str
     axes: Axes
     along_data: str = "ddp"
-    """Strategy of a hybrid on its data axis."""
+    """Strategy that a hybrid uses on its data axis."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `as_distributed`, except `strategy` and a pipeline's `micro_batches`."""
 
@@ -55,7 +55,8 @@ class Choice:
 
 
 def choices(world_size: int, ranks_per_host: int) -> Iterator[Choice]:
-    """Yields the candidates, beginning with the simplest."""
+    """Yields the strategies that are worth planning for a number of ranks, beginning with the
+    simplest."""
     alone = Axes(pipeline=1, tensor=1, data=world_size)
     for strategy in ("ddp", "zero1", "zero2", "fsdp", "zero3"):
         if world_size > 1 or strategy == "ddp":
@@ -89,8 +90,8 @@ def _on_mesh(axes: Axes) -> Iterator[Choice]:
 
 
 def _replica_sizes(world_size: int, ranks_per_host: int) -> Iterator[int]:
-    """Yields replica sizes: one host, and two, four and more hosts. With a single host, yields half
-    of its ranks."""
+    """Yields sizes for the replicas of hsdp, in ranks: one host, two hosts, four hosts and so on.
+    With a single host, yields half of its ranks."""
     size = ranks_per_host if ranks_per_host < world_size else world_size // 2
     while 1 < size < world_size:
         if world_size % size == 0:

@@ -1,4 +1,4 @@
-"""A rank's memory, by role, and its traffic in a step."""
+"""Types for a rank's memory, by role, and for its traffic in a step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the rank with the most memory in use, by role."""
+    """Memory on the rank that uses most, in bytes and by role."""
 
     parameters: float
     gradients: float
-    """Gradients in the form that the optimizer gets. Gradients in transit count as staging."""
+    """Gradients in the form in which the optimizer receives them. Gradients that are being sent
+    count as staging."""
     optimizer: float
     """State of the optimizer."""
     mirrors: float = 0.0
-    """Parameters, gradients and state that the rank mirrors for another rank, so that a death loses
-    nothing."""
+    """Parameters, gradients and optimizer state that the rank mirrors for another rank, so that
+    nothing is lost if that rank fails."""
     staging: float = 0.0
     """Temporary memory: gathered blocks, reductions in progress, and the start of a round. Includes
     the model's buffers."""
@@ -48,14 +49,14 @@ class When(enum.StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     ALONE = "alone"
-    """Sent while nothing is computed."""
+    """Sent while the rank computes nothing."""
     IN_PIPELINE = "in pipeline"
-    """Sent between stages. Waiting for it counts as time of the pipeline."""
+    """Sent between pipeline stages. The wait for it counts as part of the pipeline's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """One kind of message."""
+    """One kind of message that a rank sends in a step."""
 
     what: str
     """Content of the message: gradients, parameters, mirrors, activations or averages."""
@@ -63,10 +64,10 @@ class Traffic:
     """Bytes that a rank sends in a step, averaged over the ranks."""
     when: When
     group: int
-    """Number of adjacent ranks that the message's path spans. Up to a host's size, the path stays
-    on the host."""
+    """Number of adjacent ranks between which the message travels. If they are all on one host, the
+    message stays on that host."""
     messages: float = 1.0
-    """Number of collectives."""
+    """Number of collectives in a step."""
 
 
 def all_reduce(size: float, ranks: int) -> float:
@@ -75,8 +76,8 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 def gather(size: float, ranks: int) -> float:
-    """Returns the bytes that a rank sends to gather or to reduce-scatter `size` bytes, which are
-    divided over the ranks."""
+    """Returns the bytes that a rank sends in an all-gather or reduce-scatter of `size` bytes in
+    total."""
     return size * (ranks - 1) / ranks
 
 

@@ -1,5 +1,5 @@
-"""A forward and a backward pass on tensors without values. Records the memory that autograd keeps,
-inputs and outputs of modules, and the number of operations.
+"""Runs a forward and a backward pass on tensors without values. Records the memory that autograd
+keeps, the inputs and outputs of modules, and the number of operations.
 
 The passes run under torch's FakeTensorMode, as if on the CPU: shapes and storages are those of a
 real run, and nothing is computed. Additional memory of a GPU's kernels (workspaces, other attention
@@ -29,13 +29,13 @@ from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 
 def _as(known: Any) -> Callable[..., Any]:
-    """Returns a counter for the operations of a function. It counts them as for another torch
-    function with the same first arguments."""
+    """Returns a counter for the operations of a function, which counts them like those of another
+    torch function with the same first arguments."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         return flop_registry[known](*args, **kwargs)
 
-    # the counter's own mark: it must not be passed shapes for tensors again
+    # torch's mark for such counters: they get tensors instead of shapes
     counted._get_raw = True  # type: ignore[attr-defined]
     return counted
 
@@ -54,7 +54,7 @@ _ENTERING: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, St
 
 @dataclass(kw_only=True)
 class ModulePass:
-    """Inputs and outputs of one module, over all its calls."""
+    """Inputs and outputs of one module, summed over all its calls."""
 
     input_bytes: int = 0
     """Size of the module's first input tensor."""
@@ -62,7 +62,7 @@ class ModulePass:
     output_bytes: int = 0
     """Size of the module's first output tensor."""
     inputs: set[int] = field(default_factory=set)
-    """Storages of the inputs."""
+    """Storages of the input tensors."""
     outputs: set[int] = field(default_factory=set)
     flops: int = 0
     """Operations of the forward pass, including nested modules."""
@@ -70,19 +70,19 @@ class ModulePass:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """One storage that autograd keeps for the backward pass."""
+    """A storage that autograd keeps for the backward pass."""
 
     storage: int
     size: int
     """Size in bytes."""
     module: str
-    """Path of the innermost module that used the storage first; "" is the model itself, or the
-    loss."""
+    """Path of the module that used the storage first (the innermost one); "" is the model itself,
+    or the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """One forward and backward pass of a model over an example."""
+    """Measurements of one forward and backward pass of a model over an example."""
 
     samples: int
     forward_flops: int
@@ -90,13 +90,13 @@ class Passes:
     """Number of operations of the forward and the backward pass."""
     saved: tuple[Saved, ...]
     recomputed: tuple[Saved, ...]
-    """Memory kept temporarily during recomputation by the largest module with activation
-    checkpointing; empty if there is no such module."""
+    """Memory that the largest module with activation checkpointing keeps temporarily while it
+    recomputes; empty if there is no such module."""
     modules: Mapping[str, ModulePass]
 
     def io_of(self, *paths: str) -> ModulePass:
-        """Returns the record of the first of the modules in `paths` that was called. Some modules
-        are used without being called."""
+        """Returns the record of the first module in `paths` that was called. Some modules are used
+        without being called, and have no record."""
         return next((self.modules[path] for path in paths if path in self.modules), ModulePass())
 
     def flops_of(self, names: Sequence[str]) -> int:
@@ -114,8 +114,8 @@ class Passes:
         """Returns the bytes of `saved` by module. By default `saved` is everything that autograd
         keeps from the forward to the backward pass.
 
-        With a `plan`, tensors inside a split block count as one part of it. Exceptions are tensors
-        that are entirely on every rank: the block's input, and its sum.
+        With a `plan`, tensors inside a split block count only in the size of one part. Exceptions
+        are the tensors that every rank has entirely: the input of the block, and its summed output.
         """
         split, whole = (set[str](), set[int]()) if plan is None else self._split_in(plan)
         kept: dict[str, float] = {}
@@ -209,8 +209,8 @@ def _run(
 
 
 class _Step(nn.Module):
-    """Both passes as one call. Within the call, including recomputation, the model's parameters are
-    replaced by stand-ins."""
+    """Callable that runs the forward pass, the loss and the backward pass. Within the call,
+    including recomputation, the model's parameters are replaced by stand-ins."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class _Recorder:
     runs the passes."""
 
     def __init__(self, counter: FlopCounterMode, own: Any) -> None:
-        """Creates a recorder. `own`: parameters and buffers, which are not activations."""
+        """`own`: parameters and buffers, which are not activations."""
         self.modules: dict[str, ModulePass] = {}
         self.saved: dict[int, Saved] = {}
         self.beside = 0
@@ -274,10 +274,11 @@ class _Recorder:
         original forward, and arguments."""
         self._own = {_storage(tensor) for tensor in own}
         self._alive: list[torch.Tensor] = []
-        """All tensors seen, kept alive so that no other storage gets the identity of a freed
-        one."""
+        """All tensors seen so far. They are kept alive so that a new storage never has the identity
+        of a freed one."""
         self._open: list[tuple[str, int]] = []
-        """Running modules, each with the number of operations counted before it."""
+        """Modules that are currently running, each with the number of operations counted before it
+        began."""
 
     @property
     def counted(self) -> int:
@@ -286,7 +287,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def hooked(self, module: nn.Module) -> Iterator[None]:
-        """Records passes through the modules within the context."""
+        """Context in which passes through the modules are recorded."""
         handles: list[RemovableHandle] = []
         for path, inner in module.named_modules():
             handles.append(inner.register_forward_pre_hook(self._before(path), with_kwargs=True))
@@ -319,7 +320,7 @@ class _Recorder:
             forward(*args, **kwargs)
             self._open.pop()
             for inner, own in self.modules.items():
-                # in a checkpoint they were seen already, with other storages
+                # in a checkpoint they were already seen, with other storages
                 if inner in modules:
                     modules[inner].inputs |= own.inputs
                     modules[inner].outputs |= own.outputs

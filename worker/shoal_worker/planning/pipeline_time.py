@@ -1,5 +1,5 @@
-"""Simulates a pipeline's schedule: the duration of a step, the fraction of it that ranks wait, and
-their memory during the step."""
+"""Simulates a pipeline's schedule to find the duration of a step, the fraction of that time for
+which ranks wait, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StageCosts:
 
 
 def most_in_flight(schedule: Schedule, costs: StageCosts) -> list[float]:
-    """Returns the maximum number of bytes of activations that each rank keeps."""
+    """Returns for each rank the maximum number of bytes of activations that it keeps at once."""
     most = []
     for actions in schedule.actions:
         kept = highest = 0.0
@@ -53,8 +53,8 @@ def play(
     latency: float = 0.0,
 ) -> tuple[float, float]:
     """Returns the seconds from the first forward to the last backward pass, and the average
-    fraction of this time that ranks wait. `latency`: seconds per action in addition to its
-    operations."""
+    fraction of this time that ranks wait. `latency`: seconds that each action takes in addition to
+    its computation."""
     ends: dict[tuple[bool, int, int], float] = {}
     queues = [
         [action for action in actions if action.kind in _COMPUTES] for actions in schedule.actions
@@ -77,7 +77,10 @@ def play(
                 places[rank] += 1
                 left -= 1
         if left == before:
-            raise InternalError(f"schedule {schedule.name!r} waits for itself")
+            raise InternalError(
+                f"schedule {schedule.name!r} cannot finish: its actions wait for "
+                "each other in a cycle"
+            )
     longest = max(clocks)
     return longest, 1.0 - busy / (longest * len(queues)) if longest else 0.0
 
@@ -91,7 +94,7 @@ def _ready(
 ) -> float | None:
     """Returns the time when an action's inputs are available; None if the time is not known yet."""
     if action.kind is Kind.BACKWARD_WEIGHT:
-        return 0.0  # its rank has computed the rest of this pass before
+        return 0.0  # the same rank computed the rest of this pass before
     forward = action.kind is _FORWARD
     source = action.stage - 1 if forward else action.stage + 1
     if source < 0:

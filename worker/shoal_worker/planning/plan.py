@@ -1,4 +1,5 @@
-"""A plan: the costs of strategies, as a value and as text for terminals of 100 columns."""
+"""The result of planning: the costs of strategies as a value, and as text for terminals of 100
+columns."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from shoal_worker.planning.units import readable_bytes, readable_seconds, scale_
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStrategy:
-    """One strategy on one mesh."""
+    """Costs of one strategy with one division of the ranks."""
 
     strategy: str
     label: str
@@ -24,13 +25,13 @@ class PlannedStrategy:
     options: Mapping[str, Any]
     """Keyword arguments of `as_distributed`, except `strategy`."""
     data: int
-    """Number of replicas, or of ranks among which the batch is divided."""
+    """Number of replicas or, if there are none, of ranks among which the batch is divided."""
     tensor: int
     pipeline: int
     samples: int
     """Number of samples in a step for each of the `data` replicas or ranks."""
     memory: Memory | None
-    """Bytes on the rank with the most memory in use; None: the model cannot be trained in this
+    """Memory on the rank that uses most, in bytes; None: the model cannot be trained in this
     way."""
     traffic: tuple[Traffic, ...]
     estimate: Estimate | None
@@ -146,8 +147,7 @@ def render(plan: Plan, *, everything: bool = False) -> str:
 
 
 def _shown(rows: Sequence[PlannedStrategy], most: int) -> list[PlannedStrategy]:
-    """Returns the first rows, followed by the first row of each strategy that is not among
-    these."""
+    """Returns the first rows, followed by the first row of each strategy that is not among them."""
     first = list(rows[:most])
     there = {each.strategy for each in first}
     for each in rows[most:]:

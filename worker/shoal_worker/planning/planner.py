@@ -33,8 +33,8 @@ from shoal_worker.strategies import registry
 from shoal_worker.tensor_parallel.plan import Style
 
 RESERVE: Final = 0.1
-"""Fraction of a device's memory that a plan leaves to the allocator, the runtime and the kernels'
-workspaces."""
+"""Fraction of a device's memory that a plan leaves free for the allocator, the runtime and the
+kernels' workspaces."""
 
 
 def plan(
@@ -101,8 +101,8 @@ def plan(
     for field in ("gradient_compression", "offload", "mirrors"):
         if getattr(config, field) not in (None, "device"):
             raise ConfigurationError(
-                f"{field}={getattr(config, field)!r}: plans do not support this setting; plan "
-                "without it"
+                f"{field}={getattr(config, field)!r} is not supported in plans; leave it out of "
+                "config"
             )
     assumptions = Assumptions(
         device_flops=parse_flops("device_flops", device_flops),
@@ -146,7 +146,7 @@ def _batch(given: int | None, subject: Subject, world_size: int) -> int | None:
 
 def _order(each: PlannedStrategy) -> tuple[int, float, float]:
     """Returns the sort key of a planned strategy. Sorting is stable, so candidates with equal costs
-    remain in order of simplicity."""
+    remain ordered from the simplest on."""
     if each.memory is None:
         return 3, 0.0, 0.0
     if not each.fits:
@@ -160,7 +160,7 @@ def _order(each: PlannedStrategy) -> tuple[int, float, float]:
 
 
 class _Planner:
-    """Plans one strategy after another for one subject."""
+    """Plans strategies for one subject, one strategy after another."""
 
     def __init__(
         self,

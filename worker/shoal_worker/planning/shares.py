@@ -143,7 +143,7 @@ class _Unit:
 
     @property
     def gradient(self) -> int:
-        """Bytes of the unsharded gradient in transit."""
+        """Bytes of the unit's unsharded gradient while it is being reduced."""
         return self.layout.padded_numel * self.wire_dtype.itemsize if self.trained else 0
 
 
@@ -157,8 +157,8 @@ def _unit(
     mixed: bool = True,
     turn: int | None = None,
 ) -> _Unit:
-    """Creates a unit. `mixed`: True if the configuration's dtypes apply. `turn`: first rank in the
-    assignment of whole tensors to ranks; None: tensors are split."""
+    """Creates a unit. `mixed`: True if the configuration's dtypes apply. `turn`: if whole tensors
+    are assigned to ranks, the rank that gets the first one; None: tensors are split."""
     config, dtype = subject.config, parameters[0].dtype
     summed = (
         torch.float64
@@ -188,8 +188,8 @@ def _cut_memory(
     *,
     gathered: bool = False,
 ) -> Memory:
-    """Returns the memory of the rank with the most memory in use, assuming that it mirrors an
-    equally full shard. `gathered`: True if everything is unsharded during the passes."""
+    """Returns the memory of the rank that uses most, assuming that the shard which it mirrors is as
+    large as its own. `gathered`: True if everything is unsharded during the passes."""
     apart = [stage is Stage.PARAMETERS or unit.whole_dtype != unit.dtype for unit in units]
     gradients, state = max(
         (_updated(subject, units, position) for position in _fullest(units, division)), key=sum
@@ -207,8 +207,8 @@ def _cut_memory(
 
 
 def _fullest(units: Sequence[_Unit], division: Division) -> Iterable[int]:
-    """Returns shards that include the fullest: the first shard if parameters are split, all shards
-    if whole tensors are assigned to ranks."""
+    """Returns the shards among which the largest one must be: only the first shard if parameters
+    are split, all shards if whole tensors are assigned to ranks."""
     return range(division.shards) if any(unit.layout.whole_tensors for unit in units) else (0,)
 
 
@@ -243,8 +243,8 @@ def _cut_traffic(
     *,
     gathers: int | None = None,
 ) -> list[Traffic]:
-    """Returns the traffic of sharded units. `gathers`: how often split parameters are gathered in a
-    step; None: once for each pass, as blocks are."""
+    """Returns the traffic of sharded units. `gathers`: number of times that split parameters are
+    gathered in a step; None: once in each pass, block by block."""
     shards, replicas = division.shards, division.replicas
     trained = sum(unit.trained for unit in units)
 
@@ -324,8 +324,8 @@ def _with(memory: Memory, *, activations: float | None) -> Memory:
 # ---------------------------------------------------------------------------------------- on a mesh
 
 Blueprints = Callable[[Axes], Blueprint]
-"""Returns the division of the model along these axes. Raises ConfigurationError if the model cannot
-be split in this way."""
+"""Function that returns the division of the model along these axes. Raises ConfigurationError if
+the model cannot be split in this way."""
 
 
 def blueprints(template: Template) -> Blueprints:
@@ -476,8 +476,8 @@ def _mesh_units(
 
 
 def _stage_costs(passes: Passes, blueprint: Blueprint, samples: float) -> StageCosts:
-    """Returns the costs of one micro-batch of `samples` samples. Operations outside of the stages'
-    modules, mainly the loss, count for the last stage."""
+    """Returns the costs of one micro-batch of `samples` samples. Operations outside the modules of
+    all stages, mainly the loss, count for the last stage."""
     assert blueprint.split is not None
     tensor = blueprint.axes.tensor
     names = [stage.modules for stage in blueprint.split.stages]

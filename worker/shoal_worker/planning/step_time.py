@@ -9,8 +9,7 @@ link's speed. Accounts for the overlap of computing and sending.
                    the time
 
 Not included: the optimizer's own time, the loading of data, and switches shared by several ranks.
-The estimate ranks strategies; it is not a forecast.
-"""
+The estimate serves to compare strategies; it does not predict the time of a real step."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from shoal_worker.planning.shares import Costs
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumptions of the estimate of a step's time."""
+    """Assumptions on which the estimate of a step's time is based."""
 
     device_flops: float = 312e12
     """Peak operations per second of a rank's device. The default is an A100's in bfloat16."""
@@ -37,12 +36,12 @@ class Assumptions:
     local_bandwidth: float = 150e9
     """Bytes per second that a rank sends to other ranks on its host."""
     latency: float = 20e-6
-    """Minimum duration, in seconds, of a collective or of a micro-batch in a stage. For a
-    collective, multiplied by the logarithm of the number of ranks."""
+    """Minimum duration, in seconds, of a micro-batch in a stage, and of a collective. For a
+    collective it is multiplied by the logarithm of the number of ranks."""
     ranks_per_host: int = 8
 
     def seconds(self, traffic: Traffic) -> float:
-        """Returns the duration of the traffic by itself."""
+        """Returns the time in seconds that the traffic takes if nothing else is sent."""
         return traffic.sent / self._speed(
             traffic.group
         ) + traffic.messages * self.latency * math.log2(max(2, traffic.group))
@@ -56,8 +55,8 @@ class Assumptions:
         return self.device_flops * self.efficiency
 
     def border_speed(self, group: int) -> float:
-        """Returns the bytes per second between pipeline stages. `group`: number of ranks of a
-        replica."""
+        """Returns the bandwidth between adjacent pipeline stages, in bytes per second. `group`:
+        number of ranks in a replica."""
         return self._speed(group)
 
 

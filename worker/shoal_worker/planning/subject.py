@@ -24,12 +24,13 @@ from shoal_worker.state.fits import WHOLE_TENSORS
 
 @dataclass(frozen=True, kw_only=True)
 class StateSize:
-    """Size of the optimizer's state of one parameter."""
+    """Size of the state that the optimizer keeps for one parameter."""
 
     per_element: float
-    """Bytes per element, for state that has the parameter's shape or grows with the parameter."""
+    """Bytes per element of the parameter, for state that has the parameter's shape or grows with
+    the parameter."""
     fixed: int
-    """Bytes of all other state, such as a step count."""
+    """Bytes of all other state of the parameter, such as a step count."""
 
     def of(self, elements: int) -> float:
         """Returns the bytes of state for a parameter of `elements` elements."""
@@ -41,7 +42,7 @@ NO_STATE = StateSize(per_element=0.0, fixed=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model without values, and its known properties."""
+    """A model without values, with the sizes and properties that a plan needs."""
 
     module: nn.Module
     """The model, on the meta device."""
@@ -59,7 +60,7 @@ class Subject:
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters, each once."""
+        """All parameters of the model; shared ones appear once."""
         return dict(self.module.named_parameters())
 
     @functools.cached_property
@@ -75,7 +76,7 @@ class Subject:
 
     @functools.cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Parameters that have gradients."""
+        """Parameters that are trained."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
@@ -143,8 +144,8 @@ def _state_sizes(
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ConfigurationError(
-            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} are not the model's; "
-            "create the optimizer from model.parameters() of the planned model"
+            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} do not belong to "
+            "the model; create the optimizer from model.parameters() of the planned model"
         )
     shapes = dict(module.named_parameters())
     known: dict[tuple[torch.Size, torch.dtype, int], StateSize] = {}

@@ -55,7 +55,7 @@ complete. Smaller gradients are processed together, which is cheaper."""
 
 
 class Slot:
-    """Place of one parameter's gradient in a bucket."""
+    """Position of one parameter's gradient in a bucket."""
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         self.parameter = parameter
@@ -82,8 +82,8 @@ class Slot:
 
 
 class Bucket:
-    """Gradients that are sent together: a vector [large gradients | small gradients | number of
-    ranks with each | additional data]."""
+    """Gradients that are sent together in one vector: [large gradients | small gradients | for each
+    parameter, the number of ranks that have its gradient | additional data]."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Bucket:
                 len(scaled) == len(self.slots) - self._larges
                 and scaled[0] is self.slots[self._larges].view
             ):
-                self._smalls.mul_(factor)  # exactly the small gradients: the usual case
+                self._smalls.mul_(factor)  # the usual case: exactly the small gradients
             else:
                 torch._foreach_mul_(scaled, factor)
         if absent:
@@ -149,7 +149,8 @@ class Bucket:
 
     def settle(self, factor: float, *, owed: bool = False) -> None:
         """Makes the sums available in `.grad`, or sets `.grad` to None if no rank has a gradient.
-        `owed`: a sum may contain residuals of earlier steps even then."""
+        `owed`: True if the sum may contain compression residuals of earlier steps even if no rank
+        has a gradient."""
         certain = factor != 0.0
         for slot in self.slots:
             certain = certain and slot.present
@@ -175,11 +176,11 @@ def lay_out(
     riding: int,
     riding_dtype: torch.dtype,
 ) -> list[Bucket]:
-    """Divides parameters into buckets of at most `cap_bytes` (or one parameter) and at least
-    `minimum_elements`, if there are enough parameters of that kind.
+    """Divides parameters into buckets. A bucket has at most `cap_bytes`, or a single parameter, and
+    at least `minimum_elements`, if there are enough parameters of that kind.
 
-    Additional data, `riding` elements, is in the last bucket if the bucket's dtype can represent it
-    exactly; otherwise in a separate bucket on `device`.
+    Additional data of `riding` elements is part of the last bucket if that bucket's dtype can
+    represent it exactly. Otherwise it gets a separate bucket on `device`.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for parameter in reversed(parameters):
@@ -223,7 +224,7 @@ def _bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """Returns `flat` with the shape of `parameter`, and with its strides if it is dense
+    """Returns `flat` with the shape of `parameter` and, if the parameter is dense, with its strides
     (channels_last). Otherwise autograd would copy the gradient, and torch's fused optimizers would
     mix up elements (see `strided_like`)."""
     extent = 1 + sum(
@@ -285,8 +286,8 @@ class Flight:
         return group
 
     def land(self, step: Step | None) -> bool:
-        """Waits for all started reductions of `step`. Returns True if the step is not lost, so that
-        all sums are available."""
+        """Waits for all reductions of `step` that were started. Returns True if the step is not
+        lost, so that all sums are available."""
         if self._reductions:
             self._finish_compressed()
         works, self._works = self._works, []
@@ -365,7 +366,7 @@ class AccumulatedReduction:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: the sum covers only this rank's micro-batches."""
+        """`alone`: True to sum only this rank's micro-batches, without other ranks."""
         self._buffers = buffers
         self._session = session
         self._config = config
@@ -436,14 +437,14 @@ class AccumulatedReduction:
         if step is None or step.lost is not None or step.phase is not StepPhase.OPEN:
             return
         if not self._open:
-            self._start()  # a rank without micro-batches takes part with weight zero
+            self._start()  # a rank without micro-batches takes part with a weight of zero
         self._check_complete()
         self._presence.copy_(torch.tensor(self._counts))
         if session.elastic and not self._alone:
             self._send(step)
             if not self._flight.land(step):
                 return
-        # together, because each read from a device waits
+        # read together, because each read from a device waits
         *presence, weight = torch.cat([self._presence, self._weight_sum]).tolist()
         divisor = 1.0 if self._sums else weight or 1.0
         for parameter, summed, count in zip(
@@ -451,8 +452,8 @@ class AccumulatedReduction:
         ):
             # with compression, earlier steps may have left residuals
             here = count > 0 or (self._compression is not None and bool(summed.any()))
-            # For the same dtype it is not a copy but another object: users may give `.grad` other
-            # memory.
+            # With the same dtype this is another tensor object but not a copy: users may assign
+            # other memory to `.grad`.
             mean = summed.div_(divisor).to(parameter.dtype).detach() if here else None
             parameter.grad = (
                 mean.to_sparse(1)
@@ -541,7 +542,7 @@ class AccumulatedReduction:
         self._grad_sums = [_laid_out_as(p, total) for total, p in zip(sums, trained, strict=True)]
         if self._compression is not None:
             check_floating(self._compression.compressor.name, trained)
-            # Units of compression: complete parameters, in float32.
+            # units of compression: whole parameters, in float32
             self._groups = in_buckets(
                 trained, lambda parameter: 4 * parameter.numel(), self._config.bucket_cap_mb << 20
             )

@@ -123,7 +123,7 @@ class ReplicatedEngine(Engine):
                 "this model is a clone for evaluation; train the model that as_distributed returned"
             )
         step = self._session.lifecycle.ensure_step()
-        if step.source is not None:  # otherwise it may be a dry run before the loop
+        if step.source is not None:  # otherwise this may be a dry run before the loop
             check_reproducible(self.config, step)
         if self._in_micro_batches:
             return False
@@ -183,7 +183,7 @@ class ReplicatedEngine(Engine):
 
     def synchronize_gradients(self) -> None:
         """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after
-        the backward pass. Gradients that are already reduced are not reduced again."""
+        the backward pass. Does nothing for gradients that are already reduced."""
         step = self._session.step
         if step is not None:
             self._reduce_what_is_left(step)
@@ -298,7 +298,7 @@ class ReplicatedEngine(Engine):
         step's starting state."""
         self._step_buffers.step_begins()
         self._skipped = False
-        if self._setup.several:  # discard what another model's passes have left
+        if self._setup.several:  # discards gradients that passes of another model have left
             for parameter in self.module.parameters():
                 parameter.grad = None
         if self._compression is not None:
@@ -353,7 +353,7 @@ class ReplicatedEngine(Engine):
         self._accumulation().micro_batch_ends(weight)
         step = self._session.step
         if step is not None and step.lost is None:
-            # otherwise results of passes with failed values do not count
+            # otherwise the results of passes with failed values do not count
             self._writes.micro_batch_ends()
             if weight != 0:
                 self._step_buffers.micro_batch_ends()
@@ -365,8 +365,9 @@ class ReplicatedEngine(Engine):
         by_hand = not self.config.auto_sync_gradients and not step.in_micro_batches
         if by_hand and step.phase is StepPhase.OPEN:
             raise PreconditionError(
-                "auto_sync_gradients=False: call model.synchronize_gradients() after the backward "
-                "pass, before clipping and optimizer.step()"
+                "the gradients of this step were not synchronized: with "
+                "auto_sync_gradients=False, call model.synchronize_gradients() after the "
+                "backward pass, before clipping and optimizer.step()"
             )
         self._reduce_what_is_left(step)
         if step.phase is StepPhase.PREPARED and step.lost is None:
@@ -385,8 +386,8 @@ class ReplicatedEngine(Engine):
         self._step_buffers.report_writes(step, self._writes)
 
     def _counts(self, step: Step) -> bool:
-        """Returns whether this rank's plain batch has a weight above 0, so that its extremes
-        count."""
+        """Returns whether this rank's batch, in a step without micro-batches, has a weight above 0,
+        so that its minima and maxima count."""
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
     def _agree_on_extremes(self, step: Step) -> None:
@@ -404,9 +405,9 @@ class ReplicatedEngine(Engine):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        """Runs the commit all-reduce. If a script has changed buffers after the backward pass on
-        any rank, the vote reveals that and does not commit. The buffers' changes are then summed
-        again, and the vote is repeated."""
+        """Runs the commit all-reduce. If the script on any rank has changed buffers after the
+        backward pass, the vote shows that, and the step is not committed yet. The changes of the
+        buffers are then summed again, and the vote is repeated."""
         if not self._session.elastic:
             return [*vote], {}
         step.issues(COMMIT)
@@ -434,8 +435,8 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _reduce_what_is_left(self, step: Step) -> None:
-        """Finishes the step's reduction: all of it after micro-batches, otherwise what the hooks of
-        backward passes have not done."""
+        """Finishes the step's reduction. With micro-batches this is the entire reduction, otherwise
+        the part that the hooks of the backward passes have not done."""
         if step.share is None or step.lost is not None:
             return
         check_reproducible(self.config, step)
@@ -443,9 +444,10 @@ class ReplicatedEngine(Engine):
         if step.in_micro_batches:
             if step.micro_batch is not None:
                 raise PreconditionError(
-                    "gradients are reduced after the inner loop, but this call is inside the "
-                    "loop, or the loop was left early; clip and call synchronize_gradients() "
-                    "between `for batch in step:` and optimizer.step()"
+                    "gradients can be clipped or synchronized only after the loop over the "
+                    "step's micro-batches, but this call is inside that loop, or the loop was "
+                    "left early; call clip_grad_norm_() and synchronize_gradients() between `for "
+                    "batch in step:` and optimizer.step()"
                 )
             self._accumulation().finish()
         elif not self._session.elastic:
@@ -461,8 +463,8 @@ class ReplicatedEngine(Engine):
         step = self._session.step
         if step is not None and step.lost is not None and self._uncleared_in is not None:
             _log.warning(
-                "gradients accumulated in earlier steps were lost with this step, which would "
-                "have added to them. %s",
+                "this step was lost, and with it the gradients that earlier steps had "
+                "accumulated and to which it would have added its own. %s",
                 _CLEAR,
             )
         self._uncleared_in = None
@@ -472,7 +474,7 @@ class ReplicatedEngine(Engine):
         self._step_buffers.put_back()
         if step is None or step.lost is not None:
             self._undo_writes()
-        else:  # not an intended step: keep what the script has written since
+        else:  # the step was not intended: keep the values that the script has written since
             self._writes.forget()
             self._attributes.forget()
         if self._compression is not None:
@@ -510,8 +512,8 @@ class ReplicatedEngine(Engine):
         before = self._uncleared_in
         if before is not None and before[0] != now[0] and before[1] <= now[1]:
             _log.warning(
-                "this step added to gradients left over from the previous step, which ranks that "
-                "have joined since then do not have. %s",
+                "this step added its gradients to those of the previous step, which had not been "
+                "cleared; ranks that have joined since then do not have those. %s",
                 _CLEAR,
             )
         carries = not self._setup.several and any(
@@ -572,5 +574,5 @@ class ReplicatedEngine(Engine):
     # ---------------------------------------------------------------------------------------- state
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Returns a copy as another `ShardedModel`, which is not trained."""
+        """Returns a copy of the model as another `ShardedModel`, which is not trained."""
         return remake(copy.deepcopy(self.module))

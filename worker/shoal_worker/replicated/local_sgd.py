@@ -3,16 +3,15 @@ their parameters periodically.
 
 A *round* consists of the steps between two averages. Steps commit on each rank without
 communication; a round commits on all ranks. A failure within a round takes effect at the end of the
-round, where all ranks' scripts are at the same position. That step is aborted, and every rank
-restores the state at the round's start (`StrategySession.keep`): parameters, optimizer state,
-buffers, registered state and cursor. The loader then redistributes the round's samples over the
-current ranks. A round ends after `sync_every` steps or with the epoch, whichever comes first,
+round, where all ranks' scripts are at the same position. The round's last step is then aborted, and
+every rank restores the state at the round's start (`StrategySession.keep`): parameters, optimizer
+state, buffers, registered state and cursor. The loader then redistributes the round's samples over
+the current ranks. A round ends after `sync_every` steps or with the epoch, whichever comes first,
 because a script cannot reenter a loop that it has left. Joins, drains and stops wait for the end of
 the round.
 
 Optimizer state stays local to each rank. A rank without optimizer state (a joiner, or a rank that
-was behind) receives the mean of the other ranks' state.
-"""
+was behind) receives the mean of the other ranks' state."""
 
 from __future__ import annotations
 
@@ -73,14 +72,14 @@ class LocalSGDEngine(ReplicatedEngine):
         self._reduced = False
         """True if the step's micro-batches are summed."""
         self._averaging = False
-        """True if this step ends the round and this rank's own update is done."""
+        """True if this step ends the round and this rank has already applied its own update."""
         self._average: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Tensors of the module that were averaged, each with its mean."""
+        """Averaged tensors of the module, each with its mean over the ranks."""
         self._mean_state: dict[int, dict[str, Any]] | None = None
 
     @property
     def steps_alone(self) -> bool:
-        """True, because steps inside a round are independent."""
+        """True, because ranks take the steps of a round independently."""
         return True
 
     @property
@@ -128,8 +127,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round.ends_early = True
 
     def synchronize_optimizer_state(self) -> None:
-        """Makes the next step end the round, like `synchronize_parameters`, and average the
-        optimizer state as well."""
+        """Makes the next step end the round, as `synchronize_parameters` does, and average the
+        optimizer state too."""
         self._round.ends_early = self._round.averages_state = True
 
     def finish_step(
@@ -179,7 +178,7 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if not self._in_micro_batches:
             self._step_weight = step.share.weight
-        if self._step_weight > 0:  # otherwise the batch is a stand-in
+        if self._step_weight > 0:  # otherwise the batch is only a stand-in
             update()
 
     # ------------------------------------------------------------------------------------ averaging
@@ -197,7 +196,7 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if self._averaging and step.phase is StepPhase.OPEN:
             if step.placement.generation != self._round.generation:
-                # the training on failed ranks is lost too
+                # the training of failed ranks is lost too
                 self._session.lifecycle.abort_step("the ranks have changed since the round began")
                 return
             with LosingStep(self._session) as averaging:
@@ -231,7 +230,7 @@ class LocalSGDEngine(ReplicatedEngine):
         """Computes the averages of parameters and buffers at the end of a round. Raises
         MembershipChanged."""
         if self._step_weight == 0:
-            self._step_buffers.put_back()  # undo the changes of a stand-in batch
+            self._step_buffers.put_back()  # undoes the changes made by a stand-in batch
         tensors = self._averaged()
         group = self._group()
         weight = self._round.weight + self._step_weight
@@ -325,8 +324,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._step_weight += weight
 
     def _keep_for_redo(self) -> None:
-        """Records attributes only at the start of a round. A single step is never repeated: the
-        round is, from the copy made by `keep`."""
+        """Records attributes only at the start of a round. A single step is never repeated; the
+        whole round is, from the copy made by `keep`."""
         if not self._session.elastic:
             return
         self._writes.begin()
@@ -359,7 +358,7 @@ class LocalSGDEngine(ReplicatedEngine):
             and not self._averaging
             and self._step_weight == 0
         ):
-            self._step_buffers.put_back()  # undo the changes of a stand-in batch
+            self._step_buffers.put_back()  # undoes the changes made by a stand-in batch
         super().commit_step()
         if self._averaging:
             self._round_over()
@@ -389,8 +388,8 @@ class LocalSGDEngine(ReplicatedEngine):
         )
 
     def capture(self) -> dict[str, Any]:
-        """Returns the common state of all ranks at the end of a round. Of the optimizer, only
-        settings are included; `reshard` provides its state."""
+        """Returns the state that all ranks have in common at the end of a round. It includes only
+        the settings of the optimizer; `reshard` provides the optimizer's state."""
         captured = self._captured()
         if captured["optimizer"] is not None:
             captured["optimizer"] = {**captured["optimizer"], "state": {}}
@@ -416,7 +415,8 @@ class LocalSGDEngine(ReplicatedEngine):
         }
 
     def reshard(self, group: Group) -> None:
-        """Sends the mean of the ranks' optimizer states to ranks that have none. A collective."""
+        """Sends the mean of the ranks' optimizer states to ranks that have none. All ranks must
+        call it."""
         if self.optimizer is None:
             return
         state = self.optimizer.state_dict()["state"]
@@ -430,8 +430,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the ranks' means, even inside a round, which then continues with its own
-        values."""
+        """Returns the means over the ranks, even inside a round. Each rank then continues the round
+        with its own values."""
         captured = self._captured()
         if isinstance(channel, LocalChannel):
             return captured

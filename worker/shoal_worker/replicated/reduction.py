@@ -6,13 +6,13 @@ has all its gradients. At the end of the backward pass the remaining buckets are
 for unused parameters, and all reductions are awaited. Every rank therefore sends the same buckets
 in the same order, however its batch uses the model. This also holds if the backward pass did not go
 through the wrapper's forward. If there was no backward pass, `optimizer.step()` sends the buckets.
-Each of several backward passes in a step reduces; by linearity the sum is correct. A failed
-collective is recorded instead of raised out of `backward()`.
+If a step has several backward passes, each of them reduces its gradients; by linearity the sum is
+correct. A failed collective is recorded instead of raised out of `backward()`.
 
-torch's own reducer is not used, for two reasons. It completes no pass with unused parameters,
-unless it may search the model's output for them. If ranks differed in that, their collectives did
-not match, and Gloo ended the processes. Moreover, its buckets follow the order of one rank's first
-pass, which a joiner does not share.
+torch's own reducer is not used, for two reasons. It cannot complete a pass with unused parameters
+unless it searches the model's output for them. If ranks differ in their unused parameters, their
+collectives do not match, and Gloo ends the processes. Moreover, its buckets follow the order of one
+rank's first pass, which a joiner does not share.
 
 Buffer changes are part of the last bucket. With compression, only gradients are compressed: all
 additional data in the buckets is sent separately, in one all-reduce.
@@ -76,13 +76,13 @@ class OverlappedReduction:
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
         self._completing: list[tuple[torch.Tensor, RemovableHandle]] = []
-        """Parameters and the hooks that add their gradients to buckets."""
+        """Parameters, with the hooks that add their gradients to buckets."""
         self._slots: list[tuple[Bucket | None, Slot] | None] = []
         """Slot of each parameter, with its bucket; the bucket is None if the gradient is sparse.
         The entry is None if the parameter is frozen."""
         self._trained: list[bool] = []
         self._places: list[torch.Tensor] = []
-        """Parameters, followed by the views for their gradients."""
+        """Parameters, followed by the views of buckets in which their gradients are stored."""
         self._addresses: list[int] = []
         self._buffer_changes: torch.Tensor | None = None
         self._begun_in: Step | None = None
@@ -98,7 +98,7 @@ class OverlappedReduction:
         unfrozen or moved since the last pass. torch drops the hooks of a parameter whose dtype
         changed, and `.grad`, a view of the bucket, may have been moved too."""
         if not in_backward():
-            # otherwise a checkpointed block runs again, in the middle of a backward pass
+            # otherwise a checkpointed block is being recomputed, in the middle of a backward pass
             self._refuse_half_a_pass()
         self._end_awaited = False
         if (
@@ -152,8 +152,8 @@ class OverlappedReduction:
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
                 f"a parameter of shape {tuple(unfrozen.shape)} got requires_grad=True while "
-                "gradients of this step were being summed, so its gradient is this rank's alone; "
-                "set requires_grad before the step's passes"
+                "gradients of this step were being summed, so its gradient contains only this "
+                "rank's samples; set requires_grad before the step's passes"
             )
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class OverlappedReduction:
 
     def _completed(self, bucket: Bucket | None, slot: Slot, step: Step) -> None:
         """Adds a complete gradient to its bucket, and sends buckets that have all their gradients.
-        `bucket`: None for a sparse gradient."""
+        `bucket`: None if the gradient is sparse."""
         self._begun_in = step
         if not self._end_awaited:
             self._await_end()
@@ -299,7 +299,8 @@ class OverlappedReduction:
             self._flight.send(step, self._riding)
 
     def _send_sparse(self, slot: Slot, step: Step) -> None:
-        """Sends a sparse gradient in a separate all-reduce of the rows that some rank has."""
+        """Sums a sparse gradient in a separate all-reduce, of the rows that at least one rank
+        has."""
         parameter, factor = slot.parameter, _factor(_share(step))
         weighted = factor if not self._sums or slot.summed else float(factor > 0)
         grad = parameter.grad
@@ -431,7 +432,7 @@ class OverlappedReduction:
                 reduction._before(found[1])
 
         if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # an integer parameter has no gradient
+            return  # An integer parameter has no gradient. Otherwise torch accepts no hook.
         parameter.requires_grad_(True)  # otherwise torch accepts no hook
         handle = parameter.register_post_accumulate_grad_hook(completed)
         self._completing.append((parameter, handle))
@@ -442,11 +443,11 @@ class OverlappedReduction:
 
 
 def _share(step: Step) -> Share:
-    """Returns this rank's share of a step whose batch was handed out."""
+    """Returns this rank's share of a step. The step's batch must have been handed out."""
     assert step.share is not None
     return step.share
 
 
 def _factor(share: Share) -> float:
-    """Returns this rank's weight in the mean over the ranks, from 0 to 1."""
+    """Returns this rank's fraction of the total weight in the mean over the ranks, from 0 to 1."""
     return share.weight / share.total_weight if share.total_weight else 0.0

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
 
 Add = Callable[[torch.Tensor], object]
-"""Sums a flat tensor over all ranks, in place."""
+"""Function that sums a flat tensor over all ranks, in place."""
 Tell = Callable[[bytes], list[bytes]]
-"""Sends bytes to all ranks and returns every rank's bytes, in rank order."""
+"""Function that sends bytes to all ranks and returns every rank's bytes, in rank order."""
 
 _CHUNK_ELEMENTS = 2 << 20
 
@@ -37,8 +37,8 @@ _CHUNK_ELEMENTS = 2 << 20
 
 def adding(channel: Channel) -> Add:
     """Returns a function that sums a tensor over the ranks of `channel`, in place and in rank
-    order. Each rank sends its whole tensor to all others. For operations, which are rare and may
-    have fewer ranks than the group."""
+    order. Each rank sends its whole tensor to all others. Used in operations, which are rare and
+    may include fewer ranks than the group."""
 
     def add(tensor: torch.Tensor) -> None:
         if isinstance(channel, LocalChannel):
@@ -67,7 +67,7 @@ def weighted_mean(tensors: Sequence[torch.Tensor], share: float, add: Add) -> li
         flat = torch.cat(
             [tensors[i].detach().reshape(-1).to(dtype if exact else torch.float64) for i in indices]
         )
-        # zero times infinity is not zero
+        # because zero times infinity is not zero
         flat = flat.mul_(share) if share else torch.zeros_like(flat)
         add(torch.view_as_real(flat).view(-1) if dtype.is_complex else flat)
         parts = (flat if exact else flat.round().to(dtype)).split(
@@ -90,15 +90,15 @@ def agreed_counts(
 ) -> dict[str, torch.Tensor]:
     """Returns the counters after a round: their earlier values plus the sum of all ranks' counts
     since then. A count of steps, which changes equally in every step of each rank, includes each
-    step of the round once. A change equal to the number of samples is summed instead.
+    step of the round once. A counter whose change equals the number of samples is summed over the
+    ranks.
 
     Args:
         before, now: int64 tensors by name, at the round's beginning and end.
         of_round: steps in the round.
         steps, samples: steps of the round with samples on this rank, and the number of these
             samples.
-        tell: exchanges messages with the other ranks.
-    """
+        tell: exchanges messages with the other ranks."""
     moved = [(now[name] - value).reshape(-1).cpu() for name, value in before.items()]
     own = torch.cat([torch.tensor([steps, round(samples)]), *moved])
     rows = torch.stack(
@@ -154,8 +154,8 @@ def mean_optimizer_state(
         add(sent)
         flat.copy_(sent)
 
-    # Values that optimizers keep on the host, such as step counts, are sent to the device and
-    # back in one piece.
+    # Values that optimizers keep on the host, such as step counts, are packed into one tensor for
+    # the transfer to the device and back.
     for on_host, sum_up in ((False, add), (True, add_on_device)):
         places: list[tuple[int, str, float]] = []
         parts: list[torch.Tensor] = []
@@ -262,7 +262,7 @@ def check_configuration(config: ShardingConfiguration) -> None:
 
 
 class Round:
-    """State of this rank between two averages."""
+    """State of this rank in a round, the steps between two averages."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -294,10 +294,10 @@ class Round:
             self.trained, self._source, self.generation = {}, source, generation
         elif source is not self._source:
             raise PreconditionError(
-                f"local_sgd: this step is of loader {source.name if source else ''!r}, but its "
-                f"round began with loader {self._source.name if self._source else ''!r}. A "
-                "failure would reset both loaders, which the script could not follow; use "
-                "sync_every=1, or one loader"
+                f"local_sgd: this step uses loader {source.name if source else ''!r}, but its "
+                f"round began with loader {self._source.name if self._source else ''!r}. After a "
+                "failure, the whole round is repeated, and the script could not go back to the "
+                "other loader; use sync_every=1, or one loader"
             )
         self.trained |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 
@@ -317,7 +317,7 @@ class Round:
 
 class OuterMomentum:
     """Outer update: moves parameters from their values at a round's start towards, or beyond, the
-    round's average. Does nothing with the default options."""
+    round's average. With the default options, the parameters become the average itself."""
 
     def __init__(self, options: RoundOptions) -> None:
         self._options = options

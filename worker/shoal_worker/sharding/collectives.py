@@ -175,7 +175,7 @@ class SessionCollectives:
         return step is not None and step.lost is not None
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Implements `Collectives.all_gather`."""
+        """Starts an all-gather of `shard` into `full`."""
         # The shard may be part of the result's memory, and must survive a failure.
         in_place = full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         cleared = None if in_place else full
@@ -187,7 +187,7 @@ class SessionCollectives:
         )
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """Implements `Collectives.reduce_scatter`."""
+        """Starts a reduce-scatter of `full` into `shard`."""
 
         def start(group: Group) -> dist.Work | None:
             work = group.reduce_scatter_async(shard, full)
@@ -197,7 +197,7 @@ class SessionCollectives:
         return self._issue(self._shard_group, shard, start, alone=lambda: _copy(shard, full))
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
-        """Implements `Collectives.pass_on`."""
+        """Starts to send `sent` and to receive from the ranks at distance `stride`."""
         group = self._group
         rank, size = (group.rank, group.world_size) if group is not None else (0, 1)
         to, source = (rank + stride) % size, (rank - stride) % size
@@ -317,7 +317,7 @@ class _Then:
         self._first, self._second = first, second
 
     def wait(self) -> bool:
-        """Implements `Pending.wait`."""
+        """Waits for the first collective, then starts the second and waits for it."""
         return self._first.wait() and self._second().wait()
 
 
@@ -331,7 +331,7 @@ class _Issued:
         self._cleared = cleared
 
     def wait(self) -> bool:
-        """Implements `Pending.wait`."""
+        """Waits for the collective. Clears its tensor if it has failed."""
         group, work = self._group, self._work
         del self._group, self._work  # both references keep sockets open
         succeeded = await_ordered(self._session, group, work)
@@ -362,7 +362,7 @@ class CompressedScatter:
         self._number = number
 
     def __call__(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """Implements `Collectives.reduce_scatter`."""
+        """Starts to reduce `full` in compressed form and to scatter the sum into `shard`."""
         session, group = self._session, self._session.group
         step = session.step
         with LosingStep(session):
@@ -398,7 +398,7 @@ class _Scattering:
         self._shard = shard
 
     def wait(self) -> bool:
-        """Implements `Pending.wait`."""
+        """Waits for the reduction. Clears the shard if the step is lost."""
         group, reduction, shard = self._group, self._reduction, self._shard
         del self._group, self._reduction  # these references keep sockets open
         if shard is None or group is None or reduction is None:

@@ -310,7 +310,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._execution.refuse_half_a_pass()
 
     def _prepare_pass(self, step: Step) -> None:
-        """Prepares a step before its first collective."""
+        """Runs before the first collective of a step. Sets when gradients are reduced and how
+        compressed gradients are weighted. If parameters are sharded, the ranks also tell each other
+        which passes they run."""
         self._execution.reduces_in_backward = (
             self.stage > Stage.OPTIMIZER or not step.in_micro_batches
         )
@@ -333,8 +335,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # ------------------------------------------------------------------------------------- training
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Implements `Engine.exchange_update`. Updated parameters that are unsharded on every rank
-        are fetched before the next step at the latest."""
+        """Undoes the given update or, if it is undone, repeats it. Other ranks' parts of unsharded
+        parameters are fetched before the next step at the latest."""
         # otherwise data could be read before its copy to host memory is complete
         self._held.bring_mirrors()
         super().exchange_update(update)
@@ -688,7 +690,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the whole state with each rank's compression residuals."""
+        """Returns the unsharded state, including the compression residuals of every rank."""
         whole = self._held.assemble(channel)
         return (
             whole

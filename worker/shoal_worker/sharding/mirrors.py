@@ -59,21 +59,21 @@ class PinnedMemory:
         self._device = device
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Implements `HostMemory.holds`."""
+        """Returns whether `tensor` is in host memory."""
         return tensor.is_cpu
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Implements `HostMemory.put`."""
+        """Returns a copy of `tensor` in pinned host memory."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
             tensor, non_blocking=True
         )
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Implements `HostMemory.bring`."""
+        """Returns a copy of `tensor` on the device."""
         return tensor.to(self._device, non_blocking=True)
 
     def is_wanted(self) -> bool:
-        """Implements `HostMemory.is_wanted`."""
+        """Returns whether the device has been short of memory."""
         total = torch.cuda.get_device_properties(self._device).total_memory
         return torch.cuda.max_memory_allocated(self._device) > _MUCH * total
 

@@ -82,7 +82,7 @@ class FilePlacement(ShardPlacement):
     keeps_files = True
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigurationError if the directory cannot be written."""
+        """Creates the placement. Raises ConfigurationError if `directory` is not writable."""
         super().__init__(torch.device("cpu"))
         self._directory = directory
         try:

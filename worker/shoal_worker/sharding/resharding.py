@@ -45,7 +45,7 @@ ELEMENTS: Final = "elements of"
 
 
 class ShardedOptimizerState:
-    """State of one optimizer over the pieces of several units."""
+    """Optimizer state of one model, by unit and by piece of a parameter."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer

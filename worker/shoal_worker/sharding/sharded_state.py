@@ -227,7 +227,8 @@ class ShardedState(PartitionedState):
         self._before, self._copies = None, []
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
-        """Implements `TrainingEngine.keep_two_copies`."""
+        """Copies each shard that only one rank has to another rank, so that there are two copies
+        (`TrainingEngine.keep_two_copies`). `leaving`: ranks that are about to leave."""
         if self.cut is not None:
             try:
                 held, scalars, keys = self._agreed(channel)

@@ -410,8 +410,8 @@ class Unit:
             raise written_in_vain(name, self._whereabouts.strategy)
 
     def _written_in_place(self, before: torch.Tensor) -> str | None:
-        """Returns the name of a parameter of which a sampled element has changed; None if there is
-        none."""
+        """Returns the name of a parameter whose sampled elements differ from `before`; None if none
+        differ."""
         now = self._sample()
         if now is None or same(now, before):
             return None

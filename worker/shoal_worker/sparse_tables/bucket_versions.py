@@ -1,5 +1,4 @@
-"""The versions of sparse tables' buckets, as known to the ranks of a job whose ranks take steps
-together.
+"""Keeps track of the versions of sparse tables' buckets, in a job whose ranks take steps together.
 
 A bucket's version counts its pushes, so every rank knows which version follows the last step. A
 different version means either that a server has lost its data, which is logged and tolerated, or
@@ -19,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 class BucketVersions:
-    """Version that each partition should have once all committed pushes have been applied."""
+    """Versions that the partitions should have once all committed pushes have been applied:
+    partition -> version."""
 
     def __init__(self, *, table_of: Callable[[int], str], lost: Callable[[int], None]) -> None:
-        """Creates an empty set of versions. `table_of`: function that returns the table of a
-        bucket, for errors. `lost`: function called with the number of pushes that a server has
-        lost."""
+        """`table_of`: function that returns the table of a bucket, for errors. `lost`: function
+        called with the number of pushes that a server has lost."""
         self._table_of = table_of
         self._lost = lost
         self._expected: dict[int, int] = {}
@@ -48,11 +47,12 @@ class BucketVersions:
 
     @property
     def found_anew(self) -> bool:
-        """True if versions were read from servers since the last committed step."""
+        """True if this rank has read versions from servers since the last committed step."""
         return bool(self._found)
 
     def note(self, found: Mapping[int, int]) -> None:
-        """Records versions found on a server, and checks that the server lacks no known push.
+        """Records versions found on a server. Logs a warning if the server lacks pushes that were
+        made.
 
         Raises PreconditionError (TABLE_AHEAD) if another job trains the table.
         """
@@ -74,16 +74,16 @@ class BucketVersions:
                 reason="TABLE_AHEAD",
             )
         _log.warning(
-            "sparse table %r: bucket %d has %d pushes, but %d were made, so its server has lost "
-            "data; training continues from the remaining rows. A server with its own data "
-            "directory loses none",
+            "sparse table %r: bucket %d contains %d pushes, but %d were made, so its server has "
+            "lost data; training continues with the remaining rows. A server with its own data "
+            "directory loses no pushes",
             *(table, partition_id, version - 1, expected - 1),
         )
         self._lost(expected - version)
 
     def agree(self, received: Sequence[Mapping[int, int]]) -> None:
-        """Adopts the versions that the ranks know. Raises MembershipChanged if ranks know different
-        versions; each rank then reads the servers again."""
+        """Combines the versions that the ranks know. Raises MembershipChanged if ranks know
+        different versions; each rank then reads the servers again."""
         known: dict[int, set[int]] = {}
         for versions in received:
             for partition_id, version in versions.items():
@@ -94,12 +94,12 @@ class BucketVersions:
         }
         if differing:
             raise MembershipChanged(
-                f"ranks found buckets {differing[:5]} of sparse tables at different versions"
+                f"ranks read different versions of buckets {differing[:5]} of sparse tables"
             )
 
     def step_counts(self, pushed: Iterable[int]) -> None:
-        """Records a committed step that pushes to these buckets."""
-        self._found.clear()  # not before: a repeated step needs a new key as well
+        """Records a committed step that pushes to these buckets, which increases their versions."""
+        self._found.clear()  # not earlier, because a repeated step needs a new key too
         self._expected.update({each: self._expected[each] + 1 for each in pushed})
 
     def encode(self) -> dict[str, int]:
@@ -107,6 +107,6 @@ class BucketVersions:
         return {str(each): version for each, version in self._expected.items()}
 
     def restore(self, versions: Mapping[str, int]) -> None:
-        """Loads the result of `encode`. The versions count as newly read."""
+        """Loads the result of `encode`. The versions count as newly read from servers."""
         self._expected = {int(each): version for each, version in versions.items()}
         self._found = dict(self._expected)

@@ -1,10 +1,9 @@
-"""Interface between ddp's engine and the sparse tables of a model whose other parameters are on
-every rank.
+"""Interface between ddp's engine and the sparse tables of its model. All other parameters of the
+model are on every rank.
 
 The rows are on parameter servers, and the engine does not depend on these: `step_tables.py`
 contains the client, and a strategy combines the two. All calls come from the training thread, in
-the order of this class.
-"""
+the order of this class."""
 
 from __future__ import annotations
 
@@ -33,15 +32,16 @@ class StepTables(Protocol):
         ...
 
     def micro_batch_ends(self, weight: float) -> None:
-        """Assigns the gradients since the last call to a micro-batch with this weight."""
+        """Ends a micro-batch: multiplies the gradients that were collected since the last call by
+        its weight, and adds them to the step's."""
         ...
 
     def reduce(self) -> None:
-        """Sums the row gradients of all ranks, or marks the step lost. Called once the dense
-        gradients are summed, before the commit all-reduce.
+        """Sums the row gradients of all ranks. If that fails, the step is marked as lost. Called
+        once the dense gradients are summed, before the commit all-reduce.
 
-        If servers would refuse the sums, `Step.refused` is set on all ranks to InvalidRequestError
-        (GRADIENT_NOT_FINITE) or LimitError (PAYLOAD_TOO_LARGE). Nothing is pushed then.
+        If the servers would refuse the sums, `Step.refused` is set to InvalidRequestError
+        (GRADIENT_NOT_FINITE) or LimitError (PAYLOAD_TOO_LARGE) on all ranks, and nothing is pushed.
         """
         ...
 
@@ -54,11 +54,10 @@ class StepTables(Protocol):
         ...
 
     def deliver(self) -> None:
-        """Pushes this rank's remaining part of the last step. Called after the end of the step.
+        """Pushes this rank's remaining part of the last step. Called once the step has ended.
 
         Raises:
-            DeadlineError (SERVER_AWAY): a server was unreachable for too long.
-        """
+            DeadlineError (SERVER_AWAY): a server was unreachable for too long."""
         ...
 
     def drop_gradients(self) -> None:
@@ -75,6 +74,6 @@ class StepTables(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restores the result of `capture`. None: nothing is known, and the servers' rows are
-        used."""
+        """Restores the result of `capture`. None: nothing is known about the rows, and those on the
+        servers are used."""
         ...

@@ -3,8 +3,8 @@
 A forward pass looks up each row of its batch once, and keeps the rows only as long as autograd
 does. The table collects the rows' gradients until the step uses them: under async_sgd
 `optimizer.step()` pushes them to the parameter servers; in a single process `apply_gradients`
-applies them. Rows come from a `RowSource`. This is the process's own source until `as_distributed`
-replaces it by the servers.
+applies them. Rows come from a `RowSource`. Until `as_distributed` replaces it by the servers, this
+source is the process itself.
 
 Used by the training thread only. Hooks of its backward pass collect the gradients.
 """
@@ -45,10 +45,10 @@ lr=1e-3)`."""
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """Rows found by a lookup, all read at one moment."""
+    """Rows that a lookup has returned. All were read at the same moment."""
 
     values: Values
-    """Rows of shape `[n, dim]`."""
+    """The rows, of shape `[n, dim]`."""
     versions: Mapping[int, int] = field(default_factory=dict)
     """Version of each partition of the table to which the rows belong. Empty if this process owns
     the table."""
@@ -61,15 +61,16 @@ class RowSource(Protocol):
         """Returns the rows with these ids. The ids must be distinct."""
 
     def prefetch(self, ids: Ids) -> None:
-        """Announces that these ids will be looked up soon. The ids must be distinct."""
+        """Starts to fetch the rows with these ids, because they will be looked up soon. The ids
+        must be distinct."""
 
 
 class OwnRows:
-    """A table whose rows are in this process."""
+    """Source of the rows of a table that is stored in this process."""
 
     def __init__(self, spec: TableSpec, dim: int, like: OwnRows | None = None) -> None:
         """Creates a table. `like`: table whose rows are copied; None: the table is empty."""
-        # One bucket contains all rows, so that it keeps as many as the table may have.
+        # A single bucket contains all rows, so that it keeps as many rows as the table may have.
         self.rows: Rows = Rows(
             replace(spec, buckets=1), dim, None if like is None else like.rows.image()
         )
@@ -90,13 +91,14 @@ class OwnRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGradients:
-    """A step's gradients for a table: each id once, in ascending order."""
+    """Gradients of a step for one table. Each id occurs once, in ascending order."""
 
     ids: Ids
     values: Values
     """Gradients of shape `[n, dim]`, finite or not."""
     versions: Mapping[int, int]
-    """Oldest versions on which the gradients were computed; see `LookedUp.versions`."""
+    """Oldest versions of the rows with which the gradients were computed; see
+    `LookedUp.versions`."""
 
 
 class SparseEmbedding(nn.Module):
@@ -212,8 +214,8 @@ class SparseEmbedding(nn.Module):
         """
         if self._own is None:
             raise PreconditionError(
-                f"table {self.name!r} is on the parameter servers, where optimizer.step() pushes "
-                "its gradients; do not call apply_gradients"
+                f"table {self.name!r} is stored on the parameter servers, to which "
+                "optimizer.step() pushes its gradients; do not call apply_gradients"
             )
         gradients = self.gradients()
         if gradients is not None:
@@ -262,13 +264,13 @@ class SparseEmbedding(nn.Module):
     # -------------------------------------------------------------------------------------- torch's
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of this step."""
+        """Discards the gradients that this table has collected in the current step."""
         super().zero_grad(set_to_none)
         self.drop_gradients()
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Determines whether later lookups train the rows. A module that contains the table does
-        not forward this call, since the rows are not parameters."""
+        """Sets whether later lookups train the rows. Call it on the table itself: a module that
+        contains the table does not forward the call, because the rows are not parameters."""
         self._trains = requires_grad
         return super().requires_grad_(requires_grad)
 
@@ -280,7 +282,7 @@ class SparseEmbedding(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseEmbedding:
-        """Returns a copy of the module without gradients. The copy has its own rows or uses the
+        """Returns a copy of the module without gradients. The copy has rows of its own, or uses the
         same servers."""
         copied = type(self).__new__(type(self))
         nn.Module.__init__(copied)
@@ -306,7 +308,7 @@ class SparseEmbedding(nn.Module):
 
     @uncompiled
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows of a batch, each row once, and the index of the row for each id."""
+        """Returns the rows of a batch, each row once, and for each id the index of its row."""
         unique, places = self._checked(ids).unique(return_inverse=True)
         found = self._source.look_up(unique.cpu().numpy())
         rows = torch.from_numpy(found.values).to(ids.device)
@@ -337,8 +339,8 @@ class SparseEmbedding(nn.Module):
 
 
 class SparseEmbeddingBag(SparseEmbedding):
-    """Computes sums, means or maxima of the rows of each bag without returning single rows. Used
-    like `torch.nn.EmbeddingBag`."""
+    """Looks up bags of rows, and returns the sum, mean or maximum of each bag. Used like
+    `torch.nn.EmbeddingBag`."""
 
     def __init__(
         self, num_embeddings: int | None, embedding_dim: int, *, mode: str = "mean", **options: Any
@@ -387,16 +389,17 @@ def tables_of(module: nn.Module) -> list[SparseEmbedding]:
 
 
 def check_unscaled(*, scaled: bool) -> None:
-    """Raises ConfigurationError if a GradScaler scales the losses of a model with tables."""
+    """Raises ConfigurationError if the losses of a model with sparse tables are scaled by a
+    GradScaler."""
     if scaled:
         raise ConfigurationError(
-            "a GradScaler with sparse tables: a scaler cannot check the gradients of their rows; "
-            "train in float32 or bfloat16, without a scaler"
+            "a GradScaler cannot be used with sparse tables, because it does not see the "
+            "gradients of their rows; train in float32 or bfloat16, without a scaler"
         )
 
 
 def _read_optimizer(name: str, factory: OptimizerFactory, dim: int) -> tuple[str, dict[str, float]]:
-    """Returns the optimizer's name and hyperparameters, in the servers' form."""
+    """Returns the optimizer's name and hyperparameters in the form that the servers use."""
     made = factory([nn.Parameter(torch.zeros(1, dim))])
     for declared in TABLE_OPTIMIZERS.values():
         if declared.optimizer_class() is type(made):
@@ -419,5 +422,6 @@ def _enough_buckets(shape: tuple[int, int], optimizer: str, max_rows: int) -> in
     buckets = _FEWEST_BUCKETS if rows else DEFAULT_BUCKETS
     while buckets < MOST_BUCKETS and rows * per_row > buckets * _FULL_BUCKET_BYTES:
         buckets *= 2
-    # A hash gives some buckets more rows than others, which matters if each keeps few.
+    # A hash puts more rows into some buckets than into others, which matters if each bucket keeps
+    # few rows.
     return min(buckets, max(1, max_rows // _FEWEST_ROWS)) if max_rows > 0 else buckets

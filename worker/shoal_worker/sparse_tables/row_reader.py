@@ -1,8 +1,8 @@
 """Reads rows of sparse tables by id from their servers, for lookups.
 
-The reader pulls as an observer, from all servers at once, over separate connections. Any thread may
-call it, such as the training thread and the threads of prefetches and checkpoints.
-"""
+The reader pulls as an observer, for which no worker waits, from all servers at once and over
+separate connections. Any thread may call it, such as the training thread and the threads of
+prefetches and checkpoints."""
 
 from __future__ import annotations
 
@@ -43,23 +43,24 @@ _STREAM_DEADLINE: Final = timedelta(seconds=60)
 _PASSING: Final = frozenset(
     {"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN", "JOB_UNKNOWN"}
 )
-"""Transient refusals: servers change, or the address of one of this job's servers now belongs to
-another job."""
+"""Error reasons after which a call may succeed when it is repeated: servers are being replaced, or
+the address of one of this job's servers now belongs to another job."""
 
 
 AnswerT = TypeVar("AnswerT")
 
 
 def _passes(error: ShoalError) -> bool:
-    """Returns whether the same call may succeed later. Returns False if a file of a checkpoint is
-    damaged, since no other copy will appear."""
+    """Returns whether a call that failed with this error may succeed later. Returns False if a file
+    of a checkpoint is damaged, because no other copy will appear."""
     if isinstance(error, CorruptDataError):
         return error.reason != "FILE_CORRUPT"
     return isinstance(error, UnavailableError | DeadlineError) or error.reason in _PASSING
 
 
 class RowReader:
-    """Reads rows of this job's tables from the servers that have them. Callable from any thread."""
+    """Reads rows of this job's sparse tables from the parameter servers. Callable from any
+    thread."""
 
     def __init__(
         self, job: Job, shard_map: coordinator_pb.ShardMap, *, patience: timedelta
@@ -68,7 +69,7 @@ class RowReader:
         self._patience_s = patience.total_seconds()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Held while the following attributes are read or changed."""
+        """Lock held while the following attributes are read or changed."""
         self._map = shard_map
         self._clients: dict[str, ParameterServerClient] = {}
         """Client of each server, by address."""
@@ -105,7 +106,8 @@ class RowReader:
             except ShoalError as error:
                 if self._closed.is_set():
                     raise UnavailableError(
-                        "this worker has left the job and its sparse tables' servers",
+                        "rows of sparse tables are no longer available, because this worker has "
+                        "left the job",
                         reason="CLIENT_CLOSED",
                     ) from error
                 if not _passes(error):
@@ -132,13 +134,16 @@ class RowReader:
         return found is not None
 
     def find_for_certain(self) -> None:
-        """Waits until the coordinator has reported the servers' locations. A primary that does not
-        know that it was replaced may answer with old data for a while. Results that look too old
-        are therefore requested again after this call. Raises the same errors as `read`."""
+        """Waits until the coordinator has reported the servers' locations. A server that does not
+        yet know that its backup has replaced it may answer with old data for a while. Callers with
+        results that look too old therefore request them again after this call. Raises the same
+        errors as `read`."""
 
         def ask() -> None:
             if not self.find():
-                raise UnavailableError("could not get the servers' addresses from the coordinator")
+                raise UnavailableError(
+                    "could not get the addresses of the parameter servers from the coordinator"
+                )
 
         self.retry_until(ask)
 
@@ -168,7 +173,8 @@ class RowReader:
             found = {each.partition_id: each for each in held if each.partition_id in addresses}
             if missing := addresses.keys() - found.keys():
                 raise UnavailableError(
-                    f"no server has partitions {sorted(missing)} yet", reason="SHARD_MAP_INCOMPLETE"
+                    f"no parameter server has partitions {sorted(missing)} yet",
+                    reason="SHARD_MAP_INCOMPLETE",
                 )
             return found
 
@@ -179,8 +185,8 @@ class RowReader:
         return in_background(lambda: self.read(partitions, dim, ids), name="shoal-prefetch")
 
     def await_ahead(self, read: Future[LookedUp]) -> None:
-        """Waits until a read started by `read_ahead` is complete, regardless of its outcome. Called
-        by the training thread."""
+        """Waits until a read started by `read_ahead` is complete, whether it succeeds or fails.
+        Called by the training thread."""
         with self._job.waits.collects():
             wait_for_all([read])
 
@@ -239,8 +245,8 @@ class RowReader:
         ids: Ids,
         values: Values,
     ) -> dict[int, int]:
-        """Reads the rows of one server's buckets into the places given in `share`. Returns the
-        oldest version read from each bucket."""
+        """Reads rows of one server's buckets, and writes them to the positions given in `share`.
+        Returns the oldest version read from each bucket."""
         versions: dict[int, int] = {}
         at_once = max(1, min(_MOST_BYTES // (4 * values.shape[1]), _MOST_IDS) // len(share))
         for begin in range(0, max(1, *(len(places) for places in share.values())), at_once):
@@ -288,11 +294,12 @@ class RowReader:
         with self._lock:
             if self._closed.is_set():
                 raise UnavailableError(
-                    "this worker has left the job and its sparse tables' servers",
+                    "rows of sparse tables are no longer available, because this worker has left "
+                    "the job",
                     reason="CLIENT_CLOSED",
                 )
             client = self._clients.get(address)
-            if client is None or client.is_closed:  # another server had the address for a while
+            if client is None or client.is_closed:  # for a while, another server had this address
                 self._clients[address] = self._job.server_client(address)
             return self._clients[address]
 
@@ -306,7 +313,8 @@ def _addresses(shard_map: coordinator_pb.ShardMap, partitions: Sequence[int]) ->
     }
     if missing := sorted({owner for owner in owners.values() if not addresses.get(owner)}):
         raise PreconditionError(
-            f"servers {missing} own partitions but are not registered",
+            f"parameter servers {missing} own partitions but are not registered with the "
+            "coordinator",
             reason="SHARD_MAP_INCOMPLETE",
         )
     return {partition_id: addresses[owner] for partition_id, owner in owners.items()}

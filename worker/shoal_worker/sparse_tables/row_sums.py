@@ -1,5 +1,5 @@
-"""Row gradients of a step, which the ranks of ddp sum (step_tables.py): each rank's part, and the
-sum of all parts."""
+"""Row gradients of a step under ddp: one rank's part, and the sum over the ranks' parts
+(step_tables.py)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Sums = npt.NDArray[np.float64]
 
 
 class RowSums:
-    """This rank's weighted part of a step's row gradients, by table and id. The values are float64,
-    so that with micro-batches, whose weights are integers, the sum does not depend on which rank
-    computed which part: see `replicated/buckets.py`."""
+    """This rank's weighted part of a step's row gradients, by table and id. The values are float64.
+    With micro-batches, whose weights are integers, the sum then does not depend on which rank
+    computed which part (see `replicated/buckets.py`)."""
 
     def __init__(self, tables: Sequence[SparseEmbedding]) -> None:
         self._tables = tables
@@ -28,11 +28,11 @@ class RowSums:
         self._weight = 0.0
         """Total weight of the micro-batches included so far."""
         self.versions: dict[int, int] = {}
-        """Versions on which the gradients were computed."""
+        """Versions of the rows with which the gradients were computed."""
 
     def take(self, factor: float, *, weight: float = 0.0) -> None:
-        """Adds the tables' gradients, multiplied by `factor`, and drops them from the tables.
-        `weight`: weight of the micro-batch. If the factor is 0, the gradients are left out."""
+        """Takes the gradients from the tables, multiplies them by `factor` and adds them. `weight`:
+        weight of the micro-batch. If the factor is 0, the gradients are left out."""
         for table in self._tables:
             gradients = table.gradients()
             if gradients is not None and factor != 0:
@@ -62,8 +62,8 @@ class RowSums:
 
 
 def summed(parts: Sequence[tuple[Ids, _Sums]]) -> tuple[Ids, _Sums]:
-    """Returns each id once, in ascending order, and the sum of its gradients in the order of the
-    parts."""
+    """Sums the parts of several ranks. Returns the ids, each once and in ascending order, and the
+    sum of each id's gradients, added in the order of the parts."""
     ids = np.concatenate([ids for ids, _ in parts])
     order = np.argsort(ids, kind="stable")
     unique, first = np.unique(ids[order], return_index=True)

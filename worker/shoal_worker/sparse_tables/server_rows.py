@@ -2,10 +2,9 @@
 checkpoints, and restores them from a checkpoint.
 
 A bucket is streamed through this process piece by piece, from a server to a file or back. A
-restoration has a number, so that a server applies it once, regardless of how often and by whom it
-is sent. Restorations of a later generation, and restorations after those that the servers know,
-have larger numbers.
-"""
+restoration has a number, so that a server applies it once, however often and by whichever rank it
+is sent. The number is larger than those of all restorations in earlier generations, and of all that
+the servers know."""
 
 from __future__ import annotations
 
@@ -27,15 +26,16 @@ from shoal_worker.sparse_tables.row_reader import RowReader
 
 _RESTORATIONS_OF_A_GENERATION: Final = 1 << 32
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Transfer rate assumed for the deadline of a stream, to which a fixed minute is added."""
+"""Transfer rate that is assumed for the deadline of a stream. A minute is added to that
+deadline."""
 _LARGEST_BUCKET: Final = 256 << 20
 _LOOK_S: Final = 0.2
-"""Interval between checks whether rank 0 has provided the initial rows."""
+"""Interval at which a rank checks whether rank 0 has provided the initial rows."""
 
 
 class ServerRowStore:
-    """A `RowStore` (elastic/contract/row_store.py). `StepRowStore` is the variant for ranks that
-    take steps together."""
+    """Implements `RowStore` (elastic/contract/row_store.py) for async_sgd. `StepRowStore` is the
+    variant for ranks that take steps together."""
 
     steady = False
 
@@ -46,7 +46,7 @@ class ServerRowStore:
         tables: Sequence[SparseEmbedding],
         partitions: Mapping[str, Sequence[int]],
     ) -> None:
-        """Creates the store. `partitions`: partitions of each table, by bucket number."""
+        """`partitions`: partitions of each table, by bucket number."""
         self._job = job
         self._reader = reader
         self._tables = {table.name: table for table in tables}
@@ -105,17 +105,17 @@ class ServerRowStore:
                 return
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"rank 0 did not send the servers bucket {untouched[0][1]} of table "
-                    f"{untouched[0][0]!r}, which is in the checkpoint, within "
-                    f"{self._job.patience.total_seconds() + gives_s:.0f} s; does rank 0 resume "
-                    "from a directory that all ranks share?",
+                    f"rank 0 did not send the parameter servers bucket {untouched[0][1]} of "
+                    f"table {untouched[0][0]!r}, which is in the checkpoint, within "
+                    f"{self._job.patience.total_seconds() + gives_s:.0f} s; check that rank 0 "
+                    "resumes from a directory that all ranks share",
                     reason="VALUES_MISSING",
                 )
             time.sleep(_LOOK_S)
 
     def _untouched(self, stored: StoredRows) -> list[tuple[str, int]]:
-        """Returns the buckets with rows in the checkpoint that were neither trained nor restored on
-        the servers."""
+        """Returns the buckets that have rows in the checkpoint but were neither trained nor
+        restored on the servers yet."""
         held = self._reader.look()
         return [
             (table, bucket)
@@ -191,7 +191,7 @@ class ServerRowStore:
         )
 
     def _all_buckets(self) -> list[tuple[str, int, int]]:
-        """Returns the table, bucket number and partition of each bucket."""
+        """Returns a tuple for each bucket: table, bucket number and partition."""
         return [
             (table, number, partition_id)
             for table, partitions in sorted(self._partitions.items())
@@ -216,9 +216,9 @@ class StepRowStore(ServerRowStore):
         expected: Callable[[int], int],
         found: Callable[[Mapping[int, int]], None],
     ) -> None:
-        """Creates the store. `settle`: function that returns once the servers have the entire last
-        step. `expected`: function that returns the version of a partition at that point, or 0 if
-        the version is unknown. `found`: function called with versions read from partitions."""
+        """`settle`: function that blocks until the servers have the entire last step. `expected`:
+        function that returns the version that a partition then has, or 0 if it is unknown. `found`:
+        function called with versions read from partitions."""
         super().__init__(job, reader, tables, partitions)
         self._settle = settle
         self._expected_version = expected
@@ -229,8 +229,8 @@ class StepRowStore(ServerRowStore):
         self._settle()
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
-        """Implements `RowStore.fetch`. Handles rows from other steps in the same way as a lookup:
-        see `ServerStepTables`."""
+        """Implements `RowStore.fetch`. Handles rows that belong to another step in the same way as
+        a lookup does: see `ServerStepTables`."""
         partition_id = self._partitions[table][bucket]
         version = super().fetch(table, bucket, file, given_up)
         if version < self._expected_version(partition_id):

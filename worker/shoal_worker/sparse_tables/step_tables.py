@@ -73,20 +73,20 @@ _log = logging.getLogger(__name__)
 _PATIENCE_S: Final = 1.0
 """Time for which a rank waits for another rank's push before it makes that push itself."""
 _LAST_PATIENCE_S: Final = 30.0
-"""Time for which a rank that may no longer push waits until the other ranks have pushed its
-share."""
+"""Time for which a rank whose pushes the servers no longer accept waits until the other ranks have
+pushed its share."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62
-"""Upper bound of the random number at which keys begin. Keys begin at a new random number whenever
-versions were read again: servers may know keys after the last one known here, from a previous run
-or from steps undone by a return to a checkpoint."""
+"""Upper bound of the random number at which the keys of pushes begin. Keys begin at a new random
+number whenever versions were read again, because servers may know later keys than this rank does:
+from a previous run, or from steps that a return to a checkpoint has undone."""
 
 
 class SynchronousJob(Job):
-    """The job of a worker that takes steps together with other ranks. Once it takes steps, it
-    leaves only at step boundaries, where all ranks know that it leaves. No wait for a server
-    therefore ends early because the worker should leave."""
+    """The job of a worker that takes steps together with other ranks. Such a worker leaves only at
+    step boundaries, where all ranks know of it. A wait for a server therefore never ends early
+    because the worker should leave."""
 
     takes_steps = False
 
@@ -99,7 +99,7 @@ class SynchronousJob(Job):
 
 @dataclass(kw_only=True)
 class _Step:
-    """The pushes of one step."""
+    """Pushes of one step to the buckets of all tables."""
 
     key: int
     """Unique key of the step, under which it is pushed."""
@@ -110,23 +110,23 @@ class _Step:
     generation: int
     """Generation in which the step was summed."""
     known_to_all: bool = False
-    """True if every rank knows that the step was closed."""
+    """True if it is known that no rank will repeat the step."""
     delivered_as: tuple[int, int] | None = None
     """Number of pushing ranks, and this rank's index among them, when it last pushed its share.
     None if the rank has not pushed."""
     unseen: set[int] = field(default_factory=set)
-    """Partitions that, as far as this rank knows, have not received the step."""
+    """Partitions that, as far as this rank knows, have not received the step's push yet."""
 
     def __post_init__(self) -> None:
         self.unseen = set(self.pushes)
 
 
 class ServerStepTables:
-    """Tables with rows on the job's parameter servers. A `StepTables`
-    (sparse_tables/ddp_hook.py)."""
+    """Implements `StepTables` (sparse_tables/ddp_hook.py) for tables whose rows are on the job's
+    parameter servers."""
 
     def __init__(self, setup: Setup, tables: Sequence[SparseEmbedding]) -> None:
-        """Creates the tables. Does not connect yet.
+        """Finds the model's tables. Does not connect yet.
 
         Raises:
             ConfigurationError: two tables, or a table and a parameter, have the same name.
@@ -148,8 +148,8 @@ class ServerStepTables:
         """Partitions of each table, by bucket number."""
         self._here = RowSums(tables)
         self._stale = False
-        """True if rows looked up in this step lack part of the last step, so that this step must
-        not commit."""
+        """True if rows that were looked up in this step lack a part of the last step, so that this
+        step must not be committed."""
         self._next_key = 0
         """Key of the next step that pushes; 0 if no step has pushed."""
         self._versions = BucketVersions(
@@ -160,8 +160,8 @@ class ServerStepTables:
         self._pending: _Step | None = None
         """The last committed step, until all partitions are known to have received it."""
         self._shut_out = False
-        """True if this rank takes its last steps and servers no longer accept its pushes. The other
-        ranks then push its share."""
+        """True if this rank is about to leave and the servers no longer accept its pushes. The
+        other ranks then push its share."""
         self._clock = 0
         self._early: Mapping[str, Any] | None = None
         """State that was loaded before the servers were connected."""
@@ -176,8 +176,8 @@ class ServerStepTables:
         try:
             job, self._own_cluster = open_job(self._own, SynchronousJob)
             shard_map = job.declare(table_specs(self._tables))
-            # Servers require an optimizer for dense tensors, of which there are none; each table
-            # has its own.
+            # Servers require an optimizer for dense tensors, although there are none; each table
+            # has an optimizer of its own.
             schedule = ServerOptimizer(torch.optim.SGD([unused], lr=1.0), {id(unused): ""})
             self._servers = ParameterServers(
                 job, shard_map, (), schedule, self._options, self._own.metrics
@@ -242,7 +242,7 @@ class ServerStepTables:
                     in_micro_batches=step.in_micro_batches,
                 )
             except (InvalidRequestError, LimitError) as error:
-                step.refused = error  # every rank has the same sums
+                step.refused = error  # every rank gets the same sums
                 return
         if not exchanging.failed:
             self._staged = staged
@@ -264,8 +264,8 @@ class ServerStepTables:
                 group.rendezvous()
         except MembershipChanged as error:
             _log.info(
-                "it is not known whether all ranks committed the step; the next generation will "
-                "determine it: %s",
+                "it is not yet known whether all ranks have committed the step; the ranks of the "
+                "next generation will find out: %s",
                 error,
             )
         else:
@@ -282,7 +282,7 @@ class ServerStepTables:
         pending = self._pending
         if pending is None or not self._may_push(pending):
             return
-        # If the exchange failed, a rank may be gone, and its share with it.
+        # If the exchange failed, a rank may have failed, and its share would not be pushed.
         ranks, place = self._pushing() if pending.known_to_all else (1, 0)
         if pending.delivered_as == (ranks, place):
             return
@@ -294,9 +294,9 @@ class ServerStepTables:
 
     def _pushing(self) -> tuple[int, int]:
         """Returns the number of ranks that push and this rank's index among them. Servers reject
-        pushes of a leaving rank as soon as the coordinator has a generation without the rank. Ranks
-        learn of this generation at different times. A rank that learns of it after pushing its
-        share pushes again, by the new division."""
+        pushes of a leaving rank as soon as the coordinator has formed a generation without it.
+        Ranks learn of that generation at different times; one that has already pushed its share
+        then pushes again, with the new division."""
         membership, group = self._own.membership, self._session.group
         newest = membership.link.newest_generation if membership is not None else None
         ranks, rank = self._session.world_size, self._session.rank
@@ -366,7 +366,7 @@ class ServerStepTables:
         while True:
             found = self._require_reader().read(partitions, dim, ids)
             if self._session.is_joining or self._is_aborted:
-                return found  # results computed from them do not count
+                return found  # results computed with these rows do not count
             pending = self._pending
             behind = {
                 each for each in partitions if found.versions[each] < self._versions.get(each)
@@ -387,12 +387,15 @@ class ServerStepTables:
             if self._shut_out:
                 if time.monotonic() - since > _LAST_PATIENCE_S:
                     raise DeadlineError(
-                        f"waited {_LAST_PATIENCE_S:.0f} s for the other ranks to push rows of the "
-                        "last step, because servers accept none from this rank, which was asked "
-                        "to leave; see the logs of the other ranks"
+                        f"waited {_LAST_PATIENCE_S:.0f} s for the other ranks to push rows of "
+                        "the last step, because the servers no longer accept pushes from this "
+                        "rank, which was asked to leave; see the logs of the other ranks"
                     )
             elif time.monotonic() - since > _PATIENCE_S:
-                _log.info("pushing rows that another rank did not push within %.0f s", _PATIENCE_S)
+                _log.info(
+                    "pushing rows on behalf of another rank, which did not push them within %.0f s",
+                    _PATIENCE_S,
+                )
                 self._push(pending, sorted(pending.unseen))
             else:
                 self.deliver()
@@ -400,8 +403,8 @@ class ServerStepTables:
             waits = min(2 * waits, _LONGEST_WAIT_S)
 
     def _note(self, versions: Mapping[int, int]) -> None:
-        """Records versions read from these partitions, and checks that the servers lack no known
-        push. Raises the same errors as `BucketVersions.note`."""
+        """Records versions read from these partitions, and logs a warning if the servers lack
+        pushes that were made. Raises the same errors as `BucketVersions.note`."""
         self._versions.note(versions)
         self._saw(versions)
 
@@ -420,8 +423,8 @@ class ServerStepTables:
             self._pending = None
 
     def _see_all(self) -> None:
-        """Waits until all partitions have the last step, in versions that this rank knows, or until
-        the step must not be committed."""
+        """Waits until all partitions have received the last step and this rank knows their
+        versions, or until it is clear that the current step must not be committed."""
         for table in self._tables:
             partitions = self._partitions[table.name]
             awaited = self._pending is not None and self._pending.unseen.intersection(partitions)
@@ -438,8 +441,8 @@ class ServerStepTables:
         *,
         in_micro_batches: bool,
     ) -> _Step:
-        """Combines the reports of all ranks into the pushes of a step. The result is the same on
-        all ranks.
+        """Combines the row gradients that all ranks have sent into the pushes of a step. The result
+        is the same on all ranks.
 
         Raises:
             MembershipChanged: the ranks have looked up rows of different steps; the step must be
@@ -519,8 +522,8 @@ class ServerStepTables:
             if self._own.membership is not None and self._own.membership.link.excluded:
                 self._shut_out = True
                 _log.info(
-                    "servers no longer accept rows from this rank, because it is leaving; the "
-                    "other ranks push them: %s",
+                    "the parameter servers no longer accept rows from this rank, because it is "
+                    "leaving; the other ranks push its share: %s",
                     stop,
                 )
             else:
@@ -563,14 +566,14 @@ class ServerStepTables:
             self._own_cluster = None
 
     def _push_the_last(self, step: _Step) -> None:
-        """Pushes everything that is not known to be on the servers, because no later lookup would
-        detect that another rank's push is missing."""
+        """Called at the end of the run. Pushes everything that is not known to be on the servers,
+        including other ranks' shares, because no later lookup would notice a missing push."""
         if self._shut_out:
             return
         if not self._may_push(step):
             _log.warning(
-                "rows of the last step were not pushed, because it is not known whether all "
-                "ranks committed it"
+                "the rows of the last step were not pushed, because it is not known whether all "
+                "ranks committed that step"
             )
             return
         try:
@@ -589,7 +592,7 @@ class ServerStepTables:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of one table. A `RowSource`."""
+    """Implements `RowSource` for one table."""
 
     tables: ServerStepTables
     partitions: tuple[int, ...]
@@ -600,7 +603,8 @@ class _Rows:
         return self.tables.look_up(self.partitions, self.dim, ids)
 
     def prefetch(self, ids: Ids) -> None:
-        """Does nothing: the rows of the next batch are not available before this step's pushes."""
+        """Does nothing: rows that are fetched before this step's pushes would be outdated for the
+        next batch."""
 
 
 def step_tables(setup: Setup) -> ServerStepTables | None:

@@ -1,12 +1,11 @@
-"""The sparse tables of a worker's model, with rows on the parameter servers. Forward passes look up
-rows on the servers, and steps push gradients to them.
+"""Sparse tables of a worker's model under async_sgd. Forward passes look up rows on the parameter
+servers, and steps push gradients to them.
 
 Rows are looked up (row_reader.py) for the training thread, or ahead of it (`prefetch`), while
 pushes are in progress. A step's pushes to tables are sent with its dense gradients, under the same
 numbers, clock and batch (server_link.py); this module only creates the pushes.
 
-Used by the training thread only.
-"""
+Used by the training thread only."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
 
 
 def table_specs(tables: Iterable[SparseEmbedding]) -> list[coordinator_pb.TensorSpec]:
-    """Returns the tables' specifications for DeclareTensors."""
+    """Returns the tables' specifications for the RPC DeclareTensors."""
     return [
         coordinator_pb.TensorSpec(
             name=table.name, shape=table.shape, dtype=ROWS_DTYPE.name, table=table.spec.message()
@@ -112,14 +111,13 @@ def pushed_rows(
 
 
 class Tables:
-    """All tables of a worker's model."""
+    """All sparse tables of a worker's model."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Finds the tables. Does not connect yet.
+        """Finds the model's tables. Does not connect yet.
 
         Raises:
-            ConfigurationError: two tables, or a table and a parameter, have the same name.
-        """
+            ConfigurationError: two tables, or a table and a parameter, have the same name."""
         self._tables = tables_of(module)
         check_names(module, self._tables)
         self._partitions: dict[str, tuple[int, ...]] = {}
@@ -132,7 +130,7 @@ class Tables:
         return bool(self._tables)
 
     def specs(self) -> list[coordinator_pb.TensorSpec]:
-        """Returns the tables' specifications for DeclareTensors."""
+        """Returns the tables' specifications for the RPC DeclareTensors."""
         return table_specs(self._tables)
 
     def connect(
@@ -144,12 +142,11 @@ class Tables:
         stopped: Callable[[StopTraining], None],
     ) -> None:
         """Connects the tables to the servers, which provide the rows from now on. `patience`:
-        longest time that a server may be unreachable. `stopped`: function called on the training
-        thread if the run ends while the thread waits for rows.
+        maximum time for which a server may be unreachable. `stopped`: function called on the
+        training thread if the run ends while the thread waits for rows.
 
         Raises:
-            ConfigurationError: a table was already trained in this process.
-        """
+            ConfigurationError: a table was already trained in this process."""
         if not self._tables:
             return
         self._reader = RowReader(job, shard_map, patience=patience)
@@ -183,7 +180,7 @@ class Tables:
 
 
 class ServerRows:
-    """One table's rows on the servers. A `RowSource`."""
+    """Implements `RowSource` for one table whose rows are on the servers."""
 
     def __init__(
         self,
@@ -200,8 +197,8 @@ class ServerRows:
         """Prefetches, the oldest first: the ids in ascending order, and their rows."""
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """Implements `RowSource.look_up`. Raises the same errors as `RowReader.read`; ignores
-        failed prefetches."""
+        """Implements `RowSource.look_up`. Raises the same errors as `RowReader.read`. Errors of
+        prefetches are ignored."""
         try:
             return self._prefetched(ids) or self._reader.read(self._partitions, self._dim, ids)
         except StopTraining as stop:

@@ -3,15 +3,14 @@
 When copying to memory that is not pinned, CUDA blocks the caller until the copy is complete, and
 uses only a fraction of the bus bandwidth (NVIDIA, "CUDA C++ Best Practices Guide", "Pinned
 Memory"). Tensors are therefore copied block by block through two pinned buffers on a separate
-stream: while the caller uses one block, the next one is transferred.
+stream: while the caller processes one block, the next one is transferred.
 
 Data that is to be written while training continues is first copied on the device, in stream order.
 This takes device memory, but no host thread waits for it, and later changes of the tensor do not
 affect the copy. If the device has no room for the copy, the caller waits for the transfer.
 
 A `DeviceReader` belongs to one thread; any thread may create one. `HostCopies` starts on the
-training thread and completes on any thread.
-"""
+training thread and completes on any thread."""
 
 from __future__ import annotations
 
@@ -47,13 +46,13 @@ class Lane(Protocol):
         ...
 
     def room(self) -> int:
-        """Returns the number of bytes of device memory that may be used while training
+        """Returns the number of bytes of device memory that are available for copies while training
         continues."""
         ...
 
 
 class CudaLane:
-    """A `Lane` with its own CUDA stream."""
+    """Implements `Lane` with a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -130,8 +129,8 @@ class DeviceReader:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, with the tensors' values at the time of the request. The
-    copies are complete once `arrive` has returned."""
+    """Copies device tensors to host memory while training continues. A copy has the tensor's values
+    at the time of the request, and is complete once `arrive` has returned."""
 
     def __init__(self, lanes: Callable[[torch.device], Lane | None] | None = None) -> None:
         self._lane_of = lanes or lane_of
@@ -166,7 +165,7 @@ class HostCopies:
             return None
         try:
             copy = tensor.clone(memory_format=torch.contiguous_format)
-        except torch.OutOfMemoryError:  # the free memory is fragmented
+        except torch.OutOfMemoryError:  # the free memory may be fragmented
             self._room[tensor.device] = 0
             return None
         self._room[tensor.device] -= tensor.nbytes

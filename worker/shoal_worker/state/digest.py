@@ -51,8 +51,8 @@ def tensor_digest(tensor: torch.Tensor) -> int:
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """Returns a 64-bit digest of the bytes of several tensors, in order. Digests of device tensors
-    are computed on the device, with one synchronization. They differ from the digests of equal host
-    tensors."""
+    are computed on the device, with one synchronization. They differ from digests of equal tensors
+    on the host."""
     digest = xxhash.xxh3_64()
     sums: list[torch.Tensor] = []
     for tensor in tensors:
@@ -70,7 +70,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def digest_in_place(tensor: torch.Tensor) -> int:
-    """Returns a 64-bit digest of a tensor's dtype, shape and bytes, computed like `digest_of`: a
+    """Returns a 64-bit digest of a tensor's dtype, shape and bytes, computed as by `digest_of`: a
     device tensor is not copied to the host."""
     return xxhash.xxh3_64_intdigest(
         f"{tensor.dtype}{tuple(tensor.shape)}{digest_of([tensor])}".encode()
@@ -79,15 +79,15 @@ def digest_in_place(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a digest of a tensor's bytes, computed on the tensor's device, as a 64-bit integer
-    tensor there. A change of one bit, or a swap of two elements, changes the digest with very high
-    probability."""
+    """Computes a digest of a tensor's bytes on the tensor's device. Returns it as a 64-bit integer
+    tensor on that device. A change of one bit, or a swap of two elements, changes the digest with
+    very high probability."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     words = (torch.view_as_real(plain).view(-1) if plain.is_complex() else plain).view(
         _WHOLE[tensor.dtype.itemsize]
     )
-    # Positions in a chunk times an odd number with many bits, so that a value at one position never
-    # equals that at another.
+    # Positions within a chunk are multiplied by an odd number with many bits, so that a value at
+    # one position never counts like one at another.
     places = torch.arange(min(len(words), _CHUNK), device=words.device).mul_(_ODD[0])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):
@@ -99,9 +99,9 @@ def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def part_digest(part: torch.Tensor, begin: int) -> int:
-    """Returns the contribution of adjacent elements to the digest of a tensor's bytes. The digest
-    is the sum of the contributions of all parts modulo 2**64, however the tensor is divided into
-    parts, and on whichever devices these are. `begin`: index of the first element.
+    """Returns the contribution of a run of elements to the digest of a tensor. The tensor's digest
+    is the sum of the contributions of all its parts modulo 2**64. It does not depend on how the
+    tensor is divided into parts, or on which devices they are. `begin`: index of the first element.
 
     A change of one bit, or a swap of two elements, changes the digest with very high probability.
     """
@@ -137,35 +137,35 @@ def describe_values(tensor: torch.Tensor, digest: int | None = None) -> dict[str
 
 @functools.lru_cache(maxsize=2)
 def _weights(device: torch.device) -> torch.Tensor:
-    """Returns the odd factors of one row of elements in `part_digest`."""
+    """Returns the odd numbers by which `part_digest` multiplies the elements of one row."""
     mixed = torch.arange(1, _ROW + 1, device=device).mul_(_ODD[0])
     mixed.bitwise_xor_(mixed >> 30).mul_(_ODD[1])
     return mixed.bitwise_xor_(mixed >> 27).mul_(_ODD[2]).bitwise_or_(1)
 
 
 def _is_far(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is not in host memory."""
+    """Returns whether a tensor is on a device other than the CPU."""
     return tensor.device.type not in ("cpu", "meta")
 
 
 _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Integer type with which the bits of an element are read, by the element's size. Elements of 16
-bytes are read as two numbers."""
+"""Size of an element in bytes -> integer type as which its bits are read. Elements of 16 bytes are
+read as two numbers."""
 _CHUNK: Final = 1 << 22
 """Number of elements mixed at a time, as 8-byte integers."""
 _ROW: Final = 1 << 18
 """Number of elements whose factors in `part_digest` differ by more than a power."""
 _ODD: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-"""Constants of a mixing function, as signed numbers. The steps (multiply, shift, repeat) have the
-same source. (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014,
-section 5.)"""
+"""Constants of the mixing function, as signed numbers. Its steps (multiply, shift, repeat) come
+from the same paper. (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+OOPSLA 2014, section 5.)"""
 
 
 def state_tensors(
     state: Mapping[Any, Mapping[str, Any]], parameters: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of an optimizer's state by description, for errors. `parameters`: keys of
-    `state`, by the parameters' names."""
+    """Returns the tensors of an optimizer's state: a description for error messages -> tensor.
+    `parameters`: name of a parameter -> its key in `state`."""
     return {
         f"{key} of {name!r}": value
         for name, parameter in parameters.items()
@@ -179,8 +179,8 @@ def digest(
     tensors: Mapping[str, torch.Tensor],
     tensor_digest: Callable[[torch.Tensor], int] = tensor_digest,
 ) -> int:
-    """Returns a 64-bit digest of a state that `flatten` has decomposed. `tensor_digest`: computes
-    the digest of one tensor.
+    """Returns a 64-bit digest of a state that `flatten` has decomposed. `tensor_digest`: function
+    that computes the digest of one tensor.
 
     Raises:
         CorruptDataError: the structure refers to a missing tensor.
@@ -203,13 +203,13 @@ def digest(
 
 
 def state_digest(state: object) -> int:
-    """Returns the `digest` of a state. Raises ConfigurationError like `flatten`."""
+    """Returns the `digest` of a state. Raises ConfigurationError as `flatten` does."""
     return digest(*flatten(state))
 
 
 def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
     """Returns the structure with every tensor's name replaced by the tensor's digest, and unordered
-    pairs sorted. `of`: returns the digest of a tensor by name."""
+    pairs sorted. `of`: function that returns the digest of the tensor with a given name."""
     if isinstance(structure, list):
         return [_by_content(item, of) for item in structure]
     if not isinstance(structure, dict):
@@ -225,15 +225,16 @@ def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
 # ----------------------------------------------------------------------------------------- datasets
 
 SAMPLES: Final = "the dataset's samples"
-"""Key of a loader's dealing for the identity of its dataset."""
+"""Key under which a loader's dealing contains the identity of the dataset."""
 DRAWN: Final = "the sampler's indices"
-"""Key of a loader's dealing for a digest of the epoch's order of samples."""
+"""Key under which a loader's dealing contains a digest of the epoch's sample order."""
 STREAMED: Final = "the stream's items"
-"""Key of a loader's dealing for its stream: the number of items read up to the end of the step, a
-digest of these, and whether the stream ends there."""
+"""Key under which a loader's dealing describes its stream: the number of items read up to the end
+of the step, a digest of them, and whether the stream ends there."""
 
 _ROWS: Final = 1 << 16
-"""Maximum number of rows of a tensor that are part of a digest, evenly spaced."""
+"""Maximum number of rows of a tensor that are included in a dataset's digest. They are evenly
+spaced."""
 
 
 def identity_of(dataset: Any) -> str:
@@ -264,7 +265,7 @@ def _digest_of_indices(indices: Sequence[int]) -> str:
     try:
         return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(indices, dtype=np.int64).data)
     except (TypeError, ValueError, OverflowError):
-        # keys of a mapping, for example, which Subset accepts too
+        # for example keys of a mapping, which Subset accepts as well
         return str(len(indices))
 
 

@@ -19,12 +19,11 @@ from torch import nn
 def check_tensors_fit(
     tensors: Mapping[str, torch.Tensor], module: nn.Module, shapes: Mapping[str, torch.Size]
 ) -> None:
-    """Checks that a result of any strategy's `full_state_dict` fits a module. `shapes`: full shapes
-    of the tensors in `module`'s state.
+    """Checks that a state dict, as returned by `full_state_dict` under any strategy, fits a module.
+    `shapes`: full shapes of the tensors in `module`'s state.
 
     Raises:
-        CorruptDataError (MODEL_DIFFERS): names or shapes differ.
-    """
+        CorruptDataError (MODEL_DIFFERS): names or shapes differ."""
     differing = sorted(set(tensors) ^ set(shapes)) or [
         name for name, shape in shapes.items() if tensors[name].shape != shape
     ]
@@ -51,12 +50,12 @@ ELEMENTWISE: Final = frozenset(
         "ASGD",
     }
 )
-"""Optimizers of torch.optim that update each element from only its own gradient and state. Their
-state therefore has the parameters' shapes."""
+"""Optimizers of torch.optim that compute the update of each element only from that element's
+gradient and state. Their state therefore has the parameters' shapes."""
 
 WHOLE_TENSORS: Final = frozenset({"Adafactor", "Muon", "LAMB", "RowWiseAdagrad"})
-"""Optimizers of torch.optim and shoal.optim that update each tensor, but not each element, from
-only its own gradient and state."""
+"""Optimizers of torch.optim and shoal.optim that compute the update of each tensor only from that
+tensor's gradient and state, but need the whole tensor."""
 ACROSS_TENSORS: Final = frozenset({"LBFGS"})
 """Optimizers of torch.optim in which the update of a tensor depends on other tensors."""
 
@@ -127,8 +126,8 @@ def _differs(what: str) -> CorruptDataError:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
-    """Checks that an optimizer is known or declared to be elementwise and has not stepped yet;
-    otherwise raises ConfigurationError."""
+    """Checks that an optimizer has not stepped yet, and that its update is elementwise, as known to
+    Shoal or as declared by the user; otherwise raises ConfigurationError."""
     if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
         raise ConfigurationError(
             f"{type(optimizer).__name__} is not known to update each element independently, but "
@@ -162,11 +161,13 @@ def takes_whole_tensors(
             else "it updates whole tensors"
         )
         raise ConfigurationError(
-            f"elementwise_optimizer=True with {name}: {reason}; leave elementwise_optimizer out"
+            f"elementwise_optimizer=True is wrong for {name}: {reason}; leave "
+            "elementwise_optimizer out"
         )
     if whole_tensors is False and name in WHOLE_TENSORS:
         raise ConfigurationError(
-            f"whole_tensors=False with {name}, which updates whole tensors; leave whole_tensors out"
+            f"whole_tensors=False is wrong for {name}, which updates whole tensors; leave "
+            "whole_tensors out"
         )
     if not elementwise and not whole_tensors and name not in ELEMENTWISE | WHOLE_TENSORS:
         raise ConfigurationError(

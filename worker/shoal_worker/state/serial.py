@@ -23,7 +23,7 @@ from shoal_worker.state.digest import tensor_digest
 _KEY = "shoal"
 _FORMAT = 1
 _AS_BYTES = "as_bytes"
-"""Key for the dtypes and shapes of tensors that are stored as bytes."""
+"""Key of the metadata with the dtypes and shapes of tensors that are stored as bytes."""
 STORED_DTYPES: Final = frozenset(
     getattr(torch, name)
     for name in (
@@ -41,8 +41,8 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """Returns a safetensors image of tensors by name, with metadata as JSON. Tied tensors are
-    written once per name."""
+    """Encodes tensors, by name, and metadata as JSON in the safetensors format. Tied tensors are
+    written once for each name."""
     seen: set[int] = set()
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -64,7 +64,7 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any
 
 
 def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns the tensors and metadata in the result of `dump_tensors`.
+    """Decodes the result of `dump_tensors`. Returns the tensors and the metadata.
 
     Raises:
         CorruptDataError: the data is truncated or damaged, is not a safetensors image, or was

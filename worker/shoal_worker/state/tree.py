@@ -49,8 +49,9 @@ Json = Any
 """None, bool, int, float, str, list of Json, or dict of str to Json."""
 
 MAX_DEPTH = 64
-"""Maximum depth of nested containers. Deeper states are refused; so are states that contain
-themselves, with the same error."""
+"""Maximum depth of nested containers. Deeper states raise an error, and so do states that contain
+themselves.
+"""
 
 _MARK = "!"
 _ROOT = "~root"
@@ -66,8 +67,8 @@ _INTEGER = re.compile(r"-?[0-9]+")
 
 
 def flatten(state: object, *, outlines: bool = False) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Returns (structure, tensors by name). `outlines`: accept tensors on the meta device as
-    placeholders for other tensors.
+    """Converts a state to a JSON structure and tensors. Returns (structure, tensors by name).
+    `outlines`: True to accept tensors on the meta device as placeholders for other tensors.
 
     The tensors share memory with the state, except for arrays that torch cannot wrap (read-only or
     not contiguous), which are copied.
@@ -111,7 +112,7 @@ def check_carried(tensor: torch.Tensor, where: str) -> None:
 
 
 def join_path(path: tuple[object, ...]) -> str:
-    """Returns the name of the tensor with this path of keys and indices."""
+    """Returns the name of the tensor at this path, which consists of keys and indices."""
     return "/".join(_segment(key) for key in path) if path else _ROOT
 
 
@@ -149,15 +150,15 @@ class _Flattener:
         self._outlines = outlines
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[object, str] = {}
-        # Arrays created here must outlive the traversal, because `_names` is keyed by their
-        # identity.
+        # Arrays created here must live longer than the traversal, because `_names` is keyed by
+        # their identity.
         self._keep: list[object] = []
 
     def encode(self, value: object, path: tuple[object, ...], depth: int) -> Json:
         if depth > MAX_DEPTH:
             raise ConfigurationError(
                 f"state at {join_path(path)[:200]!r} is nested deeper than {MAX_DEPTH} levels; "
-                "does it contain itself?",
+                "check whether it contains itself",
                 reason="STATE_UNSUPPORTED",
             )
         if isinstance(value, torch.Tensor):
@@ -245,7 +246,7 @@ class _Flattener:
         )
 
     def str_(self, value: str, path: tuple[object, ...], depth: int) -> Json:
-        # JSON joins two lone surrogates to one character.
+        # JSON would combine two lone surrogates into one character.
         return (
             {_MARK: "str", "data": _base64(value.encode("utf-8", "surrogatepass"))}
             if _SURROGATE.search(value)
@@ -469,23 +470,25 @@ def _unbase64(text: str) -> bytes:
 
 
 class Snapshot:
-    """Copy of a state at one moment, in host memory, so that training may continue while it is
-    written. Contains the result of `flatten`, with contiguous CPU tensors that are used nowhere
-    else."""
+    """Copy of a state in host memory, so that training can continue while the copy is written to
+    files. It consists of the result of `flatten`, with contiguous CPU tensors that are used nowhere
+    else.
+    """
 
     def __init__(
         self, structure: Json, tensors: dict[str, torch.Tensor], copies: HostCopies
     ) -> None:
-        """`structure`, `tensors`: result of `flatten`. `copies`: complete the tensors when they
-        arrive."""
+        """`structure`, `tensors`: result of `flatten`. `copies`: transfers from devices that fill
+        the tensors; None if they are complete.
+        """
         self.structure = structure
         self._tensors = tensors
         self._copies = copies
 
     @classmethod
     def take(cls, state: object, *, without: Collection[str] = ()) -> Snapshot:
-        """Copies `state`, which may change after the return. Copies from a device may then still be
-        in progress. `without`: names of tensors that are not copied.
+        """Copies `state`, which may change after this returns. Copies from a device may then still
+        be in progress. `without`: names of tensors that are not copied.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
@@ -518,15 +521,16 @@ class Snapshot:
         return unflatten(self.structure, self.tensors)
 
 
-# ------------------------------------------------------------------------------ what one rank holds
+# ---------------------------------------------------------------------------- one rank's part of a
+# state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Adjacent elements of one flat vector, with their values on this rank."""
+    """A run of adjacent elements of one flat vector, with their values on this rank."""
 
     vector: torch.Tensor
-    """The vector: flat, on the meta device, without memory."""
+    """The vector: a flat tensor on the meta device, without memory."""
     begin: int
     """Position of the first element in the vector."""
     values: torch.Tensor
@@ -540,9 +544,8 @@ class StatePart:
     part of a checkpoint.
 
     A strategy arranges sharded tensors in flat vectors. In `state`, each such tensor is a view of a
-    vector on the meta device, which has the vector's length and no memory. The runs in `shards`
-    contain the values on this rank. The views determine which elements of which tensor a run
-    contains.
+    vector on the meta device, which has a length but no memory. The runs in `shards` contain the
+    values on this rank; the views show which elements of which tensor a run contains.
     """
 
     state: Any

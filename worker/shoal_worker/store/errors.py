@@ -16,7 +16,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 
 class StoreTimeoutError(DeadlineError, DistStoreError):
-    """A wait reached its deadline. The message names the missing keys."""
+    """Raised when a wait has reached its deadline. The message names the missing keys."""
 
 
 class StoreAbortedError(MembershipChanged, DistStoreError):

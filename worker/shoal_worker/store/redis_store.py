@@ -37,20 +37,17 @@ from shoal_worker.store.errors import (
 )
 from shoal_worker.store.wakeups import Wakeups
 
-# ------------------------------------------------------------------------ what derived stores share
-#
-# Shared by the stores of one process that were derived from each other: a Redis client, its
-# scripts, and the wake-ups. Threads: everything may be used from any thread; redis-py's client
-# takes a connection from its pool for each command.
+# ------------------------------------------------------------------------ shared by derived stores
 
 _COMMAND_TIMEOUT: Final = timedelta(seconds=5)
 
 
 class StoreConnection:
-    """A client whose server has answered. The stores that use the client are counted."""
+    """Redis client whose server has answered, with a count of the stores that use it."""
 
     def __init__(self, url: str) -> None:
-        # No retries in the client: it does not know which commands may be repeated; the store does.
+        # The client makes no retries, because it does not know which commands may be repeated. The
+        # store does.
         self.client = connect(RedisSettings(url=url, command_timeout=_COMMAND_TIMEOUT, retries=0))
         self.wakeups = Wakeups(self.client)
         self.set = self.client.register_script(scripts.SET)
@@ -131,7 +128,7 @@ class RedisStore(Store):
         connection.retain()
         self._release = weakref.finalize(self, connection.release, wait=False)
 
-    # --- values
+    # --- values of keys
 
     def set(self, key: str, value: str | bytes) -> None:
         """Sets `key` and wakes its waiters."""
@@ -157,7 +154,7 @@ class RedisStore(Store):
         return self._wait_for_values(list(keys), self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys exist. Raises StoreTimeoutError, naming the missing keys, after
+        """Waits until all keys exist. Raises StoreTimeoutError with the missing keys after
         `timeout` (default: the store's timeout)."""
         self._wait_for_values(list(keys), self.timeout if timeout is None else timeout)
 
@@ -167,7 +164,7 @@ class RedisStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Adds `amount` to the number in `key` (0 if absent) and returns the sum. Not repeated
-        after a broken connection, since it would count twice."""
+        after a broken connection, because it might count twice."""
         try:
             return int(self._write(self._connection.add, key, int(amount)))
         except redis.ResponseError as error:
@@ -208,7 +205,7 @@ class RedisStore(Store):
         return [cast(bytes, key).decode() for key in keys]
 
     def has_extended_api(self) -> bool:
-        """Returns True: append, multi_get and multi_set are supported."""
+        """Returns True, because append, multi_get and multi_set are supported."""
         return True
 
     # The names under which torch's C++ code looks up these two methods in a Python store.
@@ -225,8 +222,8 @@ class RedisStore(Store):
         """Removes and returns the first item of the queue `key`. If the queue is empty, waits up to
         the store's timeout, or raises QueueEmptyError with `block=False`.
 
-        If the connection breaks just as Redis returns an item, the item is lost, since its delivery
-        cannot be determined.
+        If the connection breaks just as Redis returns an item, that item is lost, because Redis
+        cannot tell whether it was delivered.
         """
 
         def pop() -> bytes | None:
@@ -284,8 +281,9 @@ class RedisStore(Store):
 
     @contextlib.contextmanager
     def on_abort(self, callback: Callable[[str], None]) -> Iterator[None]:
-        """Registers `callback` while the context is open: `abort` also calls `callback(reason)` in
-        its own thread. If the store is already aborted, calls it immediately."""
+        """Registers `callback` while the context is open: `abort` then also calls
+        `callback(reason)`, in the thread that calls `abort`. If the store is already aborted, calls
+        it immediately."""
         reason = self._abort.add(callback)
         if reason is not None:
             callback(reason)
@@ -368,8 +366,8 @@ class RedisStore(Store):
             except redis.RedisError:
                 raise
             except Exception as error:
-                # `close` in another thread removes the connection in the middle of a command, which
-                # redis-py reports in many ways.
+                # `close` in another thread removes the connection in the middle of a command, and
+                # redis-py reports this in many ways.
                 self._raise_if_aborted(error)
                 raise
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -396,7 +394,8 @@ class RedisStore(Store):
     def _wait_until(
         self, attempt: Callable[[], T | None], absent: Callable[[], list[str]], timeout: timedelta
     ) -> T:
-        """Repeats `attempt` whenever the first absent key is written, until it returns a value."""
+        """Calls `attempt` again whenever the first absent key is written, until it returns a
+        value."""
         deadline = time.monotonic() + timeout.total_seconds()
         found = self._attempt_before(deadline, attempt)
         while found is None:
@@ -414,7 +413,8 @@ class RedisStore(Store):
         return found
 
     def _attempt_before(self, deadline: float, attempt: Callable[[], T | None]) -> T | None:
-        """Makes an attempt. Until the deadline, treats an unavailable server as a missing value."""
+        """Calls `attempt` once. Until the deadline, an unavailable server counts as a missing
+        value."""
         try:
             return attempt()
         except StoreUnavailableError:
@@ -428,7 +428,7 @@ class RedisStore(Store):
         )
         raise StoreTimeoutError(
             f"store {self.prefix!r}: waited {timeout.total_seconds():g} s for {named}, but no "
-            "rank wrote it; is the rank that should write it running?"
+            "rank wrote it; check that the rank that should write it is running"
         )
 
     def _raise_if_aborted(self, cause: Exception | None = None) -> None:

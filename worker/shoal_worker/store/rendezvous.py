@@ -36,7 +36,7 @@ from shoal_worker.store.redis_store import DEFAULT_LIFETIME, RedisStore
 
 _REFRESH_S: Final = 1.0
 _PATIENCE_S: Final = 5.0
-"""Seconds without a refresh of its arrival after which a waiting rank is considered dead."""
+"""Time in seconds after which a waiting rank that has not refreshed its arrival counts as dead."""
 
 _STORES: Final[list[RedisStore]] = []
 """Stores passed to torch. torch refers only to their C++ half, so this list keeps them alive until
@@ -45,7 +45,7 @@ the process ends, like torch's own stores."""
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The components of a redis:// init method."""
+    """Components of a redis:// init method."""
 
     server: str
     """URL of the server and database."""
@@ -109,7 +109,8 @@ def rendezvous(
     _STORES.append(store)
     yield store, target.rank, target.world_size
     raise RuntimeError(
-        "init_method redis:// cannot form the same group again; call init_process_group again"
+        "torch asked for a second rendezvous of the same group, which init_method redis:// does "
+        "not support; call init_process_group again"
     )
 
 
@@ -133,7 +134,7 @@ def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
 
 
 def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[str]]:
-    """Announces or refreshes this rank's arrival. Returns the round and the absent ranks. If no
+    """Registers or refreshes this rank's arrival. Returns the round and the absent ranks. If no
     rank is absent, the round is complete."""
     patience_ms, lifetime_s = int(_PATIENCE_S * 1000), int(DEFAULT_LIFETIME.total_seconds())
     new_name = uuid.uuid4().hex[:12]

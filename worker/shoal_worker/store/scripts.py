@@ -67,7 +67,7 @@ return held or ARGV[4]
 """
 )
 """Sets a key if it has the expected value. ARGV[3]: key; ARGV[4]: expected value; ARGV[5]: desired
-value. Returns what torch's stores return; for an absent key this is the expected value."""
+value. Returns the same value as torch's stores; for an absent key this is the expected value."""
 
 QUEUE_PUSH: Final = (
     _RENEW

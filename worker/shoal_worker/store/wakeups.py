@@ -30,12 +30,12 @@ LISTEN_TIMEOUT_S: Final = 0.5
 duration of a stop."""
 _RECONNECT_PAUSE_S: Final = 0.1
 _LINGER_S: Final = 5.0
-"""Time for which the listener continues without waits. A group that forms waits often; a training
-group never does."""
+"""Time for which the listener continues without waits. Ranks wait often while a group forms, and
+never during training."""
 
 
 class Wakeups:
-    """The waits of one process on the keys of one Redis server."""
+    """Wakes the waits of one process for keys on one Redis server."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
@@ -95,8 +95,8 @@ class Wakeups:
             thread.join()
 
     def _poke(self) -> None:
-        """Makes the listener check the required channels. If Redis is unavailable, the listener
-        checks slightly later anyway."""
+        """Makes the listener check the required channels now. If Redis is unavailable, the listener
+        checks them a little later in any case."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._client.publish(self._inbox, b"")
 

@@ -191,8 +191,8 @@ class ShardedModel(nn.Module):
         self._forward_methods.add(name)
 
     def _through(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a pass through `call`, a method of the engine, and records its inputs for comparison
-        between ranks."""
+        """Runs a pass by calling `call`, a method of the engine. Records the inputs of the pass, so
+        that ranks can compare them."""
         if self.training and torch.is_grad_enabled():
             if in_function_transform():
                 raise ConfigurationError(

@@ -109,9 +109,10 @@ def build(
     strategy = model_class.declaration
     unknown = sorted(set(options) - strategy.options)
     if unknown:
-        known = ", ".join(["the settings of ShardingConfiguration", *sorted(strategy.options)])
+        own = f"{', '.join(sorted(strategy.options))} and " if strategy.options else ""
         raise ConfigurationError(
-            f"strategy {strategy.name!r} has no options {unknown}; its options are {known}"
+            f"strategy {strategy.name!r} has no options {unknown}; its options are {own}the "
+            "settings of ShardingConfiguration"
         )
     check_model(strategy, model, config)
     distributed = model_class(model, session, config, backend=backend, among=among, **options)

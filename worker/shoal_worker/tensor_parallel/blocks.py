@@ -218,7 +218,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 
 def joined(path: str, name: str) -> str:
-    """Returns the path of a submodule."""
+    """Returns the path of the submodule `name` of the module at `path` (the root if empty)."""
     return f"{path}.{name}" if path else name
 
 

@@ -47,7 +47,7 @@ from shoal_worker.torch_internals import _StridedShard, function_modes
 
 
 class Region(Protocol):
-    """The open region, as a rule uses it; implemented by `RegionMode`."""
+    """The attributes and methods of the open region that rules use. `RegionMode` has them."""
 
     @property
     def context(self) -> ParallelContext: ...

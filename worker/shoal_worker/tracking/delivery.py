@@ -54,18 +54,18 @@ class Delivery:
         self._dropped = 0
         """Number of dropped reports that were not logged yet."""
         self._dropped_steps = (0, 0)
-        """First and last step of these reports."""
+        """First and last step of the dropped reports that were not logged yet."""
         self._ends = False
         """True once the rank leaves the run, so that nothing more will be queued."""
         self._error: Exception | None = None
         """Error of the last attempt; None if it succeeded."""
         self._opening: _Open | None = None
-        """The current opening, which is repeated after an error."""
+        """Arguments of the current opening of the sink, which is repeated after an error."""
         self._is_open = False
         self._thread = threading.Thread(
             target=self._deliver, name=f"shoal-{self._name.lower()}", daemon=True
         )
-        # before the loop, because a start waits for the new thread
+        # started before the loop, because a start waits for the new thread
         self._thread.start()
 
     def open(self, *, run: TrackedRun, step: int, reports: Sequence[Report] = ()) -> None:
@@ -80,19 +80,20 @@ class Delivery:
         self._append(report)
 
     def close(self) -> None:
-        """Closes the sink after the queued reports, because another rank writes from now on."""
+        """Closes the sink once the queued reports are written, because another rank writes from now
+        on."""
         self._append(_Close(ended=False))
 
     def end(self) -> None:
-        """Closes the sink after the queued reports, because this rank leaves the run."""
+        """Closes the sink once the queued reports are written, because this rank leaves the run."""
         with self._changed:
             self._ends = True
         self._append(_Close(ended=True))
 
     def wait(self, give_up_at: float) -> None:
         """Waits after `end` until the tracker has all reports, at most until `give_up_at`, in
-        seconds of `time.monotonic`. A tracker that is away gets one more attempt. Logs the reports
-        that it did not receive."""
+        seconds of `time.monotonic`. If the tracker is unreachable, one more attempt is made. Logs
+        the reports that it did not receive."""
         self._thread.join(max(0.0, give_up_at - time.monotonic()))
         with self._changed:
             missing = [item for item in self._queue if not isinstance(item, _Open | _Close)]
@@ -130,14 +131,14 @@ class Delivery:
         pauses = Backoff(longest_s=_LONGEST_PAUSE_S)
         items: list[_Open | Report | _Close] | None = []
         while True:
-            if not self._error:  # otherwise the same items again
+            if not self._error:  # otherwise repeats the same items
                 items = self._next()
             if items is None:
                 return
             ends = self._ends
             try:
                 self._pass_on(items)
-            except Exception as error:  # of any tracker's client: training continues
+            except Exception as error:  # any error of a tracker's client: training continues
                 self._failed(error)
                 if ends:
                     return
@@ -148,8 +149,8 @@ class Delivery:
             self._passed_on(len(items))
 
     def _next(self) -> list[_Open | Report | _Close] | None:
-        """Returns the items that belong into the next call of the sink, which stay in the queue.
-        Waits for the first. None after the end."""
+        """Waits for the first item in the queue, and returns the items for the next call of the
+        sink. They stay in the queue until they are written. Returns None after the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ends)
             if not self._queue:
@@ -187,7 +188,7 @@ class Delivery:
         known, self._error, self._is_open = self._error, error, False
         if known is None:
             _log.warning(
-                "%s cannot be written to; up to %d reports are buffered until it can: %s: %s",
+                "%s is not accepting reports; up to %d reports are buffered until it does: %s: %s",
                 self._name,
                 self._limit,
                 type(error).__name__,
@@ -204,11 +205,12 @@ class Delivery:
         away, self._error = self._error is not None, None
         if dropped:
             _log.warning(
-                "%s lacks %d reports of steps %d to %d, because %d others were waiting for it",
+                "%s lacks %d reports of steps %d to %d, which were dropped because the buffer "
+                "already held %d reports",
                 self._name,
                 dropped,
                 *steps,
                 self._limit,
             )
         elif away:
-            _log.info("%s can be written to again", self._name)
+            _log.info("%s is accepting reports again", self._name)

@@ -14,7 +14,7 @@ _LOGGER = "shoal_worker"
 
 
 class LogLines(logging.Handler):
-    """Passes on the warnings and errors of this worker until the session closes."""
+    """Passes the warnings and errors in this worker's log to `put` until the session closes."""
 
     def __init__(self, session: Session, put: Callable[[Report], None]) -> None:
         """`put`: receives the lines; called on several threads."""

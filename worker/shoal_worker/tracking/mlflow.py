@@ -23,7 +23,7 @@ _KEY_TAG: Final = "shoal.run"
 _JOB_TAG: Final = "shoal.job"
 _STEP_TAG: Final = "shoal.step"
 _EVENT_TAG: Final = "shoal.event"
-"""Prefix of the tag of an event, which ends with its step and kind."""
+"""Prefix of the tags for events. A tag ends with the event's step and kind."""
 _MOST_TAGS: Final = 90
 _MOST_METRICS: Final = 900
 """Limits of one request: MLflow refuses more than 100 tags, or 1000 metrics."""
@@ -43,7 +43,7 @@ class MLflow:
         if not experiment:
             raise ConfigurationError("shoal.MLflow(''): expected the name of an experiment")
         try:
-            # takes seconds, in which the interpreter's lock would delay steps
+            # the import takes seconds, during which the interpreter's lock would delay steps
             import mlflow  # noqa: F401
         except ImportError as error:
             raise ConfigurationError(
@@ -54,7 +54,7 @@ class MLflow:
         self._client: MlflowClient | None = None
         self._run_id = ""
         self._newest = 0
-        """Newest step that MLflow had when the sink was opened."""
+        """Newest step that MLflow contained when the sink was opened."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
         """Continues the MLflow run of this run, or creates it."""
@@ -132,7 +132,7 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     if known is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another run has created it meanwhile
+        except MlflowException:  # another run created it meanwhile
             known = client.get_experiment_by_name(name)
             if known is None:
                 raise

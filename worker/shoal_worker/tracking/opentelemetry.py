@@ -3,9 +3,8 @@
 The official SDK creates the telemetry and its OTLP exporters send it. The delivery thread replaces
 the SDK's batch processors, which drop a batch that the receiver does not accept in time.
 
-Each rank is a resource of its own, with the run's key. Numbers are gauges, with the time of their
-step; events and warnings are logs; each span is a trace of its own.
-"""
+Each rank is a separate resource, which contains the run's key. Numbers become gauges with the time
+of their step; events and warnings become log records; each span becomes a separate trace."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class OpenTelemetry:
     def __init__(self) -> None:
         """Creates the sink. Raises ConfigurationError if the packages are not installed."""
         try:
-            # takes time, in which the interpreter's lock would delay steps
+            # the import takes time, during which the interpreter's lock would delay steps
             import opentelemetry.exporter.otlp.proto.grpc._log_exporter
             import opentelemetry.exporter.otlp.proto.grpc.metric_exporter
             import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
@@ -61,8 +60,8 @@ class OpenTelemetry:
             ) from error
         self._exporters: _Exporters | None = None
         self._accepted: set[str] = set()
-        """Signals of the current reports that the receiver has accepted, although it did not accept
-        all of them."""
+        """Kinds of telemetry (traces, metrics, logs) of the current reports that the receiver has
+        already accepted, when it did not accept all of them."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
         """Creates the exporters, which connect when they are used."""
@@ -99,7 +98,7 @@ class OpenTelemetry:
 
 
 class _Exporters:
-    """The SDK's exporters for one resource, and the conversion of reports."""
+    """Converts reports to telemetry of one resource, and sends it with the SDK's exporters."""
 
     def __init__(self, run: TrackedRun) -> None:
         from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
@@ -122,7 +121,7 @@ class _Exporters:
         self._tracer = provider.get_tracer(_SCOPE)
 
     def traced(self, reports: Iterable[Report]) -> list[ReadableSpan]:
-        """Returns the spans that the SDK's sampler keeps."""
+        """Converts spans, and returns those that the SDK's sampler keeps."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         for report in reports:
@@ -211,8 +210,8 @@ class _Exporters:
 
 
 class _Refusal(logging.Filter):
-    """Keeps the exporters' last error message on this thread, instead of one line in the log for
-    each attempt."""
+    """Log filter that keeps the exporters' last error message on this thread, instead of logging
+    one line for each attempt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,8 +243,8 @@ def _ids() -> Any:
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class Ids(IdGenerator):
-        """Random ids. The SDK's generator draws from Python's global generator, which belongs to
-        the script."""
+        """Generator of random ids. The SDK's own generator draws from Python's global generator,
+        which belongs to the script."""
 
         def generate_span_id(self) -> int:
             return secrets.randbelow(2**64 - 1) + 1

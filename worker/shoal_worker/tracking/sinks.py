@@ -23,15 +23,16 @@ class TrackedRun:
     key: str
     """Unique key of the run."""
     place: str = ""
-    """Host and slot of the writing process, which remain the same if its rank changes."""
+    """Host of the writing process and its index on that host. They remain the same if its rank
+    changes."""
 
     @classmethod
     def of(cls, session: Session) -> Self:
         """Returns the run of a session."""
         settings, key = session.settings, session.run
         if session.is_asynchronous or not key:
-            # workers of async_sgd begin at any time; or the run restarted over what it had saved
-            # before
+            # workers of async_sgd begin at any time; or the run was restarted over checkpoints that
+            # it had saved before
             key = f"{settings.job_id} {settings.run}"
         return cls(
             job=settings.job_id if session.elastic else "",
@@ -41,7 +42,7 @@ class TrackedRun:
 
 
 class EventKind(StrEnum):
-    """Kinds of annotations."""
+    """Kinds of events in a run that are shown next to its numbers."""
 
     FAULT = "fault"
     """A fault aborted a step, which is repeated."""
@@ -57,7 +58,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Numbers of one committed step."""
+    """Numbers that belong to one committed step."""
 
     step: int
     time_ns: int
@@ -67,7 +68,7 @@ class Points:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An annotation of a run."""
+    """An event in a run, such as a fault or a join."""
 
     step: int
     """The first step committed after the event."""
@@ -79,7 +80,8 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A period of one rank: some steps, a generation's formation, a checkpoint, a call."""
+    """A period in the work of one rank: some steps, the formation of a generation, a checkpoint, or
+    a call to a service."""
 
     step: int
     """Newest committed step at the end of the period."""
@@ -118,12 +120,13 @@ class Sink(Protocol):
 
     def open(self, *, run: TrackedRun, step: int) -> None:
         """Opens the sink, or reopens it after an error. `run`: `key` and `job` are the same for
-        every opening of a run, by any rank. `step`: the next step to be written. If the tracker has
-        data of this or of later steps, the sink ensures that no step counts twice."""
+        every opening of a run, by any rank. `step`: the next step to be written. If the tracker
+        already has data of this step or of later ones, the sink ensures that no step counts twice.
+        """
 
     def write(self, reports: Sequence[Report]) -> None:
-        """Writes reports in order. On return, the tracker has them. The numbers of one step may
-        come in several reports."""
+        """Writes reports in order. When it returns, the tracker has received them. The numbers of
+        one step may come in several reports."""
 
     def close(self, *, ended: bool) -> None:
         """Closes the sink, which may be opened again. `ended`: True if this rank leaves the

@@ -1,8 +1,8 @@
 """Spans of one rank for sinks that trace: steps, generations, checkpoints and calls.
 
-There are few enough spans to keep them all. One span covers `every_steps` steps. A call to a
-service has a span if it fails or is slow; of the other calls of a method, one in ten seconds has
-one.
+Spans are so few that none needs to be dropped: one span covers `every_steps` steps, and calls to
+services have a span only if they fail or are slow. Of all other calls of a method, one every ten
+seconds has a span.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALL_INTERVAL_S: Final = 10.0
 
 
 class SpanSource:
-    """Follows one session, and passes on its spans."""
+    """Follows one session, and passes its spans to `put`."""
 
     def __init__(
         self, session: Session, put: Callable[[Report], None], *, every_steps: int
@@ -32,13 +32,14 @@ class SpanSource:
         self._put = put
         self._every = every_steps
         self._began_ns: int | None = None
-        """Begin of the first step that no span covers; None before it."""
+        """Time at which the first step that is not covered by a span began; None if there is no
+        such step."""
         self._covered = session.steps
-        """Newest step that a span covers, or the step before the first span."""
+        """Newest step that is covered by a span, or the step before the first span."""
         self._lost = session.progress.lost_steps
         self._lock = threading.Lock()
         self._calls: dict[str, tuple[float, int]] = {}
-        """Time of the newest span of each method, and the number of calls without one since."""
+        """Method -> time of its newest span, and number of calls without a span since then."""
         session.progress.follow(begun=self._begun, committed=self._committed)
         session.metrics.follow_periods(self._period)
         session.metrics.calls.follow(self._called)

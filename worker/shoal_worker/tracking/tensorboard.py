@@ -1,9 +1,10 @@
 """TensorBoard's event files: scalars and texts of a run, in one directory.
 
 Each opening of the sink creates a separate file, since another rank may already be writing.
-TensorBoard shows all files of a directory as one run. The start of a file invalidates older files
-from the file's first step on, so repeated steps appear once, with their last values. Ranks on
-several machines need a shared directory, otherwise each machine has only its own part.
+TensorBoard shows all files of a directory as one run. The beginning of a file tells TensorBoard to
+ignore older data from the file's first step on, so repeated steps appear once, with their last
+values. Ranks on several machines need a shared directory, otherwise each machine has only its own
+part.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class TensorBoard:
         Raises ConfigurationError if the package is not installed.
         """
         try:
-            # takes seconds, in which the interpreter's lock would delay steps
+            # the import takes seconds, during which the interpreter's lock would delay steps
             import tensorboard  # noqa: F401
             import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
@@ -42,7 +43,7 @@ class TensorBoard:
                 "shoal.TensorBoard needs the package tensorboard; install it with `pip install "
                 "'shoal[tensorboard]'`"
             ) from error
-        # opened long after this, and again by other ranks
+        # the file is opened long after this, and other ranks may open files too
         self._directory = Path(directory).absolute()
         self._writer: SummaryWriter | None = None
 

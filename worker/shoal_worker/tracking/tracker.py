@@ -38,13 +38,13 @@ _MOST_KEPT: Final = 1_000
 
 @dataclass(frozen=True)
 class Standing:
-    """Values of a session whose changes are events."""
+    """Values of a session whose changes are reported as events."""
 
     generation: int
     world_size: int
     lost_steps: int
     newcomers: int = 0
-    """Number of ranks that had none in the previous generation."""
+    """Number of ranks whose process had no rank in the previous generation."""
 
     @classmethod
     def of(cls, session: Session) -> Self:
@@ -92,15 +92,16 @@ class Tracker:
         self._reported = 0
         """Newest step that has points."""
         self._committed: int | None = None
-        """The last step that this rank committed. Losses reported before the next step begins
-        belong to this step."""
+        """Last step that this rank has committed. A loss that is reported before the next step
+        begins belongs to it."""
         self._due: dict[str, tuple[int, int]] = {}
-        """Ordinal and step of each reported number that has to be written, by the number's name."""
+        """Reported numbers that have to be written: name -> ordinal of the report, and its step."""
         self._counts = {name: each.count for name, each in session.progress.reported.items()}
         self._before = Standing.of(session)
         self._ended = threading.Event()
         """Set when this rank leaves the run, or its process ends."""
-        # runs after callbacks registered later, such as the one that waits for a checkpoint
+        # runs after callbacks that are registered later, such as the one that waits for a
+        # checkpoint
         session.on_close(self._end)
         if not everywhere:
             threading.Thread(target=self._end_with_script, name="shoal-tracker").start()
@@ -132,8 +133,9 @@ class Tracker:
             delivery.wait(give_up_at)
 
     def _end_with_script(self) -> None:
-        """Ends with the main thread, before exit hooks. The session ends in such a hook, but W&B's
-        hook would run before it and end W&B's own process."""
+        """Ends the tracking as soon as the main thread has ended, before exit hooks run. The
+        session itself ends in an exit hook, but W&B's exit hook would run earlier and end W&B's own
+        process."""
         main = threading.main_thread()
         while main.is_alive():
             if self._ended.is_set():
@@ -142,7 +144,7 @@ class Tracker:
         self._end()
 
     def _step_committed(self, step: int) -> None:
-        self._take_reported(step)  # losses reported within the step
+        self._take_reported(step)  # losses that were reported within the step
         now, before = Standing.of(self._session), self._before
         self._before = now
         last, self._committed = self._reported, step
@@ -186,8 +188,8 @@ class Tracker:
                 self._due[name] = (count, step)
 
     def _write_reported(self) -> None:
-        """Writes the reported numbers that are due and known. A number on a device may take a while
-        to arrive."""
+        """Writes the reported numbers that are due and whose values are known. The value of a
+        number on a device may arrive later."""
         if not self._due:
             return
         values: dict[str, float] = {}
@@ -228,8 +230,8 @@ class Tracker:
 def changes(
     before: Standing, now: Standing, *, step: int, last: int | None
 ) -> list[tuple[EventKind, str]]:
-    """Returns the kinds and texts of the events between two committed steps of one rank. `step`:
-    the second of these steps. `last`: newest written step if it is repeated, otherwise None."""
+    """Returns the events (kind and text) between two committed steps of one rank. `step`: the
+    second of these steps. `last`: newest written step if it is repeated, otherwise None."""
     found: list[tuple[EventKind, str]] = []
     if last is not None:
         found.append((EventKind.RETURN, f"steps {step} to {last} are repeated"))

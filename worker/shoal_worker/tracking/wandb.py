@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from wandb import Run
 
 _OWN: Final = ("id", "resume", "reinit", "resume_from", "fork_from")
-"""Arguments of `wandb.init` that decide to which run the rows belong."""
+"""Arguments of `wandb.init` that determine to which W&B run the rows belong. Users may not set
+them."""
 _FINISH_S: Final = 20.0
 """Maximum time for which the end of a run waits until W&B has sent all rows. The rows remain in the
 run's directory, for `wandb sync`."""
@@ -37,9 +38,9 @@ _FLUSH: Final = ("x_transaction_log_flush_interval", 1.0)
 _BLOCK: Final = 32 * 1024
 """Size of a block of W&B's files, which are LevelDB logs of protocol buffers."""
 _HEADER: Final = 7
-"""Size of the header of such a file, and of a part of a record."""
+"""Size of the header of such a file, and of the header of each part of a record."""
 _NEWEST_BLOCKS: Final = 32
-"""Number of blocks at the end of a file in which its newest row is searched."""
+"""Number of blocks at the end of a file that are searched for its newest row."""
 
 
 class WandB:
@@ -63,7 +64,7 @@ class WandB:
                 f"after faults and resumes; remove {own[0]}"
             )
         try:
-            # takes seconds, in which the interpreter's lock would delay steps
+            # the import takes seconds, during which the interpreter's lock would delay steps
             import wandb  # noqa: F401
         except ImportError as error:
             raise ConfigurationError(
@@ -84,7 +85,7 @@ class WandB:
             failed.finish()
         options = {"name": run.job or None, **self._options}
         settings = wandb.Settings(
-            # replacing the worker's output streams belongs to the script
+            # W&B must not replace the worker's output streams, which belong to the script
             console="off",
             finish_timeout=_FINISH_S,
         )
@@ -92,7 +93,7 @@ class WandB:
             setattr(settings, *_FLUSH)
         if isinstance(given := options.pop("settings", None), wandb.Settings):
             settings.update_from_settings(given)
-        # a run of the script, started with `wandb.init`, remains the current one
+        # a W&B run that the script has started with `wandb.init` remains the current one
         opened = wandb.init(
             project=self._project,
             id=run_id(run),
@@ -121,7 +122,7 @@ class WandB:
             if report.step > self._newest:
                 self._run.log(row, step=report.step)
             elif isinstance(report, Event):
-                # its row was written by an earlier attempt
+                # its row was already written by an earlier attempt
                 self._run.summary.update(row)
 
     def close(self, *, ended: bool) -> None:
@@ -148,7 +149,7 @@ def _newest_step(directory: Path, of_run: str) -> int:
         for data in _records(file):
             try:
                 row = Record.FromString(data).history.item
-            except ValueError:  # damaged when the rank was killed
+            except ValueError:  # the file was damaged when the rank was killed
                 break
             for item in row:
                 if "_step" in (item.key, *item.nested_key):
@@ -157,8 +158,8 @@ def _newest_step(directory: Path, of_run: str) -> int:
 
 
 def _records(file: Path) -> Iterator[bytes]:
-    """Yields the complete records at the end of a file. A record consists of parts: whole (1),
-    first (2), middle (3) or last (4)."""
+    """Yields the complete records at the end of a file. A record consists of one or more parts,
+    whose type is: whole record (1), first part (2), middle part (3) or last part (4)."""
     with file.open("rb") as opened:
         blocks = file.stat().st_size // _BLOCK
         position = max(0, blocks - _NEWEST_BLOCKS) * _BLOCK

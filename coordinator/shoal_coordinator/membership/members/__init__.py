@@ -1,9 +1,10 @@
 """Rules about members and their generations.
 
 - `joining`, `leaving`: members join and leave. `recovery`: members return after Redis has lost
-  generations. `streams`: a stream ends before its member left. `absence`: members without a stream.
-- `generations`: decides when a new generation is due. `forming`: its members and their ranks.
-- `machines`: machines that are refused, or excluded after repeated deaths.
-- `failures`: failed collectives. `stalls`: steps that do not end. `stragglers`: members slower than
+  generations. `streams`: the stream of a member ends although the member has not left. `absence`:
+  members stop sending heartbeats.
+- `generations`: decides when a new generation is due. `forming`: chooses its members and ranks.
+- `machines`: refuses machines, and excludes those whose workers die repeatedly.
+- `failures`: collectives fail. `stalls`: a step does not end. `stragglers`: a member is slower than
   the others.
 """

@@ -1,11 +1,10 @@
-"""Decides about members that stopped sending heartbeats: dead, hung, or healthy but cut off from
-the coordinator.
+"""Decides whether members that stopped sending heartbeats are dead, hung, or healthy but cut off
+from the coordinator.
 
-Silence alone cannot distinguish these cases. A member whose lease has expired loses its place if
-another member waits for it or cannot continue without it. A member that still trains with its peers
-keeps its place, for at most Policy.absence_ms. The coordinator infers from the peers whether the
-member trains: synchronous training commits no step without the member, so its peers would be
-waiting.
+Silence alone cannot distinguish these cases. A member whose lease has expired is evicted if another
+member waits for it or cannot continue without it. A member that still trains with its peers keeps
+its rank, for at most Policy.absence_ms. Whether it trains is inferred from its peers: in
+synchronous training no step is committed without it, so its peers would be waiting.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, Member, Me
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """Summary of the members of the newest generation with recent heartbeats."""
+    """Summary of what the members of the newest generation with recent heartbeats report."""
 
     count: int
     waited_ms: int
-    """Shortest time for which these members have been waiting for their peers; 0 if one of them is
-    not waiting."""
+    """Shortest time, in milliseconds, for which one of these members has been waiting for its
+    peers; 0 if any of them is not waiting."""
 
 
 def heard_of(draft: Draft) -> Heard:
-    """Returns a summary of the members of the newest generation with recent heartbeats."""
+    """Summarizes the heartbeats of the members of the newest generation. Ignores members without a
+    recent heartbeat."""
     ranks = () if draft.generation is None else draft.generation.ranks
     now_ms, unheard_ms = draft.now.ms, draft.spec.unheard_ms
     pulses = [
@@ -45,7 +45,7 @@ def heard_of(draft: Draft) -> Heard:
 
 
 def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
-    """Evicts members whose lease has expired and for whom another member waits."""
+    """Evicts members whose lease has expired if another member waits for them."""
     if not events:
         return
     heard = heard_of(draft)
@@ -64,7 +64,7 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 
 def lose_absent(draft: Draft) -> None:
-    """Evicts absent members before a generation that must be formed at once, since they would not
+    """Evicts absent members before a generation that must be formed at once, because they would not
     receive it."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
     suspects = [
@@ -101,8 +101,8 @@ def lose_absent(draft: Draft) -> None:
 
 
 def somebody_absent(draft: Draft) -> Member | None:
-    """Returns a ranked member that would not receive a new generation; None if there is none. The
-    member's peers could not reach a step boundary without it."""
+    """Returns a member with a rank that would not receive a new generation, so that its peers could
+    not reach a step boundary; None if there is none."""
     for member in draft.members.values():
         pulse = draft.pulse(member.member_id)
         if (
@@ -115,8 +115,8 @@ def somebody_absent(draft: Draft) -> Member | None:
 
 
 def is_closed(draft: Draft, pulse: Pulse) -> bool:
-    """Returns whether a member's stream ended soon after a heartbeat, as it does when a process
-    exits. Before a network failure ends a stream, there is silence."""
+    """Returns whether a member's stream ended soon after a heartbeat, as happens when a process
+    exits. A network failure ends a stream only after a longer silence."""
     return (
         pulse.detached_ms is not None
         and pulse.detached_ms - pulse.heard_ms <= draft.policy.closed_within_ms
@@ -124,7 +124,8 @@ def is_closed(draft: Draft, pulse: Pulse) -> bool:
 
 
 def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
-    """Returns the reason for evicting a silent member; None if no member is known to need it."""
+    """Returns the reason for evicting a silent member; None if no other member is known to need it
+    gone."""
     longest_ms = (
         draft.policy.absence_ms if pulse.progress.sequence else draft.policy.quiet_absence_ms
     )

@@ -1,5 +1,5 @@
-"""Decides about failed collectives: waits briefly for a death that explains the failure, and acts
-if there was none."""
+"""Handles failed collectives: waits briefly for news of a death that explains the failure, and acts
+if there is none."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ from shoal_coordinator.membership.model.state import (
 
 
 def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
-    """Records a collective that failed at a member. Ignores the failure if a newer generation has
-    already been written.
+    """Records a collective that failed at a member. Ignores a failure in a generation that has been
+    replaced.
 
-    Otherwise opens an incident. A stream or a launcher reveals a death that explains the failure
-    within the settle time, and a new generation then ends the incident. Without a death,
-    `incident_due` decides.
+    Otherwise opens an incident. If a death explains the failure, a stream or a launcher reveals it
+    within the settle time, and a new generation ends the incident. If not, `incident_due` decides.
     """
     member = live_member(draft, event.member_id)
     if event.generation > draft.number:
-        # a member that knows of a generation lost by Redis says so when it joins
+        # A member that knows a generation which Redis has lost reports it when it joins, not here.
         raise InvalidRequestError(
             f"collective_failure.generation={event.generation}: expected at most {draft.number}, "
             f"the newest generation of job {draft.spec.job_id}",
             reason=Refusal.GENERATION_UNKNOWN,
         )
     if _has_ended(draft):
-        # A peer has left after the last step; by then, all had confirmed it.
+        # A peer has left after the last step, which all members had confirmed by then.
         draft.effects.append(_over(draft, event.member_id))
         return
     generation = draft.generation
@@ -89,13 +88,13 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
 
 
 def _has_ended(draft: Draft) -> bool:
-    """Returns whether no generation will follow, because members have left after the last step. An
-    incident is then moot, although it may be due in the same transition."""
+    """Returns whether members have left after the last step, so that no generation will follow. An
+    incident is then irrelevant, although it may be due in the same transition."""
     return draft.phase is JobPhase.FINISHED or draft.departing
 
 
 def incident_moot(draft: Draft) -> None:
-    """Ends the incident of a finished job, and tells the members that reported it that no
+    """Ends the incident of a job that has finished, and tells the members that reported it that no
     generation will follow."""
     if draft.incident is not None:
         for member_id in sorted(draft.incident.reports.keys() & draft.members.keys()):
@@ -110,12 +109,12 @@ def _over(draft: Draft, member_id: str) -> SendStop:
 
 
 def incident_due(draft: Draft) -> None:
-    """Resolves an incident that no death has explained: evicts stuck members, separates two members
+    """Handles an incident that no death has explained: evicts stuck members, separates two members
     that cannot reach each other, and forms a new generation.
 
-    A member for which timed-out peers were waiting is evicted only after it has made no progress
-    for stall_timeout_ms, and the incident stays open until then. It also stays open for members
-    that are themselves only waiting: when the group of the first reporter ends, their groups end
+    A member that its peers were waiting for when they timed out is evicted once it has made no
+    progress for stall_timeout_ms; the incident stays open until then. It also stays open for
+    members that are themselves only waiting: when the first reporter's group ends, their groups end
     too, and they report within Policy.timeout_settle_ms.
     """
     incident = draft.incident
@@ -161,8 +160,8 @@ def incident_due(draft: Draft) -> None:
 
 
 def _away(draft: Draft, incident: Incident) -> dict[str, int]:
-    """Returns the members of the group that have no open stream and have sent no report, each with
-    the time at which its stream ended. One of these members may be the cause."""
+    """Returns the members of the group that have no open stream and have not reported the failure,
+    each with the time at which its stream ended. One of them may be the cause."""
     ranks = () if draft.generation is None else draft.generation.ranks
     pulses = {
         rank.member_id: draft.pulse(rank.member_id)
@@ -177,8 +176,8 @@ def _away(draft: Draft, incident: Incident) -> dict[str, int]:
 
 
 def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> None:
-    """Evicts members that have not reconnected in time after a network fault or a restart of the
-    coordinator. The other members cannot continue without them."""
+    """Evicts members that have not reconnected in time after a network failure or a restart of the
+    coordinator, because the other members cannot continue without them."""
     gone = [
         member_id
         for member_id, since_ms in away.items()
@@ -200,7 +199,8 @@ def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> Non
 
 
 def _is_past(draft: Draft, incident: Incident) -> bool:
-    """Returns whether all members already work in a generation written after the incident."""
+    """Returns whether all members already work in a generation that was written after the incident
+    began."""
     generation = draft.generation
     if generation is None or incident.generation >= generation.number:
         return False
@@ -208,12 +208,13 @@ def _is_past(draft: Draft, incident: Incident) -> bool:
 
 
 def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
-    """Returns the members at which peers timed out, that sent no report themselves and have made no
-    progress since. Each comes with the time until which the incident waits for it.
+    """Returns the members that peers were waiting for when they timed out, that have reported no
+    failure themselves and have made no progress since. Each comes with the time until which the
+    incident waits for it.
 
-    Each member is judged by its own history. Progress counters start with the process, so a
-    comparison of two members does not show which one is ahead. A member that its peers cannot reach
-    and that the coordinator does not hear from is on a lost machine.
+    A member is judged by its own history. Progress counters start with the process, so comparing
+    two members does not show which one is ahead. A member that neither its peers nor the
+    coordinator can reach is on a machine that was lost.
     """
     timed_out = [report for report in incident.reports.values() if report.timed_out]
     if not timed_out or draft.generation is None:
@@ -267,8 +268,8 @@ def _mutual_accusations(incident: Incident) -> list[Pair]:
 
 
 def _quarantine(draft: Draft, pairs: list[Pair]) -> None:
-    """Counts mutual accusations of pairs of members. When two members have accused each other too
-    often, quarantines the one with the higher rank."""
+    """Counts how often pairs of members accuse each other of being unreachable. When a pair reaches
+    the limit, quarantines the member with the higher rank."""
     for pair in pairs:
         count = draft.accusations.get(pair, 0) + 1
         draft.accusations = {**draft.accusations, pair: count}
@@ -318,8 +319,9 @@ def _higher_rank_first(draft: Draft, first: Member, second: Member) -> tuple[Mem
 
 
 def _members_of_ranks(draft: Draft, event: CollectiveFailed) -> frozenset[str]:
-    """Returns the ids of the suspected ranks. Ranks identify members only within one generation,
-    and the coordinator keeps no record of older generations."""
+    """Returns the ids of the members with the suspected ranks; none if the report is about another
+    generation, because ranks identify members only within a generation and no record of older ones
+    is kept."""
     generation = draft.generation
     if generation is None or event.generation != generation.number:
         return frozenset()

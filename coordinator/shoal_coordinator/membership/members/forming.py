@@ -26,16 +26,16 @@ from shoal_coordinator.membership.model.state import (
 )
 
 _MOST_NAMED: Final = 8
-"""Maximum number of newcomers named in an event."""
+"""Maximum number of new members that an event lists by name."""
 
 
 def form(
     draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()
 ) -> None:
-    """Writes the next generation. It consists of all ranked members, the `draining` members, and
-    those `joiners` ready members that have waited longest.
+    """Writes the next generation. It consists of all members with a rank, the `draining` members,
+    and the `joiners` ready members that have waited longest.
 
-    The caller must have checked that the number of members lies between `Draft.fewest_workers` and
+    The caller must have checked that the number of members is between `Draft.fewest_workers` and
     max_workers.
     """
     previous = draft.generation
@@ -51,7 +51,7 @@ def form(
         nonce=draft.nonce,
         cause=cause,
         ranks=ranks,
-        # A member may miss the generation that interrupts it and see only this one.
+        # A member may miss the generation that interrupts it and receive only this one.
         interrupts_below=previous.interrupts_below
         if cause is Cause.BORDER and previous is not None
         else draft.number,
@@ -93,15 +93,16 @@ def form(
 
 
 def named(identity: Identity, rank: int | None) -> str:
-    """Describes a member for people. `rank`: last rank of the member; None if it had none."""
+    """Returns a human-readable name of a member. `rank`: last rank of the member; None if it had
+    none."""
     return (
         f"{'a worker' if rank is None else f'rank {rank}'} (pid {identity.pid} on {identity.host})"
     )
 
 
 def _joined(draft: Draft, generation: Generation) -> str:
-    """Returns a description of the newcomers of a generation; empty if there are none, or for the
-    run's first generation."""
+    """Returns a description of the members that are new in a generation; empty if there are none,
+    or for the first generation of the run."""
     new = [(number, rank.member_id) for number, rank in enumerate(generation.ranks) if rank.joining]
     if len(new) == len(generation.ranks):
         return ""
@@ -115,7 +116,7 @@ def _joined(draft: Draft, generation: Generation) -> str:
 
 def draining_in_group(draft: Draft) -> list[Member]:
     """Returns the draining members that have not reached their step boundary. Such a member is in
-    the newest generation, or no member has yet adopted a generation without it."""
+    the newest generation, or no other member has yet switched to a generation without it."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or draft.generation is None:
         return []
     furthest = max((draft.works_in(rank.member_id) for rank in draft.generation.ranks), default=0)
@@ -128,7 +129,7 @@ def draining_in_group(draft: Draft) -> list[Member]:
 
 
 def holds_state(draft: Draft, member: Member) -> bool:
-    """Returns whether a member is known to have worked in a generation and therefore holds training
+    """Returns whether a member is known to have worked in a generation, so that it holds training
     state."""
     return (
         member.holds_state
@@ -145,10 +146,10 @@ def _placed_with_state(generation: Generation | None, member_id: str) -> bool:
 def _choose(
     draft: Draft, joiners: int, draining: Mapping[str, Member]
 ) -> tuple[list[Member], list[Member]]:
-    """Returns the continuing members in rank order, and the new ones.
+    """Returns the members that continue, in rank order, and the new ones.
 
-    After a hold all members are READY, including the members of the newest generation. Those
-    members take precedence over other waiting members and keep their order.
+    When a job leaves the hold, all members are READY, including those of the newest generation.
+    These take precedence over other waiting members and keep their order.
     """
     placed = (
         [draft.members[r.member_id] for r in draft.generation.ranks if r.member_id in draft.members]
@@ -162,8 +163,8 @@ def _choose(
         for member in placed
         if member.phase is MemberPhase.RANKED or member.member_id in going_on
     ]
-    # Members excluded from a newer generation that nobody has adopted yet go behind the others of
-    # their host.
+    # A member that a newer generation has excluded, which nobody has adopted yet, follows the other
+    # members of its host.
     survivors += [member for member in draining.values() if member not in survivors]
     waiting = [
         m
@@ -175,8 +176,8 @@ def _choose(
 
 
 def _give_ranks(draft: Draft, generation: Generation) -> None:
-    """Assigns ranks to the members of a generation. Updates only members that change, so that the
-    records of unchanged members need not be rewritten."""
+    """Assigns ranks to the members of a generation. Leaves the records of members without a change
+    untouched, so that they need not be written again."""
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
     members, unplaced = draft.members, draft.unplaced
     for rank in generation.ranks:
@@ -189,9 +190,9 @@ def _give_ranks(draft: Draft, generation: Generation) -> None:
 
 
 def _leave_out_draining(draft: Draft, generation: Generation, previous: Generation | None) -> None:
-    """Records the last generation of each draining member that the new generation excludes. If the
-    other members are interrupted, the draining member will reach no step boundary and is told to
-    leave now."""
+    """Records for each draining member that the new generation excludes the last generation it
+    belongs to. If the other members are interrupted, the draining member cannot reach a step
+    boundary and is told to leave now."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or previous is None:
         return
     for member in list(draft.members.values()):

@@ -1,5 +1,5 @@
-"""Decides when a new generation is due, once at the end of each transition, after all events of the
-transition."""
+"""Decides whether a new generation is due. Runs at the end of each transition, after all its
+events."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, MemberPhas
 
 _MOST_NAMED: Final = 5
 _PAUSE_MS: Final = 5
-"""Delay in milliseconds, per waiting member beyond FEW_READY, before all waiting members are
-notified again of the reason."""
+"""Delay in milliseconds before all waiting members are told again why they wait, multiplied by the
+number of waiting members beyond FEW_READY."""
 
 
 def generation_due(draft: Draft) -> None:
@@ -63,9 +63,12 @@ def _after_failure(draft: Draft) -> None:
 
 
 def _while_waiting(draft: Draft) -> None:
-    """Forms a generation in a job in which nobody trains, once enough members wait. A fresh start
-    waits for the grace period. Members with state continue as soon as there are enough of them;
-    members that arrive after all others were lost continue once they are as many as before."""
+    """Forms a generation in a job in which no member trains, once enough members wait.
+
+    A new run waits for the grace period. Members that hold state continue as soon as there are
+    enough of them. Members that arrive after all others were lost continue once they are as many as
+    before.
+    """
     ready = draft.in_phase(MemberPhase.READY)
     if ready < draft.fewest_workers:
         return
@@ -91,8 +94,8 @@ def _while_waiting(draft: Draft) -> None:
 
 
 def _at_border(draft: Draft) -> None:
-    """Forms a BORDER generation in a job that is training: joins and drains take effect at the next
-    step boundary."""
+    """Forms a generation that takes effect at the next step boundary (cause BORDER), so that
+    members of a job in training can join and drain."""
     staying = draft.in_phase(MemberPhase.RANKED)
     joiners = _joiners(draft)
     if (
@@ -114,8 +117,8 @@ def _at_border(draft: Draft) -> None:
 
 
 def _may_supersede(draft: Draft) -> bool:
-    """Returns whether the newest generation may be replaced. It may not be replaced while members
-    are adopting it: members that have adopted it would wait for members that skip it."""
+    """Returns whether the newest generation may be replaced. It may not while some members have yet
+    to adopt it: those that have adopted it would wait in vain for those that skip it."""
     generation = draft.generation
     if (
         generation is None
@@ -128,13 +131,13 @@ def _may_supersede(draft: Draft) -> bool:
 
 
 def _put_on_hold(draft: Draft, reason: str) -> None:
-    """Puts a job on hold whose newest generation has ended with too few members. All members stand
-    by until there are enough, or leave if the job stops."""
+    """Puts a job on hold whose newest generation has ended with too few members. All members wait
+    for others, or leave if the job stops."""
     if draft.phase is JobPhase.RUNNING:
         draft.phase = JobPhase.WAITING
     draft.incident = None
     for member in draining_in_group(draft):
-        # Its group is gone, so it will reach no step boundary.
+        # Its process group is gone, so it will not reach another step boundary.
         draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason, now=True))
     for member in list(draft.members.values()):
         if member.phase is MemberPhase.RANKED:
@@ -154,8 +157,8 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 
 def _tell_unplaced(draft: Draft) -> None:
-    """Tells newly waiting members why they wait. Also tells all ready members if the reason has
-    changed."""
+    """Tells members that have just begun to wait why they wait. If the reason has changed, tells
+    all ready members."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (
         JobPhase.WAITING,
         JobPhase.RUNNING,
@@ -184,8 +187,8 @@ def _tell_unplaced(draft: Draft) -> None:
 
 
 def _why_ready_ones_wait(draft: Draft) -> str | None:
-    """Returns the reason why a ready member will not get a rank soon. Returns None if the member
-    waits only for the grace period or a step boundary."""
+    """Returns the reason why ready members do not get a rank soon; None if they only wait for the
+    grace period or a step boundary."""
     if draft.phase is not JobPhase.RUNNING:
         waiting = draft.in_phase(MemberPhase.READY) < draft.fewest_workers
         return _who_is_missing(draft) if waiting else None
@@ -223,8 +226,8 @@ def _who_is_missing(draft: Draft) -> str:
 
 
 def _joiners(draft: Draft, *, beside: int = 0) -> int:
-    """Returns how many ready members fit into a generation with the ranked members and `beside`
-    others; 0 in a job that stops."""
+    """Returns how many ready members fit into a generation in addition to the members with a rank
+    and `beside` others; 0 if the job is stopping."""
     if draft.phase is JobPhase.STOPPING:
         return 0
     return min(

@@ -24,7 +24,7 @@ from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.state import JobPhase, Member, MemberPhase
 
 FEW_READY: Final = 100
-"""Number of waiting members up to which every one is told at once why it waits, before a start and
+"""Up to this number of waiting members, each one is told at once why it waits, before a start and
 whenever the reason changes."""
 
 
@@ -33,14 +33,15 @@ class Joined:
     """Outcome of a MemberJoined event."""
 
     replays: bool
-    """Value of shoal.v1.Welcome.joining."""
+    """Value of shoal.v1.Welcome.joining: True if the member joins a job that already has a
+    generation."""
     resumed: bool
     """True if the process was already a member and keeps its place."""
 
 
 def member_joined(draft: Draft, event: MemberJoined) -> Joined:
-    """Admits the member of a newly opened session. Raises an error if the member id has ended or
-    belongs to another process, if its machine is refused, or if the job accepts no more members."""
+    """Admits the member that has opened a session. Raises an error if its id belongs to a former
+    member or another process, if its machine is refused, or if the job accepts no more members."""
     member_id = event.identity.member_id
     if event.last_generation > draft.number + draft.policy.most_lost_generations:
         raise InvalidRequestError(
@@ -96,8 +97,8 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
 
 
 def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined:
-    """Resumes a known member with a new stream: sends everything again that the member may have
-    missed."""
+    """Continues the session of a known member on a new stream. Sends again everything that the
+    member may have missed."""
     before, after = member.identity, event.identity
     if before.key_digest and before.key_digest != after.key_digest:
         raise PermissionDeniedError(
@@ -119,7 +120,7 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
         draft.effects.append(SendDrain(member_id=member_id, reason=member.reason))
     generation = draft.generation
     if draft.phase is JobPhase.FINISHED and event.works_in == 0:
-        # Its peers finished while it could not be notified.
+        # Its peers finished while it could not be told.
         stop = SendStop(
             member_id=member_id,
             reason=draft.stop_reason,
@@ -152,7 +153,7 @@ def member_ready(draft: Draft, event: MemberReady) -> None:
     draft.put_member(replace(member, phase=MemberPhase.READY, ready_order=draft.last_order))
     draft.records.append(Record(kind="member_ready", member_id=event.member_id))
     if draft.phase is not JobPhase.WAITING or draft.in_phase(MemberPhase.READY) <= FEW_READY:
-        # otherwise it is notified together with all others if they wait for long
+        # beyond that number, all waiting members are told together
         draft.unplaced[event.member_id] = None
     if draft.grace_until_ms is None:
         draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
@@ -167,10 +168,10 @@ def has_place(draft: Draft, member: Member) -> bool:
 
 
 def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendStop:
-    """Returns the message that tells a member that the job stops or is over. `reason`: None means
-    the reason of the job."""
+    """Returns the message that tells a member that the job stops or has ended. `reason`: None means
+    the reason why the job stops."""
     now = not has_place(draft, member)
-    # It worked in a generation, and others have continued without it.
+    # The member worked in a generation, and the others have continued without it.
     known = member.holds_state or draft.works_in(member.member_id) > 0
     behind = (
         now
@@ -188,8 +189,8 @@ def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendSto
 
 
 def finished_steps(draft: Draft) -> int | None:
-    """Returns the committed steps of a member whose script finished; None if no script has
-    finished, or its steps are unknown."""
+    """Returns the number of committed steps of a member that has finished the script; None if no
+    member has, or its steps are unknown."""
     return max(
         (
             departure.steps

@@ -1,5 +1,5 @@
-"""Rules for departing members: lost members, members that leave voluntarily, and members asked to
-leave."""
+"""Rules for members that leave: lost members, members that leave by themselves, and members that
+are asked to leave."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _REFUSAL_OF: Mapping[Ending, Refusal] = {
 
 
 def member_lost(draft: Draft, event: MemberLost) -> None:
-    """Removes a member whose process is gone without having left, and interrupts the members that
-    worked with it. A repeated report changes nothing."""
+    """Removes a member whose process is gone although it had not left, and interrupts the members
+    that worked with it. A repeated report changes nothing."""
     member = draft.members.get(event.member_id)
     if member is None:
         return
@@ -63,11 +63,11 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
 
 
 def member_left(draft: Draft, event: MemberLeft) -> None:
-    """Removes a leaving member. If no generation without it has been written yet, its leave
-    interrupts the other members, like a loss.
+    """Removes a member that leaves. Unless a generation without it was written before, this
+    interrupts the other members, as a loss does.
 
-    The first ranked member to finish ends the run for all members. The leave of a member that was
-    asked to leave affects only this member, whatever its reason.
+    The first member with a rank that finishes ends the run for all members. If a member was asked
+    to leave, its leave concerns only that member, whatever the reason that it reports.
     """
     member = live_member(draft, event.member_id)
     if event.reason is LeaveReason.FAILED:
@@ -80,7 +80,7 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
             ),
         )
         return
-    # A member whose rank was lost by Redis meanwhile keeps training in its place.
+    # A member whose rank Redis has lost keeps training with that rank.
     has_rank = member.phase is MemberPhase.RANKED or (member.holds_state and is_recovering(draft))
     if has_rank and event.reason is LeaveReason.FINISHED:
         if draft.phase is not JobPhase.FINISHED:
@@ -88,8 +88,8 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
             _finish(draft, reason)
             _tell_awaiting(draft, member, reason, finished_steps=event.steps)
     elif has_place(draft, member) and draft.phase is JobPhase.STOPPING and not event.alone:
-        # All leave at the same step boundary, so every remaining member has also passed the last
-        # step and only has to leave.
+        # All members leave at the same step boundary, so the remaining ones have also passed the
+        # last step and only have to leave.
         if not draft.departing:
             _tell_awaiting(draft, member, draft.stop_reason)
         draft.departing = True
@@ -112,9 +112,8 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
 
 
 def _compare_replicas(draft: Draft, member: Member, event: MemberLeft) -> str:
-    """Compares a leaving member's state after its last step with the state of members that left
-    earlier. A difference fails the job. Returns a description of the difference, or an empty
-    string."""
+    """Compares a leaving member's state after its last step with that of members that left earlier.
+    A difference fails the job. Returns a description of the difference; empty if there is none."""
     if event.replicas is None or event.reason is not LeaveReason.FINISHED:
         return ""
     draft.replicas, apart = compare(
@@ -136,9 +135,12 @@ class ExitNoted:
 
 
 def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
-    """Records the exit of a process, seen by its launcher. A report that the script finished counts
-    as the member's leave: the leave may still be in flight on the stream, or was never sent because
-    the coordinator was away. Any other clean exit decides nothing while the stream is open."""
+    """Records that a launcher has seen a process exit.
+
+    If the process had finished its script, the report counts as the member's leave, since the leave
+    itself may still be on its way on the stream, or was never sent because the coordinator was
+    absent. Any other exit with status 0 has no effect while the stream is open.
+    """
     known = event.member_id in draft.members
     pulse = draft.pulse(event.member_id)
     clean = event.exit_code == 0 and event.signal == 0
@@ -180,11 +182,11 @@ class DrainNoted:
 
 
 def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
-    """Starts the drain of a member, which leaves at its next step boundary. A repeated request
+    """Starts to drain a member, which then leaves at its next step boundary. A repeated request
     changes nothing.
 
-    The other members receive a BORDER generation without it as soon as enough members remain or
-    joiners can take its place.
+    A generation without the member, which takes effect at a step boundary (BORDER), is formed as
+    soon as enough members remain or joiners can replace it.
     """
     member = _member_or_rank(draft, event)
     if member.phase is not MemberPhase.DRAINING:
@@ -207,7 +209,7 @@ def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
 
 
 def drain_refused(draft: Draft) -> None:
-    """Drains the members of machines that are refused since this transition."""
+    """Drains the members on machines that have been refused since this transition began."""
     if not draft.machines_changed or draft.phase not in (JobPhase.WAITING, JobPhase.RUNNING):
         return
     for member in list(draft.members.values()):
@@ -220,9 +222,9 @@ def drain_refused(draft: Draft) -> None:
 
 
 def stop_requested(draft: Draft, event: StopRequested) -> None:
-    """Asks all members to leave at their next step boundary. Ignores a repeated request and a
-    request for a finished job. Also ignores an outcome reported by a plain script's launcher if the
-    run has or had members."""
+    """Asks all members to leave at their next step boundary. Ignores a repeated request, and a
+    request for a job that has finished. Ignores the outcome of a plain script that a launcher
+    reports if the run has or had members."""
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED) or (
         event.ending is not JobEnding.STOPPED and not draft.is_untouched
     ):
@@ -236,8 +238,8 @@ def stop_requested(draft: Draft, event: StopRequested) -> None:
 
 
 def last_one_left(draft: Draft) -> None:
-    """Finishes a job that is stopping or finished and has no members left, and tells its servers to
-    exit. Runs at the end of each transition."""
+    """Finishes a job that is stopping and has no members left, and tells its servers to exit. Runs
+    at the end of each transition."""
     if draft.members or draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
         return
     if draft.phase is JobPhase.STOPPING:
@@ -246,8 +248,8 @@ def last_one_left(draft: Draft) -> None:
 
 
 def _fail(draft: Draft, failure: str) -> None:
-    """Ends the job with an error. Only the first error counts; it replaces an outcome without an
-    error."""
+    """Ends the job with an error. Only the first error is recorded; it overrides any other
+    outcome."""
     if draft.ending is JobEnding.FAILED:
         return
     draft.records.append(
@@ -258,9 +260,9 @@ def _fail(draft: Draft, failure: str) -> None:
 
 
 def _finish(draft: Draft, reason: str) -> None:
-    """Ends the run. Ranked members have confirmed the last step too and finish by themselves. Other
-    members are notified. Spares are notified as well, since they may be waiting for a generation
-    that their peers will never enter."""
+    """Ends the run. Members with a rank have confirmed the last step and finish by themselves;
+    other members are told. Spares are told too, since they may be waiting for a generation that
+    their peers will never adopt."""
     draft.phase, draft.ended_unix_ms = JobPhase.FINISHED, draft.now.unix_ms
     draft.ending = draft.ending or JobEnding.COMPLETED
     draft.stop_reason = draft.stop_reason or reason
@@ -279,11 +281,14 @@ def _finish(draft: Draft, reason: str) -> None:
 def _tell_awaiting(
     draft: Draft, left: Member, reason: str, *, finished_steps: int | None = None
 ) -> None:
-    """Notifies members that would wait in vain after `left` departed from an older generation. At
-    the step boundary where it left, all members would have adopted the newest generation. The
-    notified members are: members waiting in their first generation, members that have not entered a
-    generation that was to follow a failure, and members quarantined from the generation of `left`
-    that were to return in the newest generation."""
+    """Tells members to stop if they would wait in vain because `left` has left from an older
+    generation. At the step boundary at which it left, all members would have adopted the newest
+    generation.
+
+    The members told are those waiting in their first generation, those that have not adopted the
+    generation that was to follow a failure, and those that were quarantined from the generation of
+    `left` and were to return in the newest one.
+    """
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:
         return
@@ -308,9 +313,9 @@ def _tell_awaiting(
 
 
 def _is_new(draft: Draft, member: Member) -> bool:
-    """Returns whether a connected member joined a job that had already begun. After a restart of
-    the coordinator only such a member is known to hold no state, since the other members have not
-    reported their generation yet."""
+    """Returns whether a connected member joined a job that already had a generation. After a
+    restart of the coordinator, only such members are known to hold no state, because the others
+    have not reported their generation yet."""
     pulse = draft.pulse(member.member_id)
     return member.replays and pulse is not None and pulse.attached
 
@@ -353,8 +358,7 @@ def _release_quarantined(draft: Draft, member_id: str) -> None:
 
 
 def reached_again(draft: Draft) -> None:
-    """Readmits quarantined members that can reach their peers again. They return at the next step
-    boundary."""
+    """Readmits quarantined members that can reach their peers again, at the next step boundary."""
     if draft.in_phase(MemberPhase.QUARANTINED) == 0:
         return
     for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED]:
@@ -386,13 +390,13 @@ def _release(draft: Draft, kept_out: Member) -> None:
 
 
 def _is_missed(draft: Draft, member: Member) -> bool:
-    """Returns whether other members work, or may work, in a group with this member."""
+    """Returns whether other members work in a process group with this member, or may do so."""
     if has_place(draft, member):
         return True
     if member.works_in == 0 or draft.generation is None:
         return False
-    # A generation without it was written; a member that has not adopted it is still in the older
-    # group.
+    # A generation without this member was written; members that have not adopted it are still in
+    # the older group.
     return any(
         draft.works_in(rank.member_id) < draft.number
         for rank in draft.generation.ranks

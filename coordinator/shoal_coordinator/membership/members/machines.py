@@ -1,7 +1,7 @@
-"""Rules about machines: which are refused, and when repeated deaths exclude one.
+"""Rules about machines: which ones are refused, and when repeated deaths of workers exclude one.
 
-A machine is known by the host name of its members. Machines without an entry in `machines` are
-healthy.
+A machine is identified by the host name that its members report. Machines that are not in
+`machines` are healthy.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_machine(draft: Draft, host: str) -> None:
 
 
 def member_gone(draft: Draft, host: str) -> None:
-    """Forgets a machine that was leaving once none of its members is left."""
+    """Removes the record of a machine that is being taken away once no member is left on it."""
     machine = draft.machines.get(host)
     if (
         machine is not None
@@ -79,18 +79,18 @@ def member_gone(draft: Draft, host: str) -> None:
 
 
 def member_died(draft: Draft, member: Member, event: MemberLost) -> None:
-    """Counts the death of a member against its machine, and excludes the machine if its members die
-    again and again while those of other machines live.
+    """Counts the death of a member against its machine. Excludes the machine if members die there
+    again and again while members on other machines live.
 
-    The job must be able to continue without the machine. A death just after another one on the same
-    machine has the same cause and does not count.
+    A machine is excluded only if the job can continue without it. A death shortly after another one
+    on the same machine probably has the same cause and does not count.
     """
     host, policy = member.identity.host, draft.policy
     if draft.phase not in _GOES_ON or member.phase is MemberPhase.DRAINING:
         return
     pulse = draft.pulse(member.member_id)
     if event.ending is Ending.SCRIPT_FAILED and (pulse is None or not pulse.progress.sequence):
-        # A launcher that restarts the workers of a plain script leaves with this reason as well.
+        # A launcher that restarts the workers of a plain script also leaves for this reason.
         return
     since_ms = draft.now.ms - policy.deaths_window_ms
     deaths = tuple(ms for ms in draft.deaths_ms.get(host, ()) if ms > since_ms)

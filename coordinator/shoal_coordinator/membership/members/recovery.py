@@ -1,10 +1,11 @@
-"""Readmits members that know generations which Redis has lost, whether Redis lost its newest writes
-or everything.
+"""Readmits members that know generations which Redis has lost, whether Redis has lost its latest
+writes or all of its data.
 
-The members continue in the newest generation that they know. It remains valid, since only one
-membership was announced under its number and nonce; only the coordinator's record is lost.
-Numbering therefore continues above it, and returning members count as members with state whether or
-not they are on record. Once all have returned, one generation is written for them.
+The members continue in the newest generation that they know. It is still valid, because only one
+list of members was ever announced under its number and nonce; only the coordinator's record is
+lost. New generations therefore get higher numbers, and a returning member counts as one that holds
+state whether or not it is on record. Once all members have returned, one generation is written for
+them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from shoal_coordinator.membership.model.state import Member, MemberPhase, Recove
 
 
 def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
-    """Returns whether the member has agreed to a generation that Redis has lost. If so, raises the
-    number above which new generations are numbered."""
+    """Returns whether the member worked in a generation that Redis has lost. If so, new generations
+    get numbers above that generation."""
     reported, recovery = event.last_generation, draft.recovery
     if reported <= draft.number:
         return recovery is not None and reported > recovery.known
@@ -32,8 +33,8 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
     )
     draft.number = reported
     reason = (
-        f"Redis lost generations {known + 1} to {reported}; the next one is numbered above those "
-        "that members know"
+        f"Redis lost generations {known + 1} to {reported}; the next generation gets a number "
+        "above them"
     )
     draft.reasons.append(reason)
     draft.records.append(
@@ -48,15 +49,15 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
 
 
 def continue_recovery(draft: Draft) -> None:
-    """Continues a recovery that was found in Redis: members have the duration of a lease to return,
-    as before the restart."""
+    """Continues a recovery that was in progress when the coordinator was restarted: members again
+    have one lease duration to return."""
     recovery = draft.recovery
     if recovery is not None and recovery.until_ms == Recovery.FOUND:
         draft.recovery = replace(recovery, until_ms=draft.now.ms + draft.spec.lease_ms)
 
 
 def readmit(draft: Draft, event: MemberJoined) -> None:
-    """Readmits a member that joined in a generation that Redis has lost. The member holds part of
+    """Readmits a member that worked in a generation that Redis has lost. The member holds part of
     the state and gets its rank with the next generation."""
     draft.last_order += 1
     member = Member(
@@ -78,13 +79,13 @@ def readmit(draft: Draft, event: MemberJoined) -> None:
 
 
 def is_recovering(draft: Draft) -> bool:
-    """Returns whether some members have yet to return, so that no generation may be formed."""
+    """Returns whether members have yet to return, so that no generation may be formed."""
     return draft.recovery is not None and draft.recovery.until_ms is not None
 
 
 def recovery_due(draft: Draft) -> None:
-    """Forms one generation for the returned members. It is due once all ranks of the newest lost
-    generation are back, or have had the duration of a lease to return."""
+    """Forms one generation for the members that have returned, once all ranks of the newest lost
+    generation are back or have had one lease duration to return."""
     recovery = draft.recovery
     if recovery is None or recovery.until_ms is None:
         return

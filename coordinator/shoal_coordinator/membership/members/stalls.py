@@ -1,10 +1,11 @@
-"""Explains stalled steps: tells all members which member waits for which before any action is
-taken, and acts in the two cases that can be decided here.
+"""Explains stalled steps: tells all members which member waits for which, before anything is done
+about it. Evicts members in the two cases that the coordinator can decide: hung members, and members
+on lost machines.
 
-Each heartbeat reports whether the member's training thread waits for its peers, since when, and
-which peers it cannot reach. The heartbeats therefore explain a stalled step. Either some members
-wait for the others, or all wait and a connection between them is missing. Members that only accuse
-each other's connections end their group themselves and report the failure (failures.py).
+Each heartbeat reports whether the member's training thread is waiting for its peers, since when,
+and which peers it cannot reach. Either some members wait for others that are not waiting, or all
+wait because a connection between two of them is broken. Members that only report broken connections
+to each other end their group themselves and report the failure (failures.py).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from shoal_coordinator.membership.model.state import Generation, JobPhase, Stall
 _MOST_NAMED: Final = 4
 _AT: Final = ", which is at "
 _SURELY_WAITS_MS: Final = 1_000
-"""Wait at its last heartbeat from which a member counts as waiting; a shorter wait may be one of
-many in a normal step."""
+"""A member counts as waiting if it had waited at least this long at its last heartbeat; a shorter
+wait may be one of many in a normal step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Rank of the newest generation with its state at the last heartbeat."""
+    """A rank of the newest generation, as described by its last heartbeat."""
 
     rank: int
     member_id: str
@@ -52,8 +53,8 @@ class Place:
 
 
 def stalls_due(draft: Draft) -> None:
-    """Evicts hung members and members on lost machines. Explains a stalled step or, if there is
-    none, names stragglers. Acts at most once per `look_ms`."""
+    """Evicts hung members and members on lost machines, and explains a stalled step. If no step is
+    stalled, names stragglers. Acts at most once per `look_ms`."""
     generation = draft.generation
     if draft.looked_ms is not None and draft.now.ms < draft.looked_ms + draft.policy.look_ms:
         return
@@ -99,7 +100,7 @@ def _places(draft: Draft, generation: Generation) -> list[Place]:
 
 
 def _divide(draft: Draft, places: Iterable[Place]) -> tuple[list[Place], list[Place], list[Place]]:
-    """Divides the members into waiting, working and silent ones, returned in this order."""
+    """Returns the members that wait, those that work, and those that are silent."""
     waiting, working, silent = [], [], []
     for place in places:
         if place.silent_ms > draft.spec.unheard_ms:
@@ -120,7 +121,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
     if working and waited_ms >= stall_ms - draft.spec.unheard_ms:
         for place in working:
             if place.pulse.progress.server_wait_s:
-                continue  # it waits for a parameter server, which has a separate deadline
+                continue  # the member waits for a parameter server, which has a deadline of its own
             if now_ms - place.pulse.active_ms > stall_ms and place.pulse.progress.cpu_s > 0:
                 detail = (
                     f"no progress and no CPU time for {stall_ms} ms, while all others waited for it"
@@ -145,7 +146,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
 
 
 def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
-    """Returns an explanation of the stalled step; empty if no step is known to be stalled."""
+    """Returns an explanation of the stalled step; empty if no step is stalled."""
     waiting, working, silent = _divide(draft, places)
     waited_ms = max((place.waited_ms for place in waiting), default=0)
     if waited_ms < draft.policy.explain_after_ms:
@@ -180,8 +181,7 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
 
 
 def _silent_members(draft: Draft, places: Sequence[Place]) -> tuple[SilentMember, ...]:
-    """Returns the silent members that share their machine with another one, which can read their
-    stacks."""
+    """Returns the silent members whose stacks another member on the same machine can read."""
     _, _, silent = _divide(draft, places)
     if not silent:
         return ()
@@ -264,7 +264,8 @@ def _tell(
     reach: str = "",
     silent: Sequence[SilentMember] = (),
 ) -> None:
-    """Sends an explanation to the log, to the event log, and to all members of the generation."""
+    """Writes an explanation to the log and to the event log, and sends it to all members of the
+    generation."""
     before = draft.stall
     if generation is None or (not text and before is None):
         draft.stall = None

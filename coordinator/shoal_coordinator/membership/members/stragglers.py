@@ -1,10 +1,10 @@
-"""Finds stragglers: members that slow the others down while training continues, through slow
-computation or a slow connection.
+"""Finds stragglers: members that slow the others down, while training continues, because they
+compute slowly or have a slow connection.
 
-In synchronous training all steps take equally long, because all ranks wait for the slowest one. The
-slowest rank is therefore the one that does not wait, judged by the part of a step that a rank
-spends outside of waits (Progress.busy_time_s). Behind a slow connection all ranks wait, including
-the slow rank. The slow rank is then the one at which most of the permanently busy connections end
+In synchronous training the steps of all ranks take equally long, because each rank waits for the
+slowest. The slowest rank is the one that does not wait: it spends the largest part of a step
+outside of waits (Progress.busy_time_s). If a connection is slow, all ranks wait, including the one
+behind it. That rank is then the one at which most of the permanently busy connections end
 (Progress.busy_link).
 """
 
@@ -21,14 +21,14 @@ from shoal_coordinator.membership.model.pulse import Progress
 from shoal_coordinator.membership.model.state import Generation, Straggler
 
 _SHARE_OF_STEP: Final = 0.2
-"""Minimum fraction of a step that the other ranks would gain if the slowest rank were as fast as
-they are."""
+"""A rank is a straggler if the others' steps would become shorter by at least this fraction if it
+were as fast as they are."""
 _LEAST_S: Final = 0.05
 _MOSTLY_WAITING: Final = 0.5
 _SLOW_STEP_S: Final = 0.5
 _SLOW_BYTES_PER_S: Final = 25e6
-"""Speed below which a connection counts as slow: 200 Mbit/s. Two ranks cannot tell which of them is
-behind a slow connection, so only the absolute speed shows that it is slow."""
+"""Speed below which a connection counts as slow: 200 Mbit/s. With two ranks, a comparison cannot
+show which one has the slow connection, so the absolute speed decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Report:
 
 
 def find_stragglers(draft: Draft, generation: Generation) -> None:
-    """Updates the stragglers of the newest generation, and announces changes to them."""
+    """Updates the stragglers of the newest generation, and announces the changes."""
     reports = [
         Report(rank=position, member_id=rank.member_id, host=rank.host, progress=pulse.progress)
         for position, rank in enumerate(generation.ranks)
@@ -89,8 +89,11 @@ def find_stragglers(draft: Draft, generation: Generation) -> None:
 
 
 def stragglers(reports: list[Report]) -> dict[str, str]:
-    """Returns for each straggler, by member id, how it slows the others down, for people.
-    `reports`: the reports of all ranks of a generation."""
+    """Returns a human-readable description of how each straggler slows the others down, by member
+    id.
+
+    `reports`: the reports of all ranks of a generation.
+    """
     if len(reports) < 2 or any(one.progress.step_time_s <= 0 for one in reports):
         return {}
     return _by_computing(reports) or _by_connection(reports)
@@ -126,8 +129,8 @@ def _by_connection(reports: list[Report]) -> dict[str, str]:
 
 
 def behind_connection(reports: list[Report]) -> tuple[list[Report], str]:
-    """Returns the members behind a permanently busy connection, with a description for people.
-    Applies when all ranks wait; returns no members if the connection cannot be identified."""
+    """Returns the members behind a permanently busy connection, with a human-readable description.
+    Applies only if all ranks wait. Returns no members if the connection cannot be identified."""
     links = [
         (one.rank, *one.progress.busy_link) for one in reports if one.progress.busy_link is not None
     ]

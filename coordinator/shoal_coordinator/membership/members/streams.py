@@ -1,14 +1,14 @@
-"""Decides the meaning of streams that end before their member left: a death, or a network fault
-between the members and the coordinator.
+"""Interprets the end of a stream whose member has not left: either the member has died, or the
+network between the members and the coordinator has failed.
 
-A killed process closes its connection at once, and a failing network can drop all connections at
-once; to the coordinator, both look alike. The other members' streams distinguish the two cases. If
-most members' streams break together, the network is at fault, and the leases decide. A single
-broken stream means a death: immediately if a peer's collective failed as well, otherwise once no
-other stream has broken for Policy.break_window_ms. The short wait delays nobody, since a peer that
-needed the dead member would have reported a failure. A stream that ends long after the last
-heartbeat was abandoned by gRPC because of a network failure or a lost machine; it adds nothing to
-the silence before it (absence.py).
+A process that is killed closes its connection at once, and so can a failing network for many
+connections together. To the coordinator a single case looks the same; the other members' streams
+make the difference. If most streams break together, the network has failed, and the leases decide.
+If a single stream breaks, its member has died: at once if a peer's collective has failed too,
+otherwise once no other stream has broken for Policy.break_window_ms. This short wait delays no
+recovery, because a peer that needed the dead member would have reported a failure. If a stream ends
+long after the last heartbeat, gRPC has given it up because of a network failure or a lost machine;
+the end says no more than the silence before it (absence.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shoal_coordinator.membership.model.events import Ending, MemberLost, Stream
 
 
 def stream_broken(draft: Draft, event: StreamBroken) -> None:
-    """Records that a member's stream has ended. `streams_due` decides about the member."""
+    """Records that the stream of a member has ended. `streams_due` decides what this means."""
     if event.member_id in draft.members:
         draft.broken_streams = {**draft.broken_streams, event.member_id: draft.now.ms}
 
 
 def streams_due(draft: Draft) -> None:
     """Evicts members whose streams broke, unless they have reconnected or most other streams broke
-    as well."""
+    too."""
     broken = {
         member_id: ms
         for member_id, ms in draft.broken_streams.items()
@@ -39,14 +39,14 @@ def streams_due(draft: Draft) -> None:
     _lose(draft, missed)
     broken = {member_id: ms for member_id, ms in broken.items() if member_id not in missed}
     if broken and draft.now.ms >= max(broken.values()) + draft.policy.break_window_ms:
-        # Members that have already reconnected also count as broken together with the others.
+        # Streams of members that have already reconnected are counted as broken too.
         whole = sum(
             _is_attached(draft, member_id) for member_id in draft.members.keys() - broken.keys()
         )
         if len(broken) > whole:
             draft.reasons.append(
                 f"{len(broken)} streams broke at the same time and {whole} did not: this is a "
-                "network fault, so leases decide"
+                "network failure, so leases decide which members are lost"
             )
         else:
             _lose(draft, [member_id for member_id in broken if _is_closed(draft, member_id)])
@@ -55,8 +55,8 @@ def streams_due(draft: Draft) -> None:
 
 
 def _missed(draft: Draft, broken: Mapping[str, int]) -> list[str]:
-    """Returns the members whose streams broke while their peers' collectives failed. Returns none
-    unless a reporting peer is still connected."""
+    """Returns the members whose streams broke while collectives of their peers failed. Returns none
+    unless one of the reporting peers is still connected."""
     if (
         draft.incident is None
         or draft.generation is None

@@ -1,10 +1,9 @@
-"""Leases the batches of an epoch to members, first come, first served, and leases the batches of
-lost members again.
+"""Leases the batches of an epoch to members, first come, first served. The batches of a lost member
+are leased again.
 
-`Epoch` and `Loader` are the frozen values that are stored. `Ledger` is the working copy of one
-epoch within one transition, so that a thousand requests in one transition copy the leases only
-once. Finished batches are not stored: a dealt batch that is neither leased nor returned is
-finished.
+`Epoch` and `Loader` are the frozen values that are stored. `Ledger` is the working copy of an epoch
+within a transition, so that a thousand requests copy the leases only once. Finished batches need
+not be stored: a batch is finished if it was leased before and is now neither leased nor returned.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer to the last numbered request of a member; a repetition of the request gets the same
-    answer."""
+    """Response to the last numbered request of a member, which is repeated if the request is
+    repeated."""
 
     sequence: int
     batches: tuple[int, ...]
@@ -28,21 +27,21 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """Leases of the batches in one epoch of a loader."""
+    """Leases of the batches of one epoch of a loader."""
 
     batches: int
     """Number of batches, numbered from 0."""
     first_key: int = 0
-    """Number by which parameter servers know batch 0; batch n has this number plus n."""
+    """Number of batch 0 for the parameter servers. Batch n has this number plus n."""
     dealt: int = 0
-    """Batches below this number were leased at least once."""
+    """All batches below this number have been leased at least once."""
     returned: tuple[int, ...] = ()
-    """Batches dealt to lost members, to be dealt again; ascending."""
+    """Numbers of batches that were leased before and must be leased again, ascending."""
     leased: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Member id -> unacknowledged batches; never an empty tuple. A batch occurs at most once in
-    `leased` and `returned` together."""
+    """Member id -> batches that the member has not finished; never an empty tuple. A batch occurs
+    at most once in `leased` and `returned` together."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
-    """Member id -> the answer to its last numbered request."""
+    """Member id -> the response to its last numbered request."""
     batch_ms: Mapping[str, int] = field(default_factory=dict)
     """Member id -> milliseconds per batch, for members that report it."""
 
@@ -54,14 +53,14 @@ class Epoch:
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """The newest epochs of one loader."""
+    """The newest epochs of a loader."""
 
     epochs: Mapping[int, Epoch]
     """Epoch number -> its leases; never empty."""
 
 
 class Ledger:
-    """Mutable working copy of one epoch's leases during a transition."""
+    """Mutable working copy of an epoch's leases within a transition."""
 
     def __init__(self, epoch: Epoch) -> None:
         self.batches = epoch.batches
@@ -74,17 +73,17 @@ class Ledger:
         self._answers = dict(epoch.answers)
         self._batch_ms = dict(epoch.batch_ms)
         self._speed = sum(1 / each for each in self._batch_ms.values())
-        """Batches per millisecond, summed over the members that report their speed."""
+        """Batches per millisecond of all members that report their speed."""
 
     def repeated(self, member_id: str, sequence: int) -> Answer | None:
-        """Returns the recorded answer if the request numbered `sequence` is a repetition. For an
-        older request, returns the answer to the newest request. Returns None for a new request."""
+        """Returns the recorded response if the request numbered `sequence` was handled before; None
+        if it is new. For an older request, returns the response to the newest one."""
         answer = self._answers.get(member_id)
         return answer if answer is not None and sequence <= answer.sequence else None
 
     def finish(self, member_id: str, finished: Iterable[int]) -> None:
-        """Acknowledges batches. Ignores batches that are not leased to this member, since an
-        acknowledgement may be repeated."""
+        """Records that a member has finished batches. Ignores batches that are not leased to it,
+        since the message may be repeated."""
         done = set(finished)
         left = tuple(batch for batch in self._leased.get(member_id, ()) if batch not in done)
         self.changed |= len(left) < len(self._leased.get(member_id, ()))
@@ -94,23 +93,23 @@ class Ledger:
             self._leased.pop(member_id, None)
 
     def held(self, member_id: str, *, without: Iterable[int] = ()) -> int:
-        """Returns the number of batches leased to a member, excluding `without`."""
+        """Returns the number of batches leased to a member, without those in `without`."""
         done = set(without)
         return sum(batch not in done for batch in self._leased.get(member_id, ()))
 
     def keeps_pace(self, member_id: str, batch_ms: int) -> None:
-        """Records a member's time per batch; 0 means unknown."""
+        """Records the time that a member needs per batch; 0 means unknown."""
         if batch_ms:
             self._forget_pace(member_id)
             self._batch_ms[member_id] = batch_ms
             self._speed += 1 / batch_ms
 
     def lease(self, member_id: str, want: int, sequence: int, *, members: int) -> tuple[int, ...]:
-        """Leases up to `want` batches, returned ones first. Records the answer if the request is
+        """Leases up to `want` batches, returned ones first. Records the response if the request is
         numbered (`sequence` above 0).
 
-        The member's leases are limited to half of the free batches, weighted by its share of the
-        speed of `members` members, but at least one batch. Latecomers therefore find batches, and
+        The member may hold at most half of the free batches, multiplied by its share of the total
+        speed of `members` members, but at least one. Late members therefore still get batches, and
         nobody waits long for the last ones (guided self-scheduling; Polychronopoulos and Kuck, IEEE
         Transactions on Computers, 1987).
         """
@@ -132,8 +131,8 @@ class Ledger:
         return tuple(batches)
 
     def _share(self, member_id: str, members: int) -> float:
-        """Returns this member's fraction of the speed of all members. Members that have not
-        reported a speed are assumed to be as fast as this one."""
+        """Returns this member's fraction of the total speed of `members` members. Members that have
+        not reported a speed are assumed to be as fast as this one."""
         if member_id not in self._batch_ms:
             return 1 / max(1, members)
         speed = 1 / self._batch_ms[member_id]
@@ -144,8 +143,8 @@ class Ledger:
             self._speed -= 1 / self._batch_ms.pop(member_id)
 
     def take_back(self, member_id: str, batches: Iterable[int] | None = None) -> int:
-        """Returns leased batches of a member to the pool. `batches`: batches to return; None: all.
-        Returns the number of batches returned."""
+        """Ends a member's leases of `batches` (None: all of its batches) so that they are leased
+        again. Returns the number of batches."""
         held = self._leased.pop(member_id, ())
         asked = set(held if batches is None else batches)
         if left := tuple(batch for batch in held if batch not in asked):
@@ -157,15 +156,15 @@ class Ledger:
         return len(batches)
 
     def give_back(self, member_id: str) -> int:
-        """Returns all batches of a lost member to the pool and forgets its requests. Returns the
-        number of batches."""
+        """Ends all leases of a lost member so that its batches are leased again, and forgets its
+        requests. Returns the number of batches."""
         self._answers.pop(member_id, None)
         self._forget_pace(member_id)
         self.changed = True
         return self.take_back(member_id)
 
     def holds_of(self, member_id: str) -> bool:
-        """Returns whether `give_back` would change anything for this member."""
+        """Returns whether the epoch has leases or a recorded response of this member."""
         return (
             member_id in self._leased or member_id in self._answers or member_id in self._batch_ms
         )
@@ -192,10 +191,10 @@ _KEYS_OF_AN_EPOCH: Final = 1 << 28
 
 
 def first_key_of(job_id: str, run: int, loader: str, epoch: int, begun_unix_ms: int) -> int:
-    """Returns a positive 64-bit number for batch 0 of an epoch, with room for the numbers of all
-    other batches above it. Each run of a job gets different numbers, although its epochs have the
-    same ones. Servers that continue with the values of the previous run would otherwise mistake new
-    batches for known ones."""
+    """Returns a positive 64-bit number for batch 0 of an epoch, with room above it for the numbers
+    of all other batches. Each run of a job gets different numbers, even for the same epoch. Servers
+    that continue with the values of the previous run would otherwise mistake new batches for
+    batches that they have already received."""
     digest = hashlib.blake2b(
         f"{job_id}\n{run}\n{loader}\n{epoch}\n{begun_unix_ms}".encode(), digest_size=8
     ).digest()

@@ -1,8 +1,8 @@
 """Mutable working copy of a job's state within one transition.
 
-A transition applies many events. A mapping of ten thousand members is copied once, on its first
-change, and changed keys are recorded so that only those are written. A draft belongs to one call of
-`transition` and is the only mutable object in the core.
+A transition applies many events. A mapping of ten thousand members is copied only once, on its
+first change, and changed keys are recorded so that only these are written. A draft belongs to one
+call of `transition` and is the only mutable object in the core.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ _NOT_WRITTEN = IN_MEMORY | {"population"}
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Parts of the state to be written: keys of changed mappings, and flags for the other parts."""
+    """Parts of the state that must be written: the keys of changed mappings, and flags for the
+    rest."""
 
     header: bool
-    """True if any small field changed: phase, number, accusations and so on."""
+    """True if any of the small fields has changed, such as the phase, the number or the
+    accusations."""
     generation: bool
     table: bool
-    """True if the full ranks of the newest generation must be written, whatever Generation.written
-    contains."""
+    """True if the full rank table of the newest generation must be written, even if
+    Generation.written would allow writing only a change."""
     dropped_changes: frozenset[int]
     """Generations whose written changes are no longer needed."""
     layout: bool
@@ -78,7 +80,7 @@ class Changes:
 
 
 class Draft:
-    """A job's state while events are applied to it, together with the resulting effects."""
+    """A job's state while events are applied to it, and the effects that result."""
 
     def __init__(
         self, state: JobState, *, now: Now, pulses: Pulses, nonce: str, policy: Policy
@@ -126,10 +128,10 @@ class Draft:
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
-        """Reasons why the newest generation, or one that members still work in, cannot continue;
+        """Reasons why the newest generation, or one in which members still work, cannot continue;
         empty if it can."""
         self.unplaced: dict[str, None] = {}
-        """Members to be sent a standby notice, unless this transition gives them a rank."""
+        """Members that are told why they wait, unless this transition gives them a rank."""
         self.effects: list[Effect] = []
         self.records: list[Record] = []
         self.reasons: list[str] = []
@@ -146,23 +148,23 @@ class Draft:
         self._changed_departed: set[str] = set()
         self._changed_servers: set[str] = set()
         self._changed_loaders: set[str] = set()
-        """Changed loaders that have no ledger: the loaders of a run that has ended."""
+        """Changed loaders without a working copy, which belong to a run that has ended."""
 
     # ----------------------------------------------------------------------------------------- runs
 
     @property
     def fewest_workers(self) -> int:
-        """Smallest world size with which the job may train now."""
+        """Smallest world size with which the job may train at present."""
         return self.spec.min_workers if self.is_fresh else self.spec.min_survivors
 
     @property
     def is_fresh(self) -> bool:
-        """True if the run has not yet formed a generation."""
+        """True if the run has not formed a generation yet."""
         return self.number == self.run_above
 
     @property
     def is_untouched(self) -> bool:
-        """True if the run never had a member."""
+        """True if the run has never had a member."""
         return self.is_fresh and not self.members and not self.departed
 
     @property
@@ -171,8 +173,8 @@ class Draft:
         return self.machines is not self._before.machines
 
     def begin_run(self, spec: JobSpec, run: RunId) -> None:
-        """Begins the next run. Discards the state of the newest run except for a summary;
-        generation numbers continue."""
+        """Begins the next run. Of the newest run, only a summary is kept; generation numbers
+        continue."""
         past = PastRun(
             run=self.run,
             ended_unix_ms=self.ended_unix_ms,
@@ -237,8 +239,8 @@ class Draft:
         self._changed_members.add(member.member_id)
 
     def remove_member(self, member_id: str, ending: str, steps: int | None = None) -> None:
-        """Removes a member permanently: remembers its id, takes back its leases and drops
-        accusations against it."""
+        """Removes a member for good: remembers its id, ends its leases and drops accusations
+        against it."""
         if self._members is None:
             self._members = dict(self._before.members)
         self._population[self._members.pop(member_id).phase] -= 1
@@ -270,16 +272,17 @@ class Draft:
         return self.pulses.members.get(member_id)
 
     def works_in(self, member_id: str) -> int:
-        """Returns the newest generation in which a member is known to work; 0 if there is none."""
+        """Returns the newest generation in which a member is known to have worked; 0 if there is
+        none."""
         pulse = self.pulses.members.get(member_id)
         return pulse.generation if pulse is not None else 0
 
     def waited_ms(self, pulse: Pulse) -> int:
         """Returns how long, in milliseconds, a member had been waiting for its peers of the newest
-        generation at its last heartbeat."""
+        generation at the time of its last heartbeat."""
         if self.formed_ms is None or pulse.generation >= self.number:
             return pulse.waited_ms
-        # part of the wait was for peers of an older generation
+        # the member had waited for peers of an older generation before
         return max(0, min(pulse.waited_ms, pulse.heard_ms - self.formed_ms))
 
     def place_of(self, member_id: str) -> int | None:
@@ -328,13 +331,14 @@ class Draft:
         return len(self._loaders.keys() | {loader for loader, _ in self._ledgers})
 
     def ledger(self, loader: str, epoch: int) -> Ledger:
-        """Returns the working copy of an epoch. The epoch must have leases."""
+        """Returns the working copy of an epoch, which must have leases."""
         if (loader, epoch) not in self._ledgers:
             self._ledgers[loader, epoch] = Ledger(self._loaders[loader].epochs[epoch])
         return self._ledgers[loader, epoch]
 
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
-        """Begins an epoch of a loader, and drops its oldest epochs beyond Policy.epochs_kept."""
+        """Begins an epoch of a loader, and drops the loader's oldest epochs beyond
+        Policy.epochs_kept."""
         first_key = first_key_of(self.spec.job_id, self.run.number, loader, epoch, self.now.unix_ms)
         before = self.epochs_of(loader)
         batch_ms = self.ledger(loader, max(before)).close().batch_ms if before else {}

@@ -1,4 +1,4 @@
-"""Outputs of the core: actions that the shell performs once the new state has been written."""
+"""Outputs of the core: actions that the shell carries out once the new state has been written."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shoal_coordinator.membership.model.state import Generation, Move, ServerRol
 
 @dataclass(frozen=True, kw_only=True)
 class AnnounceGeneration:
-    """Sends the generation to each of its members that has a session."""
+    """Sends the generation to all its members that have a session."""
 
     generation: Generation
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendGeneration:
-    """Sends the newest generation to one member that reconnects and has not seen it."""
+    """Sends the newest generation to one member, which has reconnected and has not seen it."""
 
     member_id: str
     generation: Generation
@@ -27,28 +27,30 @@ class SendGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class SendStandby:
-    """Tells a member that it has no rank for now."""
+    """Tells a member that it has no rank at present, and why."""
 
     member_id: str
     reason: str
     apart_from: str = ""
-    """Value of Member.apart_from."""
+    """Value of Member.apart_from: the member that this one cannot reach; empty if none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SilentMember:
-    """A member without heartbeats, and the member on its machine that reads its stacks."""
+    """A member that sends no heartbeats, and the member on its machine that reads its stacks."""
 
     member_id: str
     pid: int
     read_by: str
     logs: bool
-    """True if `read_by` logs notices instead of this member, which is the first on its machine."""
+    """True if `read_by` also logs notices in place of this member, which is the first on its
+    machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendNotice:
-    """Tells the members of a generation what they are waiting for; an empty text ends the wait."""
+    """Tells the members of a generation what training is waiting for. An empty text ends the
+    wait."""
 
     generation: Generation
     text: str
@@ -65,15 +67,15 @@ class SendDrain:
 
 @dataclass(frozen=True, kw_only=True)
 class SendStop:
-    """Tells a member to leave because the job stops or the member drains."""
+    """Tells a member to leave because the job stops or the member was asked to drain."""
 
     member_id: str
     reason: str
     now: bool
-    """True if the member must leave at once, since neither a step boundary nor another generation
-    will follow. False: it leaves at the next step boundary, even after a failure."""
+    """True if the member must leave at once, since it will reach no further step boundary and no
+    generation follows. False if it leaves at the next step boundary, even after a failure."""
     behind: bool = False
-    """True if the newest generation excludes this member after it worked in an earlier one, so that
+    """True if the newest generation excludes this member, which worked in an earlier one, so that
     its state is outdated."""
     finished_steps: int | None = None
     """Committed steps of a member whose script has finished; None if no script has, or the steps
@@ -82,8 +84,8 @@ class SendStop:
 
 @dataclass(frozen=True, kw_only=True)
 class EndSession:
-    """Ends a member's stream, without an error after the member left, otherwise with an error that
-    explains the eviction."""
+    """Ends a member's stream: without an error if the member has left, otherwise with an error that
+    explains why it was evicted."""
 
     member_id: str
     error: ShoalError | None
@@ -99,8 +101,8 @@ class EndServerSession:
 
 @dataclass(frozen=True, kw_only=True)
 class SendMembers:
-    """Tells servers which members train. The recipients are all servers, or a single newly
-    registered one."""
+    """Tells parameter servers which members train. The recipients are all servers, or only one that
+    has just registered."""
 
     generation: int
     member_ids: tuple[str, ...]
@@ -111,7 +113,7 @@ class SendMembers:
 
 @dataclass(frozen=True, kw_only=True)
 class SendPlace:
-    """Tells a server its place, as a shoal.v1.ServerPlace."""
+    """Tells a server which place it has (shoal.v1.ServerPlace)."""
 
     server_id: str
     epoch: int
@@ -123,7 +125,7 @@ class SendPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class SendSettled:
-    """Tells a primary that all moves up to `move` are settled, as a shoal.v1.MovesSettled."""
+    """Tells a primary that all moves up to number `move` are settled (shoal.v1.MovesSettled)."""
 
     server_id: str
     move: int
@@ -133,17 +135,17 @@ class SendSettled:
 
 @dataclass(frozen=True, kw_only=True)
 class SendMove:
-    """Tells the primary of `move.giver` to hand over partitions, as a shoal.v1.MovePartitions."""
+    """Tells the primary of `move.giver` to hand partitions over (shoal.v1.MovePartitions)."""
 
     server_id: str
     move: Move
     receiver_address: str
-    """Address of the receiver; empty if it is absent or does not serve yet."""
+    """Address of the receiver; empty if it is absent or does not accept calls yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopServer:
-    """Tells one server to exit because its place was drained."""
+    """Tells one server to exit because it has been drained."""
 
     server_id: str
     reason: str
@@ -179,14 +181,14 @@ class Record:
     """One entry of the job's event log, written together with the state."""
 
     kind: str
-    """job_created, run_began, run_resumed, member_joined, member_ready, member_lost, member_left,
-    member_quarantined, machine_leaving, machine_unhealthy, machine_excluded, machine_readmitted,
-    drain_requested, generation_formed, collective_failed, job_on_hold,
+    """One of job_created, run_began, run_resumed, member_joined, member_ready, member_lost,
+    member_left, member_quarantined, machine_leaving, machine_unhealthy, machine_excluded,
+    machine_readmitted, drain_requested, generation_formed, collective_failed, job_on_hold,
     step_stands, straggler_found, generations_lost, stop_requested, job_failed, job_finished,
     server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped,
-    tensors_declared, partitions_moved, move_failed, server_draining or server_drained."""
+    tensors_declared, partitions_moved, move_failed, server_draining and server_drained."""
     generation: int = 0
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     run: int = 0
-    """Number of the job's run, filled in by the draft."""
+    """Number of the job's run, which the draft fills in."""

@@ -1,4 +1,4 @@
-"""Inputs of the core: one frozen value per kind of event, parsed and validated by the shell."""
+"""Inputs of the core: one frozen dataclass per kind of event, parsed and validated by the shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal_coordinator.membership.model.state import (
 
 
 class LeaveReason(enum.StrEnum):
-    """Reason for which a member leaves: values of shoal.v1.Leave.Reason."""
+    """Reason why a member leaves: a value of shoal.v1.Leave.Reason."""
 
     DRAINED = "drained"
     FINISHED = "finished"
@@ -25,7 +25,7 @@ class LeaveReason(enum.StrEnum):
 
 
 class Ending(enum.StrEnum):
-    """Evidence by which the coordinator learned that a process is gone."""
+    """Evidence from which the coordinator learned that a process is gone."""
 
     STREAM_BROKEN = "stream_broken"
     LEASE_EXPIRED = "lease_expired"
@@ -36,25 +36,25 @@ class Ending(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberJoined:
-    """A process opened a session, for the first time or after its stream broke."""
+    """A process has opened a session, for the first time or again after its stream broke."""
 
     identity: Identity
     last_generation: int
     last_world_size: int = 0
     works_in: int = 0
-    """Number of ranks in the generation `last_generation`; 0 if unknown."""
+    """Number of ranks in generation `last_generation`; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberReady:
-    """A member requests a rank."""
+    """A member asks for a rank."""
 
     member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLost:
-    """A process is gone without having left."""
+    """A process is gone although it had not left."""
 
     member_id: str
     ending: Ending
@@ -63,16 +63,16 @@ class MemberLost:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseEnded:
-    """A member has sent no heartbeat for the duration of its lease. The event is repeated for as
-    long as the member stays silent."""
+    """A member has sent no heartbeat for the duration of its lease. The event is repeated while the
+    member stays silent."""
 
     member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamBroken:
-    """A member's stream ended before the member left. Its process has died, or the network between
-    it and the coordinator has failed."""
+    """A member's stream ended although the member had not left. Either its process has died, or the
+    network between it and the coordinator has failed."""
 
     member_id: str
 
@@ -85,9 +85,10 @@ class MemberLeft:
     reason: LeaveReason
     detail: str
     alone: bool = False
-    """True if the other members of its generation continue without it, even in a job that stops."""
+    """True if the other members of its generation continue without it, even if the job is
+    stopping."""
     steps: int | None = None
-    """Optimizer steps that the member has committed; None if they are unknown."""
+    """Number of steps that the member has committed; None if unknown."""
     replicas: Replicas | None = None
     """State digests of the member; None if it shares no state with others, or does not report the
     digests."""
@@ -95,15 +96,15 @@ class MemberLeft:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReported:
-    """A launcher saw a process end."""
+    """A launcher has seen a process end."""
 
     member_id: str
     exit_code: int
     signal: int
     failure: str = ""
-    """Message with which the job fails; empty: the job does not fail."""
+    """Error with which the job must fail; empty if it need not fail."""
     finished: bool = False
-    """The process had reported to its launcher that its script finished."""
+    """True if the process had told its launcher that its script finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class CollectiveFailed:
     member_id: str
     generation: int
     suspects: tuple[int, ...]
-    """Ranks suspected of having failed."""
+    """Ranks that the member suspects to have failed."""
     timed_out: bool
     detail: str
 
@@ -124,7 +125,7 @@ class MachineReported:
 
     host: str
     condition: MachineCondition
-    """New condition; never EXCLUDED."""
+    """The new condition; never EXCLUDED, which only the coordinator sets."""
     reason: str = ""
 
 
@@ -143,7 +144,7 @@ class StopRequested:
 
     reason: str
     ending: JobEnding = JobEnding.STOPPED
-    """Outcome to record for a run that never had a member, i.e. of a plain script."""
+    """Outcome to record if the run never had a member, as with a plain script."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +160,7 @@ class ServerRegistered:
     generation: int = 0
     """Newest generation known to the server; 0 if there is none."""
     held_index: int | None = None
-    """Place whose partitions the server holds; None if it holds none."""
+    """Place whose partitions the server has; None if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +173,7 @@ class ServerLost:
 
 @dataclass(frozen=True, kw_only=True)
 class BackupReported:
-    """A primary reports the state of its backup: shoal.v1.BackupReport."""
+    """A primary reports the state of its backup (shoal.v1.BackupReport)."""
 
     server_id: str
     """Id of the reporting primary."""
@@ -183,21 +184,21 @@ class BackupReported:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveReported:
-    """A giver reports the outcome of moving its partitions: shoal.v1.MoveReport."""
+    """A server reports the outcome of handing over partitions (shoal.v1.MoveReport)."""
 
     server_id: str
-    """Id of the reporting giver."""
+    """Id of the reporting server, the giver."""
     move: int
     taken: bool
     receiver_incarnation: str = ""
     reason: str = ""
     giver_failed: bool = False
-    """True if the giver is to blame for the failed move."""
+    """True if the move failed because of the giver itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDrainRequested:
-    """A user asks to drain a parameter server's place."""
+    """A user asks a parameter server to hand over its partitions and exit."""
 
     server_id: str
     reason: str
@@ -223,17 +224,17 @@ class BatchesLeased:
     sequence: int
     """Number of the member's request for this loader and epoch; 0: not numbered."""
     keep: bool = False
-    """True if the member keeps its leases although `want` is 0; otherwise such a request returns
-    all of them to the pool."""
+    """True if the member keeps its leases even if `want` is 0. Otherwise, such a request ends all
+    of them."""
     returned: tuple[int, ...] = ()
-    """Batches leased to the member that it has not trained on; they are dealt again."""
+    """Batches that were leased to the member but not trained on; they are leased again."""
     batch_ms: int = 0
-    """The member's time per batch; 0 if unknown."""
+    """Time that the member needs per batch, in milliseconds; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunWanted:
-    """A caller creates a job that already exists: shoal.v1.CreateJobRequest."""
+    """A caller asks to create a job that already exists (shoal.v1.CreateJobRequest)."""
 
     spec: JobSpec
     run: RunId | None = None
@@ -243,7 +244,7 @@ class RunWanted:
 
 @dataclass(frozen=True, kw_only=True)
 class OfRun:
-    """An event caused by a participant of a particular run."""
+    """An event whose originator belongs to a particular run."""
 
     run: RunId
     event: (

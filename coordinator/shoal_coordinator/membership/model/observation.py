@@ -1,4 +1,4 @@
-"""Snapshot of one job for metrics and pages: its state, its heartbeats and the time. No decision
+"""Snapshot of a job for metrics and pages: its state, its heartbeats and the time. No decision
 depends on it."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shoal_coordinator.membership.model.state import (
 )
 
 _MOST_EXPLAINED: Final = 32
-"""Number of members whose stacks are shown."""
+"""Maximum number of members whose stacks are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedJob:
-    """A job at one moment. Immutable, so that other threads may read it."""
+    """A job at one moment. It is immutable, so that other threads may read it."""
 
     state: JobState
     pulses: Pulses
@@ -32,7 +32,7 @@ class ObservedJob:
 
     @property
     def trains(self) -> bool:
-        """True if a generation is active."""
+        """True if the members of a generation are training."""
         return self.state.generation is not None and self.state.phase in (
             JobPhase.RUNNING,
             JobPhase.STOPPING,
@@ -49,8 +49,8 @@ class ObservedJob:
 
     @cached_property
     def newest_step(self) -> int:
-        """Highest step that a member has reported as committed; 0 if none has. After the end of the
-        run, includes the steps of members that have left."""
+        """Highest step that any member has reported as committed; 0 if none has. After the end of
+        the run, this includes members that have left."""
         steps = [pulse.progress.step for pulse in self.pulses.members.values()]
         if self.state.phase is JobPhase.FINISHED:
             steps += [departure.steps or 0 for departure in self.state.departed.values()]
@@ -70,8 +70,8 @@ class ObservedJob:
 
     @cached_property
     def explained(self) -> frozenset[str]:
-        """Members whose stacks explain a stalled step: at most `_MOST_EXPLAINED`, those that others
-        wait for first. Empty if no step is stalled."""
+        """Members whose stacks are shown to explain a stalled step: at most `_MOST_EXPLAINED`,
+        beginning with those that others wait for. Empty if no step is stalled."""
         if self.state.stall is None:
             return frozenset()
         found = [
@@ -85,8 +85,8 @@ class ObservedJob:
 
     @property
     def without_progress_s(self) -> float:
-        """Seconds since a rank last advanced to another step, step boundary or operation; 0 while
-        the job does not train."""
+        """Seconds since any rank last began another step, step boundary or operation; 0 while the
+        job does not train."""
         ranked = (
             {}
             if self.state.generation is None or not self.trains
@@ -101,8 +101,8 @@ class ObservedJob:
 
     @cached_property
     def unserved_places(self) -> int:
-        """Number of parameter server places without a serving primary, including places that never
-        had one; 0 after the run has ended."""
+        """Number of parameter server places without a primary that serves requests, including
+        places that have never had one; 0 after the run has ended."""
         if self.state.phase is JobPhase.FINISHED:
             return 0
         places = self._places

@@ -1,9 +1,9 @@
-"""Heartbeat state: kept in memory, never written to Redis, and passed to the core as read-only
-evidence.
+"""Heartbeat state of members and servers. It is kept in memory, never written to Redis, and read by
+the core when it makes decisions.
 
-The module contains pure values and functions; the shell owns the mappings and replaces entries. A
-starting coordinator gives every member a fresh pulse, so all leases restart before any of them can
-expire.
+The module contains immutable values and pure functions; the shell owns the mappings and replaces
+their entries. A coordinator that starts gives every member a fresh pulse, so that all leases
+restart before any can expire.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 BUSY_CPU_S: Final = 0.5
-"""Processor time, in seconds, that distinguishes a working member from a hung one: several times
-the time that its heartbeats use in a minute."""
+"""Processor time, in seconds, by which a working member is distinguished from a hung one. Sending
+heartbeats for a minute takes several times less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Contents of a heartbeat; shoal.v1.Progress describes most fields."""
+    """Contents of a heartbeat. shoal.v1.Progress describes most of the fields."""
 
     step: int = 0
     steps_in_all: int = 0
@@ -42,10 +42,11 @@ class Progress:
     last_wait: str = ""
     stacks: str = ""
     busy_link: tuple[int, float] | None = None
-    """Rank at the other end of the busy connection, and bytes per second."""
+    """Rank at the other end of the busy connection, and its bytes per second; None if no connection
+    is permanently busy."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     out_of_reach: tuple[int, ...] = ()
-    """Value of shoal.v1.Heartbeat.out_of_reach."""
+    """Ranks that the member cannot reach: shoal.v1.Heartbeat.out_of_reach."""
     in_reach: bool = False
     """Value of shoal.v1.Heartbeat.in_reach."""
     spare: bool = False
@@ -54,21 +55,21 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
-    """The last heartbeat state of one member."""
+    """State of one member as of its last heartbeat."""
 
     heard_ms: int
     moved_ms: int
-    """Time at which progress.sequence last increased, by the coordinator's clock."""
+    """Time at which progress.sequence last increased, by the clock of Now.ms."""
     active_ms: int = 0
-    """Time at which the member last made progress or had used another BUSY_CPU_S of processor
+    """Time at which the member had last made progress, or used another BUSY_CPU_S of processor
     time."""
     active_cpu_s: float = 0.0
-    """Value of progress.cpu_s at the time `active_ms`."""
+    """Value of progress.cpu_s at `active_ms`."""
     detached_ms: int | None = None
     """Time at which the session's stream ended; None while the stream is open."""
     generation: int = 0
-    """Newest generation in which the member reported to work; 0 if there is none, or none since
-    this coordinator started."""
+    """Newest generation in which the member has reported to work; 0 if none since this coordinator
+    started."""
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -89,7 +90,7 @@ class Pulse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerPulse:
-    """The last heartbeat state of one parameter server."""
+    """State of one parameter server as of its last heartbeat."""
 
     heard_ms: int
     attached: bool = True
@@ -99,17 +100,17 @@ class ServerPulse:
 
 @dataclass(frozen=True, kw_only=True)
 class Pulses:
-    """Pulses of one job, by member id and by server id."""
+    """Heartbeat states of one job, by member id and by server id."""
 
     members: Mapping[str, Pulse] = field(default_factory=dict)
     servers: Mapping[str, ServerPulse] = field(default_factory=dict)
     newest: Progress = field(default_factory=Progress)
-    """Newest progress of any member, kept after the members have left."""
+    """Newest progress of any member. It is kept after the members have left."""
 
 
 def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pulse:
-    """Returns the member's pulse after a heartbeat. Generation and sequence never decrease, since
-    heartbeats of an older stream may arrive late."""
+    """Returns the pulse of a member after a heartbeat. The generation and the sequence never
+    decrease, because heartbeats of an older stream may arrive late."""
     moved = progress.sequence > pulse.progress.sequence
     active = moved or progress.cpu_s >= pulse.active_cpu_s + BUSY_CPU_S
     if pulse.progress.stacks and not progress.stacks and not moved:
@@ -126,20 +127,20 @@ def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pu
 
 
 def located(pulse: Pulse, script_line: str, stacks: str) -> Pulse:
-    """Returns the pulse of a silent member whose stacks another member has read."""
+    """Returns the pulse of a silent member after another member has read its stacks."""
     return replace(pulse, progress=replace(pulse.progress, script_line=script_line, stacks=stacks))
 
 
 def attached(pulse: Pulse | None, now_ms: int) -> Pulse:
-    """Returns the pulse of a member whose stream has just opened. `pulse`: None for a new
-    member."""
+    """Returns the pulse of a member whose stream has just opened. `pulse`: previous pulse; None for
+    a new member."""
     if pulse is None:
         return Pulse(heard_ms=now_ms, moved_ms=now_ms, active_ms=now_ms)
     return replace(pulse, heard_ms=now_ms, detached_ms=None)
 
 
 def detached(pulse: Pulse, now_ms: int) -> Pulse:
-    """Returns the pulse of a member whose stream has ended. The member's lease continues to run."""
+    """Returns the pulse of a member whose stream has ended. Its lease continues to run."""
     return replace(pulse, detached_ms=now_ms)
 
 

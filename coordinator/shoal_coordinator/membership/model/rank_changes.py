@@ -9,18 +9,17 @@ from typing import Final
 from shoal_coordinator.membership.model.state import Generation, Rank, RankChange
 
 MOST_REMOVED: Final = 1024
-"""Maximum number of removed ranks in a change that is still sent; each costs one number."""
+"""Maximum number of removed ranks up to which a change is sent instead of the full table."""
 MOST_ADDED: Final = 64
-"""Maximum number of added ranks in a change that is still sent; each costs about 130 bytes per
-member. Beyond it, members fetch the table."""
+"""Maximum number of added ranks up to which a change is sent instead of the full table. Each one
+costs about 130 bytes per recipient."""
 _WRITTEN_IN_PARTS: Final = 64
-"""Minimum number of changes that are written individually before the full table is written
-again."""
+"""Minimum number of changes that are written to Redis before the full table is written again."""
 
 
 def change_between(before: Generation, ranks: Sequence[Rank]) -> RankChange | None:
-    """Returns the change from the generation `before` to `ranks`, or None if the change is too
-    large to be worth sending. A member with another rank counts as removed and added."""
+    """Returns the change from the generation `before` to `ranks`; None if it is too large to be
+    worth sending. A member whose rank changes counts as removed and added."""
     removed: list[int] = []
     added: list[int] = []
     old, old_ranks, rank_of = 0, before.ranks, before.rank_of
@@ -45,7 +44,7 @@ def change_between(before: Generation, ranks: Sequence[Rank]) -> RankChange | No
 def changes_to_write(
     before: Generation | None, change: RankChange | None, number: int, world_size: int
 ) -> tuple[int, ...]:
-    """Returns the value of Generation.written for generation `number`."""
+    """Computes Generation.written for generation `number`."""
     if (
         before is None
         or before.written is None

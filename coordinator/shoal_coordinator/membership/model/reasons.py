@@ -1,7 +1,7 @@
-"""Reason strings of the coordinator's refusals. They are stable across releases, since clients act
-on them.
+"""Reason codes with which the coordinator refuses requests. They are stable across releases,
+because clients act on them.
 
-Malformed fields all have the reason REQUEST_INVALID, and the message names the field.
+All malformed fields have the reason REQUEST_INVALID; the message names the field.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from enum import StrEnum
 
 
 class Refusal(StrEnum):
-    """Reason why a well-formed request was refused or a session ended."""
+    """Reason code for a well-formed request that was refused, or for the end of a session."""
 
     JOB_UNKNOWN = "JOB_UNKNOWN"
     """NOT_FOUND: no such job."""
     JOB_CONFLICT = "JOB_CONFLICT"
     """The job exists with another specification."""
     JOBS_LIMIT = "JOBS_LIMIT"
-    """RESOURCE_EXHAUSTED: the coordinator already holds the maximum number of jobs, including those
+    """RESOURCE_EXHAUSTED: the coordinator already has the maximum number of jobs, including jobs
     without members."""
     WATCHERS_LIMIT = "WATCHERS_LIMIT"
     """RESOURCE_EXHAUSTED: too many callers follow the job's events."""
@@ -29,7 +29,7 @@ class Refusal(StrEnum):
     can begin once they have left."""
     RUN_UNKNOWN = "RUN_UNKNOWN"
     """The job has no record of this run; the coordinator's Redis may have lost it. UNAVAILABLE for
-    a parameter server as long as members of this run may return and continue it."""
+    a parameter server while members of the run may still return and continue it."""
     RUN_UNDER_WAY = "RUN_UNDER_WAY"
     """Another run of the job is in progress and has members."""
     RUN_COMPLETED = "RUN_COMPLETED"
@@ -37,28 +37,28 @@ class Refusal(StrEnum):
     MEMBER_UNKNOWN = "MEMBER_UNKNOWN"
     """NOT_FOUND: no live member has this id or rank."""
     MEMBER_REPLACED = "MEMBER_REPLACED"
-    """This member was abandoned (its stream broke, its lease expired or its process exited) or has
-    left; rejoin with a new member_id."""
+    """This member has left or was given up (its stream broke, its lease expired or its process
+    exited); rejoin with a new member_id."""
     MEMBER_CONFLICT = "MEMBER_CONFLICT"
-    """Another process holds this member_id."""
+    """Another process has this member_id."""
     MEMBER_KEY_WRONG = "MEMBER_KEY_WRONG"
     """The caller does not have the key of the member it claims to be."""
     MEMBERS_LIMIT = "MEMBERS_LIMIT"
-    """RESOURCE_EXHAUSTED: more processes have joined than a job can hold, including waiting
-    ones."""
+    """RESOURCE_EXHAUSTED: the job has the maximum number of processes, including those that
+    wait."""
     MACHINE_REFUSED = "MACHINE_REFUSED"
     """The member's machine failed a health check, or its workers died again and again."""
     MACHINES_LIMIT = "MACHINES_LIMIT"
     """RESOURCE_EXHAUSTED: too many machines are recorded as not healthy."""
     MEMBER_STALLED = "MEMBER_STALLED"
-    """Ends the session of a member that made no progress while its peers waited for it."""
+    """Ends the session of a member that its peers waited for and that made no progress."""
     LEASE_EXPIRED = "LEASE_EXPIRED"
     """Ends the session of a member or server that sent no heartbeat for lease_ms."""
     REPLICAS_DIVERGED = "REPLICAS_DIVERGED"
-    """Ends the session of a leaving member whose values after the run's last step differ from those
-    of a member that left earlier."""
+    """Ends the session of a member that leaves after the run's last step with other parameter
+    values than a member that left before."""
     PROCESS_EXITED = "PROCESS_EXITED"
-    """Ends the session of a member whose launcher saw its process end."""
+    """Ends the session of a member whose process has ended, as reported by its launcher."""
     SESSION_REPLACED = "SESSION_REPLACED"
     """Ends the older stream of a member or server that has opened a newer one."""
     GENERATION_UNKNOWN = "GENERATION_UNKNOWN"
@@ -72,11 +72,11 @@ class Refusal(StrEnum):
     SERVER_UNKNOWN = "SERVER_UNKNOWN"
     """NOT_FOUND: the job has no parameter server with this id."""
     LAST_SERVER = "LAST_SERVER"
-    """No other parameter server could take over the partitions of this server."""
+    """There is no other parameter server that could take over this server's partitions."""
     PLACE_WITHOUT_TENSORS = "PLACE_WITHOUT_TENSORS"
     """The job's tensors are not declared yet, so the server has nothing to hand over."""
     SERVER_CONFLICT = "SERVER_CONFLICT"
-    """Another live process holds this server_id."""
+    """Another live process has this server_id."""
     NO_SERVERS = "NO_SERVERS"
     """UNAVAILABLE: some parameter servers of the job have not registered yet; retry."""
     TENSORS_CONFLICT = "TENSORS_CONFLICT"
@@ -88,10 +88,10 @@ class Refusal(StrEnum):
     BATCHES_CONFLICT = "BATCHES_CONFLICT"
     """INVALID_ARGUMENT: another member reported a different number of batches for this epoch."""
     BATCHES_LIMIT = "BATCHES_LIMIT"
-    """RESOURCE_EXHAUSTED: the member holds too many batches and must acknowledge finished ones
+    """RESOURCE_EXHAUSTED: the member has too many leased batches and must report finished ones
     first."""
     LOADERS_LIMIT = "LOADERS_LIMIT"
-    """RESOURCE_EXHAUSTED: more loaders than a job can hold."""
+    """RESOURCE_EXHAUSTED: the job has the maximum number of loaders with leased batches."""
     QUEUE_LIMIT = "QUEUE_LIMIT"
     """UNAVAILABLE: too many requests are queued while Redis accepts no changes; retry."""
     STORAGE_UNAVAILABLE = "STORAGE_UNAVAILABLE"

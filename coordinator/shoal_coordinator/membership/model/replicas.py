@@ -1,8 +1,8 @@
 """Compares the replicated state of members after the run's last step. Pure functions.
 
-Members leave one after another without waiting for this comparison: each is compared with the
-members that left earlier. The digests exclude changes that a script makes after its loop, so ranks
-may differ in those changes.
+Members leave one after another and do not wait for the comparison: each is compared with those that
+have left before. The digests were computed before any code after the training loop runs, so changes
+that a script makes there are not compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST_NAMED: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """State digests of one leaving member, with the fields of shoal.v1.Replicas."""
+    """Digests of a leaving member's state (shoal.v1.Replicas)."""
 
     generation: int
     step: int
@@ -26,24 +26,27 @@ class Replicas:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasSeen:
-    """State digests of members that have left."""
+    """Digests of the members that have left so far."""
 
     generation: int
     step: int
     agreed: int
-    """Newest agreed step that any of the members reported; the member that compared them had the
-    digests of all."""
+    """Newest step after which the ranks had compared their state and found it equal, as reported by
+    any of the members."""
     digests: Mapping[str, tuple[int, str]]
     """Group of tensors -> its digest and a description of the first member that reported it."""
 
 
 def compare(seen: ReplicasSeen | None, left: Replicas, who: str) -> tuple[ReplicasSeen, str]:
-    """Compares a leaving member's state with the state of members that left earlier.
+    """Compares a leaving member's state with that of members that left before.
 
-    seen: None if nobody has left yet. who: description of the leaving member, for people.
+    Args:
+        seen: digests of these members; None if none has left yet.
+        left: digests of the leaving member.
+        who: human-readable description of the leaving member.
 
     Returns the updated digests and a description of the difference. The description is empty if
-    there is none, or if nobody reported the same step of the same generation.
+    there is no difference, or if nobody has reported the same step of the same generation.
     """
     if seen is None or (seen.generation, seen.step) != (left.generation, left.step):
         known = {group: (digest, who) for group, digest in left.digests.items()}

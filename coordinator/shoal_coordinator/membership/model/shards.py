@@ -1,4 +1,4 @@
-"""Packs a model's tensors into partitions and spreads them over parameter servers. Pure values and
+"""Divides a model's tensors into partitions and assigns these to parameter servers. Pure
 functions."""
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from shoal_common.tables.declaration import TableSpec
 
 LARGEST_PIECE_BYTES: Final = 8 << 20
 SMALLEST_FULL_BYTES: Final = 64 << 10
-"""Number of bytes whose cost equals the fixed cost of a partition."""
+"""Size at which the cost of a partition's bytes equals the fixed cost of a partition."""
 PARTITIONS_PER_SERVER: Final = 4
-"""Minimum number of partitions per server if the tensors are large enough. One is applied while the
-next arrives, and servers get equal shares."""
+"""Minimum number of partitions per server, if the tensors are large enough. A server can then apply
+one while it receives the next, and all servers get equal shares."""
 MOST_PIECES: Final = 1 << 17
-"""Maximum number of pieces. It corresponds to a terabyte in pieces of the largest size, and limits
-the shard map's message to a few MiB."""
+"""Maximum number of pieces. With pieces of the maximum size, this allows a model of a terabyte; it
+limits the message with the shard map to a few MiB."""
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of one element, by numpy's name of the dtype."""
@@ -37,10 +37,11 @@ class TensorSpec:
     frozen: bool = False
     """True if no optimizer has this tensor, so that it never receives a gradient."""
     apart: bool = False
-    """True if this tensor shares a partition with no other tensor."""
+    """True if the tensor must not share a partition with other tensors."""
     table: TableSpec | None = None
-    """Declaration of a sparse table of shape [rows, dim], with rows = 0 if any 64-bit id is
-    allowed. A table is split into buckets rather than by elements. None for other tensors."""
+    """Declaration of a sparse table, whose shape is [rows, dim], with rows = 0 if any 64-bit id is
+    allowed. A table is divided into buckets of rows instead of ranges of elements. None for other
+    tensors."""
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Rows of a sparse table whose ids hash to one bucket."""
+    """The rows of a sparse table whose ids have the same hash bucket."""
 
     tensor_index: int
     number: int
@@ -71,19 +72,19 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Pieces of tensors of one dtype, or a bucket of a sparse table. The id of a partition is its
-    position in ShardLayout.partitions."""
+    """Pieces of tensors with the same dtype, or a bucket of a sparse table. The position in
+    ShardLayout.partitions is the partition's id."""
 
     pieces: tuple[Piece, ...]
     """Pieces of the partition; empty for a bucket of a sparse table."""
     primary: int
-    """Index (server_index) of the owner."""
+    """Index (server_index) of the place that owns the partition."""
     bucket: Bucket | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """Number and size of the partitions owned by one server."""
+    """Number and size of the partitions that one server owns."""
 
     partitions: int
     nbytes: int
@@ -95,16 +96,16 @@ class ShardLayout:
     """Assignment of a model's partitions to parameter servers."""
 
     epoch: int
-    """Number of this assignment, at least 1; increases with every change of an owner."""
+    """Number of this assignment, from 1. It increases whenever the owner of a partition changes."""
     tensors: tuple[TensorSpec, ...]
     partitions: tuple[Partition, ...]
-    """All partitions, which together cover each element once, followed by the tables' buckets. A
-    tensor without elements is in no partition."""
+    """All partitions: first those that together cover each element once, then the buckets of
+    tables. A tensor without elements is in no partition."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each partition's values. A bucket grows, so its maximum size counts, or the size
-        of the largest piece."""
+        """Bytes of each partition's values. A bucket of a sparse table counts with its expected
+        final size, at most 8 MiB."""
         items = [ITEM_BYTES[tensor.dtype] for tensor in self.tensors]
 
         def size(partition: Partition) -> int:
@@ -119,7 +120,7 @@ class ShardLayout:
 
     @cached_property
     def shares(self) -> Mapping[int, Share]:
-        """Share of each server, by index. Servers that own no partition are missing."""
+        """Share of each server, by index. Omits servers that own no partition."""
         shares: dict[int, Share] = {}
         for partition, size in zip(self.partitions, self.sizes, strict=True):
             before = shares.get(partition.primary, Share(partitions=0, nbytes=0))
@@ -129,8 +130,8 @@ class ShardLayout:
         return shares
 
     def is_frozen(self, partition: Partition) -> bool:
-        """Returns whether a partition's tensors are never trained. Either all tensors of a
-        partition are frozen or none is."""
+        """Returns whether the tensors of a partition are never trained. In a partition, either all
+        tensors are frozen or none is."""
         return partition.bucket is None and self.tensors[partition.pieces[0].tensor_index].frozen
 
     def moved(self, partition_ids: Collection[int], receiver: int) -> ShardLayout:
@@ -150,19 +151,22 @@ def count_pieces(tensors: Sequence[TensorSpec]) -> int:
 
 
 def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayout:
-    """Packs tensors into partitions and assigns each partition, the largest first, to the server
-    with the fewest bytes so far.
+    """Divides tensors into partitions, and assigns each partition, beginning with the largest, to
+    the server that has the fewest bytes so far.
 
-    Tensors of one dtype are packed together in the order of their declaration. Tensors above 8 MiB
-    are split, at row boundaries unless a single row exceeds 8 MiB. A partition is full at 8 MiB; in
-    a smaller model, at a quarter of a server's share, or at 64 KiB or the entire share. Frozen
-    tensors cost nothing in a step and are packed and placed separately, so that trained tensors are
-    spread evenly over all servers. For trained and for frozen tensors, no server gets more than one
-    partition's bytes beyond any other. The buckets of a table grow at the same rate and are
-    assigned to all servers in turn; the next table continues where the previous one ended. Equal
-    input gives an equal layout.
+    Tensors of one dtype are put together in the order of their declaration. Tensors above 8 MiB are
+    split, at row boundaries unless a single row exceeds 8 MiB. A partition is full at 8 MiB. In a
+    smaller model it is already full at a quarter of a server's share, but not below 64 KiB.
+
+    Frozen tensors cost nothing in a step. They are therefore packed and assigned separately, so
+    that the trained tensors are spread evenly over all servers. Of trained and of frozen tensors,
+    no server gets more than one partition's bytes beyond any other server.
+
+    The buckets of a table grow at the same rate and are assigned to all servers in turn; the next
+    table continues with the server after the last one. Equal input gives an equal layout.
 
     Args:
+        tensors: the declared tensors.
         servers: server indices, at least one, distinct and ascending.
     """
     partitions: list[Partition] = []
@@ -186,8 +190,8 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
         for (dtype, _), alike in together.items():
             pieces = (piece for index in alike for piece in _cut(index, tensors[index]))
             packed += _pack(pieces, item_bytes=ITEM_BYTES[dtype], full=full)
-        # The emptiest server comes first. Among equals, frozen tensors go to the last one, which
-        # has the fewest of the others.
+        # The emptiest server comes first. Among equally empty ones, frozen tensors go to the last,
+        # which has the fewest trained tensors.
         loads = [(0, -server if frozen else server) for server in servers]
         heapq.heapify(loads)
         primaries = [0] * len(packed)

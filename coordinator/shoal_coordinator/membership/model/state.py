@@ -1,8 +1,8 @@
-"""State of one job: frozen values with their invariants documented on the fields.
+"""State of one job: frozen values, with their invariants documented on the fields.
 
-Everything here is written to Redis (state/codec.py), except for fields documented as in memory
-only, which start empty when the coordinator starts. Heartbeats change nothing here; pulse.py
-contains their contents.
+All values are written to Redis (state/codec.py), except fields that are documented as "in memory
+only"; these start empty when the coordinator starts. Heartbeats do not change the state; pulse.py
+has their contents.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Now:
     """The two clocks that a decision may use."""
 
     ms: int
-    """Milliseconds of a monotonic clock that pauses while the coordinator is stopped. Waits and
-    leases depend on this clock. Its origin is arbitrary."""
+    """Milliseconds of a monotonic clock that does not advance while the coordinator is suspended.
+    All waits and leases use this clock. Its origin is arbitrary."""
     unix_ms: int
-    """Redis server time, recorded for people and clients and never compared."""
+    """Redis server time. It is recorded for display and never compared."""
 
 
 class JobPhase(enum.StrEnum):
@@ -83,10 +83,11 @@ class RunId:
     """Identity of a run of a job."""
 
     number: int = 1
-    """Number of the run: 1, 2, 3, ... within a job."""
+    """Number of the run within its job: 1, 2, 3, ..."""
     began_unix_ms: int = 0
-    """Start of the run, which distinguishes it from a run with the same number from before Redis
-    lost the job. 0 if unknown, as for a job written by an older release."""
+    """Time at which the run began. It distinguishes the run from an earlier one with the same
+    number, which exists if Redis has lost the job. 0 if unknown, as for a job written by an older
+    release."""
 
     def __str__(self) -> str:
         return str(self.number)
@@ -104,7 +105,7 @@ class PastRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Identity and addresses that a process reports when it joins."""
+    """Facts that a process reports about itself when it joins."""
 
     member_id: str
     host: str
@@ -114,38 +115,38 @@ class Identity:
     donor_address: str
     metrics_address: str
     donor_key: str = ""
-    """Grants access to the member's state donor; a secret shared among members."""
+    """Secret, shared among the members, with which a peer may request this member's state."""
     key_digest: str = ""
-    """Digest of the key that the member presents with every call. Empty: the member has no key, so
-    any other process of its job can impersonate it."""
+    """Digest of the key that the member presents with each call. Empty: the member has no key, and
+    any process with access to the job can act in its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """One live worker process. A member is RANKED if and only if it has a rank in the newest
-    generation and does not have to leave."""
+    generation and need not leave."""
 
     identity: Identity
     phase: MemberPhase
     joined_unix_ms: int
     replays: bool
-    """True if the job already had a generation when this member joined. The member then replays its
+    """True if the job already had a generation when the member joined. The member then replays its
     script before it is ready."""
     ready_order: int = 0
-    """Position among all `ready` messages of the job: the longest-waiting member gets a rank first.
-    0 until the member is ready."""
+    """Position of the member's `ready` message among all those of the job. The member that has
+    waited longest gets a rank first. 0 until the member is ready."""
     holds_state: bool = False
-    """True if the member has worked in a generation and therefore holds part of the training state.
+    """True if the member has worked in a generation, so that it holds part of the training state.
     For a member of the newest generation, Rank.joining records this instead; this flag is set when
-    the member loses its place."""
+    the member loses its rank."""
     works_in: int = 0
-    """Only while DRAINING: the generation in which the member continues after a generation without
-    it was written. 0: the member is in the newest generation, or in none."""
+    """Only while DRAINING: the generation in which the member continues to work after a generation
+    without it has been written. 0: the member is in the newest generation, or in none."""
     reason: str = ""
     """Reason why the member is DRAINING or QUARANTINED."""
     apart_from: str = ""
-    """Only while QUARANTINED: the member with which this member cannot work. This member becomes
-    READY again once it reaches the other member or the other member is gone."""
+    """Only while QUARANTINED: id of the member that this member cannot reach. Once it reaches that
+    member, or that member is gone, this member becomes READY again."""
 
     @property
     def member_id(self) -> str:
@@ -157,9 +158,9 @@ class Machine:
     """A machine that is not healthy."""
 
     condition: MachineCondition
-    """Never HEALTHY."""
+    """Condition of the machine; never HEALTHY."""
     reason: str
-    """Reason of the condition, for people."""
+    """Human-readable reason for the condition."""
     since_unix_ms: int
 
     @property
@@ -170,7 +171,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """Record of a member that has left."""
+    """Record of a former member."""
 
     ending: str
     """Value of events.Ending or events.LeaveReason."""
@@ -178,12 +179,12 @@ class Departure:
     rank: int = -1
     """Rank of the member if it was in the newest generation when it left; otherwise -1."""
     steps: int | None = None
-    """Optimizer steps that the member had committed; None if it did not report them."""
+    """Number of steps that the member had committed; None if it did not report it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One place in a generation. Its number is its position in Generation.ranks."""
+    """One rank in a generation. Its number is its position in Generation.ranks."""
 
     member_id: str
     host: str
@@ -194,36 +195,36 @@ class Rank:
     donor_address: str
     joining: bool
     """True if the member is not known to have worked in any generation, so that it holds no
-    state."""
+    training state."""
     donor_key: str = ""
 
     @cached_property
     def line(self) -> str:
-        """Line of the rank in the input of the rank table's digest."""
+        """The rank as a line of text, from which the digest of the rank table is computed."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
     def is_same_place(self, other: Rank) -> bool:
-        """Returns whether the entry `other` from the table of another generation equals this
-        one."""
+        """Returns whether the entry `other` of another generation's table equals this one."""
         return self is other or self.line == other.line
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankChange:
-    """Difference between the ranks of a generation and the ranks of an older one:
-    shoal.v1.RankChange."""
+    """Difference between the ranks of a generation and those of an older one
+    (shoal.v1.RankChange)."""
 
     since: int
     """Number of the older generation."""
     removed: tuple[int, ...]
-    """Removed ranks of the older generation, ascending."""
+    """Ranks of the older generation that were removed, ascending."""
     added: tuple[int, ...]
-    """Added ranks of the newer generation, ascending. Unchanged ranks keep their order."""
+    """Ranks of the newer generation that were added, ascending. All other members keep their
+    order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One agreed membership. A generation is written to Redis before it is announced to anyone."""
+    """One agreed list of members and their ranks. It is written to Redis before it is announced."""
 
     number: int
     """Number of the generation, at least 1 and higher than any earlier number in this job."""
@@ -231,19 +232,19 @@ class Generation:
     """Random identifier: 32 hexadecimal digits."""
     cause: Cause
     ranks: tuple[Rank, ...]
-    """Ranks of the generation, with distinct members; the ranks of one host are adjacent. There are
-    min_workers (after the first generation, min_survivors) to max_workers ranks."""
+    """Ranks of the generation: distinct members, with the ranks of one host adjacent. Their number
+    lies between min_workers (min_survivors after the first generation) and max_workers."""
     interrupts_below: int
-    """Members that work in a generation below this number leave it at once. Never decreases, since
-    a member may miss generations in between."""
+    """Members that work in a generation below this number leave it at once. The number never
+    decreases, because a member may miss generations in between."""
     created_unix_ms: int
     change: RankChange | None = None
-    """Difference from the ranks of the previous generation. None if there was no previous
-    generation, or if the difference is too large to be worth sending."""
+    """Difference from the ranks of the previous generation. None if there was none, or if the
+    difference is too large to be worth sending."""
     written: tuple[int, ...] | None = ()
-    """Generations, including this one, that are stored as changes since the last full table. Empty:
-    the full table of this generation is stored. None: the table is stored in a form that no change
-    can follow."""
+    """Generations, up to this one, that are stored as changes since the last full table. Empty:
+    this generation is stored as a full table. None: the table is stored in a form on which no
+    change can be based."""
 
     @cached_property
     def table_digest(self) -> bytes:
@@ -265,50 +266,51 @@ class ServerRole(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One parameter server: the primary of a place, or its backup."""
+    """One parameter server: the primary of a place or its backup."""
 
     server_id: str
     index: int
-    """Place of the server (server_index), >= 0. Places drained for good leave gaps. Each place has
-    one primary and, if the job has backups, at most one backup."""
+    """Place of the server (server_index), from 0. Places that were drained leave gaps. Each place
+    has one primary and, if the job has backups, at most one backup."""
     address: str
-    """Address of the server; empty until it accepts calls."""
+    """Address of the server; empty until the server accepts calls."""
     metrics_address: str
     host: str
     pid: int
     alive: bool
     incarnation: str = ""
-    """Identity of the process, which distinguishes it from a later process in its place. In a
-    container both have the same host and pid."""
+    """Identity of the process. It distinguishes the process from a later one of the same server,
+    which in a container has the same host and pid."""
     role: ServerRole = ServerRole.PRIMARY
     epoch: int = 1
-    """The shoal.v1.ServerPlace.epoch of a primary's place; meaningless for a backup."""
+    """For a primary, the current epoch of its place (shoal.v1.ServerPlace.epoch); meaningless for a
+    backup."""
     in_sync: bool = False
-    """True if the primary acknowledges nothing that this live backup does not have. The backup then
-    takes over if the primary is lost."""
+    """True if the primary acknowledges only what this backup has too. The backup then takes over if
+    the primary is lost."""
 
     @property
     def serves(self) -> bool:
-        """True if workers can use the server."""
+        """True if workers can send requests to the server."""
         return self.alive and self.role is ServerRole.PRIMARY and bool(self.address)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Hand-over of partitions from one server to another: shoal.v1.MovePartitions
+    """Transfer of partitions from one server to another: shoal.v1.MovePartitions
     (docs/explanation/parameter-servers.md#moving-partitions)."""
 
     number: int
     partitions: tuple[int, ...]
-    """Partition ids; at least one, all owned by the giver."""
+    """Ids of the partitions, at least one, all owned by the giver."""
     giver: int
-    """Index of the place that owns the partitions."""
+    """Index of the place that owns the partitions and hands them over."""
     giver_incarnation: str
-    """Process in the giver's place that hands the partitions over. If it dies, data already sent
-    may still arrive late. Its successor must therefore repeat the move under another number unless
-    the partitions have already left."""
+    """Process of the giver that hands the partitions over. If it dies, data that it has sent may
+    still arrive late. Its successor must therefore repeat the move under another number, unless the
+    partitions have already left."""
     receiver: int
-    """Index of the place that will own the partitions."""
+    """Index of the place that receives the partitions and will own them."""
 
     def concerns(self, index: int) -> bool:
         """Returns whether a place is the giver or the receiver."""
@@ -317,26 +319,26 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Drained:
-    """Server process whose place was drained. It may not have been told to exit yet."""
+    """Server process that has been drained. It may not have been told to exit yet."""
 
     incarnation: str
     index: int
-    """Index of the drained place, which another server may occupy by now."""
+    """Index of the place that the server had; another server may have it by now."""
     reason: str
-    """Reason given to the process."""
+    """Reason for draining that the process is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """The current move of partitions, and the drained and draining places."""
+    """The current move of partitions, and which places are draining or have been drained."""
 
     settled: int = 0
-    """Number of the newest settled move; 0 if there was none. Never decreases."""
+    """Number of the last move that has ended; 0 if there was none. It never decreases."""
     under_way: Move | None = None
-    """The only move in progress, with the number `settled` + 1."""
+    """The move in progress, of which there is at most one. Its number is `settled` + 1."""
     draining: Mapping[int, str] = field(default_factory=dict)
-    """Index of a place that gives away all its partitions -> reason, for people. The entry is
-    removed once all servers of the place have ended."""
+    """Index of a place that is giving away all its partitions -> human-readable reason. The entry
+    is removed once all servers of the place have ended."""
     drained: Mapping[str, Drained] = field(default_factory=dict)
     """Server id -> its last drained process, in the order of draining, up to
     Policy.most_drained."""
@@ -344,19 +346,19 @@ class Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedServer:
-    """Server process that is blamed for the last failed move to or from its place."""
+    """A server process that is to blame for the last failed move in which its place took part."""
 
     incarnation: str
-    """Identity of the failed process; another process in its place has not failed."""
+    """Identity of the process to blame. A later process in the same place is not excluded."""
     failures: int
     """Number of consecutive failed moves; at least one."""
     until_ms: int
-    """Earliest time at which the process may take part in a move again."""
+    """Time from which the process may take part in moves again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """Report of one member about a failed collective."""
+    """One member's report that a collective failed."""
 
     suspects: frozenset[str]
     timed_out: bool
@@ -364,50 +366,51 @@ class FailureReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A failed collective for which no explanation is known yet."""
+    """A failed collective that no death has explained yet."""
 
     generation: int
     opened_ms: int
     due_ms: int
-    """Time at which a decision about the incident is due."""
+    """Time at which to decide what to do about the failure."""
     reports: Mapping[str, FailureReport]
     """Member id -> its report; at least one."""
 
 
 def populate(members: Mapping[str, Member]) -> Mapping[MemberPhase, int]:
-    """Returns the value of JobState.population for these members."""
+    """Counts members by phase, for JobState.population."""
     return Counter(member.phase for member in members.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Recovery of generations that Redis has lost. Members that know such generations continue in
-    the newest one until all have returned."""
+    """Recovery of generations that Redis has lost. Members that know them continue in the newest
+    one until all have returned."""
 
     FOUND: ClassVar[int] = -1
-    """`until_ms` of a recovery that was under way when the coordinator was restarted."""
+    """Value of `until_ms` for a recovery that was in progress when the coordinator was
+    restarted."""
 
     known: int
-    """Newest generation that Redis has kept."""
+    """Newest generation that Redis still has."""
     newest: int
-    """Newest generation known to a member."""
+    """Newest generation that any member knows."""
     world_size: int
     """Number of ranks in the newest lost generation; 0 if unknown."""
     until_ms: int | None
-    """Latest time at which a generation is written with the members that have returned. None: the
-    generation has been written."""
+    """Time at which a generation is written for the members that have returned by then. None: it
+    has been written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A stalled step with its latest explanation."""
+    """A stalled step and its latest explanation."""
 
     text: str
     reach: str
-    """Part of the text that names the members that cannot reach each other."""
+    """The part of the text that names members that cannot reach each other."""
     reported_ms: int
     located: int = 0
-    """Number of members named in the text with the line of the script that they execute."""
+    """Number of members in the text for which the line of the script is given."""
     readers: Mapping[str, str] = field(default_factory=dict)
     """Silent member -> member on its machine that reads its stacks."""
 
@@ -420,7 +423,7 @@ class Straggler:
     found_ms: int
     seen_ms: int
     is_named: bool
-    """True if the member has slowed the others down for long enough to be named."""
+    """True if the member has slowed the others down long enough to be named as a straggler."""
 
 
 Pair = tuple[str, str]
@@ -433,35 +436,35 @@ class JobState:
 
     spec: JobSpec
     run: RunId = RunId()
-    """The newest run. All other fields belong to this run, except for `number`."""
+    """The newest run. All other fields describe this run, except `number`."""
     run_above: int = 0
-    """Newest generation of the previous runs. The generations of this run have higher numbers."""
+    """Newest generation of the previous runs. Generations of this run have higher numbers."""
     run_aliases: tuple[RunId, ...] = ()
-    """Runs whose participants belong to `run`. These runs began after Redis had lost `run` and
-    before its members returned."""
+    """Runs whose members and servers are treated as those of `run`. They began after Redis had lost
+    `run`, before its members returned."""
     past_runs: tuple[PastRun, ...] = ()
     """The newest past runs, up to Policy.most_past_runs, oldest first."""
     phase: JobPhase = JobPhase.WAITING
     number: int = 0
-    """Number of the newest generation; 0 before the first. Never decreases, even from one run to
-    the next."""
+    """Number of the newest generation; 0 before the first. It never decreases, even across runs."""
     generation: Generation | None = None
-    """The newest generation, even if it has ended because members are missing (phase WAITING)."""
+    """The newest generation. It may have ended because members are missing (phase WAITING)."""
     members: Mapping[str, Member] = field(default_factory=dict)
     """Live members; disjoint from `departed`."""
     departed: Mapping[str, Departure] = field(default_factory=dict)
-    """Former members by id, in the order in which they left. Their ids are never reused."""
+    """Former members by id, in the order in which they left. Their ids are never used again."""
     servers: Mapping[str, Server] = field(default_factory=dict)
     layout: ShardLayout | None = None
-    """Partitions of the declared tensors and their owners. Once the layout is set, only its owners
-    change, together with its epoch."""
+    """Assignment of the declared tensors to servers. Once it is set, only the owners of partitions
+    and its epoch change."""
     moves: Moves = field(default_factory=Moves)
-    """State of moves of partitions; empty before there is a layout."""
+    """State of the moves of partitions; empty until there is a layout."""
     loaders: Mapping[str, Loader] = field(default_factory=dict)
     last_order: int = 0
     """Highest Member.ready_order assigned so far."""
     accusations: Mapping[Pair, int] = field(default_factory=dict)
-    """Number of accusations between two live members."""
+    """Number of times that two live members have accused each other of being unreachable, per
+    pair."""
     machines: Mapping[str, Machine] = field(default_factory=dict)
     """Machines that are not healthy, by host name (Identity.host)."""
     ending: JobEnding = JobEnding.NONE
@@ -471,55 +474,57 @@ class JobState:
     ended_unix_ms: int = 0
     """Time at which the run ended; 0 unless the phase is FINISHED."""
     departing: bool = False
-    """True if a ranked member has left at the last step boundary of all members. No further
-    generation is formed."""
+    """True if a member with a rank has left at a step boundary that was the last one for all
+    members. No further generation is formed."""
 
     population: Mapping[MemberPhase, int] = field(default_factory=dict)
-    """Derived, not written: number of `members` in each phase; phases without members may be
-    missing."""
+    """Number of `members` in each phase. Derived from `members` and not written; phases without
+    members may be missing."""
     grace_until_ms: int | None = None
     """In memory only. End of the wait for further joiners; None if nobody waits for a rank."""
     incident: Incident | None = None
-    """In memory only, since members repeat their report when they reconnect."""
+    """In memory only, since members repeat their reports when they reconnect. None: no incident is
+    open."""
     formed_ms: int | None = None
     """In memory only. Time at which the newest generation was written."""
     broken_streams: Mapping[str, int] = field(default_factory=dict)
-    """In memory only. Members whose streams ended before they left, each with the time (Now.ms),
-    until the cause is decided."""
+    """In memory only. Members whose streams ended although they had not left, each with the time
+    (Now.ms), until it is decided what this means."""
     recovery: Recovery | None = None
-    """In memory only. None: no member knew of a generation that Redis did not have."""
+    """In memory only. None: no recovery is in progress."""
     stall: Stall | None = None
-    """In memory only. None: no step is known to be stalled."""
+    """In memory only. None: no step is stalled."""
     stragglers: Mapping[str, Straggler] = field(default_factory=dict)
-    """In memory only. By member id."""
+    """In memory only. Straggler by member id."""
     kept_out_until_ms: Mapping[str, int] = field(default_factory=dict)
-    """In memory only. Earliest time at which each QUARANTINED member may return."""
+    """In memory only. QUARANTINED member -> time from which it may return."""
     standby_text: str | None = None
-    """In memory only. Reason for the wait last sent to the ready members; None if none was sent."""
+    """In memory only. Reason for the wait that was last sent to the ready members; None if none was
+    sent."""
     standby_sent_ms: int | None = None
     """In memory only. Time at which all ready members last received the reason for the wait."""
     looked_ms: int | None = None
     """In memory only. Time of the last check for stalled steps."""
     look_at_moves_ms: int | None = 0
-    """In memory only. Time at which to check for a due move of partitions; None if nothing has
-    changed since the last check."""
+    """In memory only. Time at which to check whether a move of partitions is due; None if nothing
+    has changed since the last check."""
     failed_receivers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. Receivers excluded after a failed move of partitions that was not the giver's
-    fault, by index of the place."""
+    """In memory only. Servers that are excluded as receivers after a move failed that was not the
+    giver's fault, by index of the place."""
     failed_givers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. Givers excluded after a failed move of partitions that was their own fault,
-    by index of the place."""
+    """In memory only. Servers that are excluded as givers after a move failed through their own
+    fault, by index of the place."""
     servers_awaited: int = 0
-    """In memory only. Number of parameter servers missing when a worker last declared its
+    """In memory only. Number of parameter servers that were missing when a worker last declared its
     tensors."""
     replicas: ReplicasSeen | None = None
-    """In memory only. State digests of members after their last step; None if no leaving member has
-    reported one."""
+    """In memory only. Digests of members that left after the last step; None if none has reported
+    them."""
     deaths_ms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """In memory only. Host name -> times (Now.ms) of its members' latest deaths, ascending."""
     fresh_failures: int = 0
-    """In memory only. Number of consecutive generations whose collectives failed before
-    Policy.fresh_generation_ms."""
+    """In memory only. Number of consecutive generations that failed before they were
+    Policy.fresh_generation_ms old."""
 
     def in_phase(self, phase: MemberPhase) -> int:
         """Returns the number of members in `phase`."""
@@ -527,7 +532,8 @@ class JobState:
 
     @property
     def waits_for(self) -> str:
-        """Description for people of what training waits for and why; empty if no wait is known."""
+        """Human-readable description of what training waits for, and why; empty if it is not known
+        to wait."""
         if self.stall is not None:
             return self.stall.text
         if (

@@ -1,7 +1,7 @@
-"""Rules about parameter servers.
+"""Rules about parameter servers. Each server belongs to a place: a share of the tensors, with a
+primary server and possibly a backup.
 
-- `servers`: servers register, fail and are replaced by backups. `places`: each place
-  has a share of the tensors, a primary and possibly a backup.
-- `rebalancing`: plans which partitions to move between the present servers. `moves`: carries out
-  the plans.
+- `servers`: servers register, fail and are replaced by backups. `places`: looks up and notifies the
+  servers of a place.
+- `rebalancing`: plans which partitions to move between servers. `moves`: carries out the plans.
 """

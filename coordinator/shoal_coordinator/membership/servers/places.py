@@ -1,5 +1,5 @@
-"""Looks up and notifies the servers of a place. Each place has a share of the tensors, a primary
-and possibly a backup."""
+"""Looks up and notifies the servers of a place. A place is a share of the tensors, with a primary
+server and possibly a backup."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from shoal_coordinator.membership.model.state import Server, ServerRole
 
 
 def of_place(draft: Draft, index: int, role: ServerRole) -> Server | None:
-    """Returns the server with `role` in a place, i.e. its primary or its backup; None if there is
-    none."""
+    """Returns the server that has `role` (primary or backup) in a place; None if there is none."""
     return next(
         (
             server
@@ -34,8 +33,8 @@ def primaries(draft: Draft) -> dict[int, Server]:
 
 
 def holds_something(draft: Draft, index: int) -> bool:
-    """Returns whether a place owns partitions or takes part in the current move, so that it holds
-    partitions or may hold some."""
+    """Returns whether a place owns partitions or takes part in the current move, so that it has
+    partitions or may have some."""
     if draft.layout is None:
         return False
     move = draft.moves.under_way
@@ -43,15 +42,15 @@ def holds_something(draft: Draft, index: int) -> bool:
 
 
 def next_epoch(draft: Draft, index: int) -> None:
-    """Begins the next epoch of a place, which invalidates its primary's reports about the previous
-    epoch."""
+    """Begins the next epoch of a place. Reports that its primary makes about the previous epoch are
+    then ignored."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
     assert primary is not None, "a place with a backup has a primary until the backup is promoted"
     draft.put_server(replace(primary, epoch=primary.epoch + 1))
 
 
 def tell_place(draft: Draft, index: int) -> None:
-    """Sends the connected servers of a place their roles, and the primary also the state of
+    """Sends the connected servers of a place their roles. Also sends the primary the state of the
     moves."""
     primary, backup = (
         of_place(draft, index, ServerRole.PRIMARY),
@@ -75,7 +74,7 @@ def tell_place(draft: Draft, index: int) -> None:
 
 
 def tell_settled(draft: Draft, primary: Server) -> None:
-    """Sends the number of the last settled move to a primary, if it is connected."""
+    """Sends a primary the number of the last move that has ended, if the primary is connected."""
     if draft.layout is not None and primary.alive:
         draft.effects.append(
             SendSettled(
@@ -85,13 +84,13 @@ def tell_settled(draft: Draft, primary: Server) -> None:
 
 
 def tell_all_settled(draft: Draft) -> None:
-    """Sends each connected primary the number of the last settled move."""
+    """Sends each connected primary the number of the last move that has ended."""
     for primary in primaries(draft).values():
         tell_settled(draft, primary)
 
 
 def tell_move(draft: Draft, primary: Server) -> None:
-    """Sends the current move to a primary, if it is connected and is the giver."""
+    """Sends the current move to a primary, if the primary is connected and is the giver."""
     move = draft.moves.under_way
     if move is None or move.giver != primary.index or not primary.alive:
         return

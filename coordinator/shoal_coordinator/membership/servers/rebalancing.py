@@ -1,5 +1,5 @@
-"""Chooses the partitions to move next so that servers converge to equal shares. The module is
-independent of sessions and of the current move."""
+"""Chooses which partitions to move next, so that all servers converge to equal shares. The module
+knows neither sessions nor the current move."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final
 from shoal_coordinator.membership.model.shards import SMALLEST_FULL_BYTES, ShardLayout
 
 MOST_BYTES: Final = 32 << 20
-"""Maximum number of bytes of values in one move. Workers wait for a move, and this much is copied,
+"""Maximum number of bytes of values in one move. Workers wait during a move; this amount is copied,
 written and switched over in a fraction of half a second. A small partition counts as
-SMALLEST_FULL_BYTES, which reflects its cost."""
+SMALLEST_FULL_BYTES, to account for its fixed cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,8 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """All trained or all frozen partitions. Each kind is spread separately, as in `lay_out`."""
+    """All trained partitions, or all frozen ones. Each kind is spread over the servers separately,
+    as in `lay_out`."""
 
     sizes: tuple[int, ...]
     """Bytes of each partition's values, by partition id."""
@@ -52,15 +53,16 @@ def next_move(
 ) -> Plan | None:
     """Returns the next move towards equal shares; None if no move is needed.
 
-    Draining servers give away everything, each partition to the server with the least load at that
-    point. Of the other servers, the fullest gives to the emptiest if the difference exceeds the
-    bytes of one partition of that kind. Each move therefore reduces the differences, and the
-    sequence of moves ends.
+    A draining server gives away all its partitions, each to the server with the smallest load at
+    that point. Of the other servers, the fullest gives to the emptiest if they differ by more than
+    one partition of that kind. Every move therefore reduces the differences, so the sequence of
+    moves ends.
 
     Args:
+        layout: the current layout.
         givers: indices of the servers that can hand partitions over.
-        receivers: indices of the servers that can receive some.
-        draining: indices of the servers that must give away everything.
+        receivers: indices of the servers that can receive partitions.
+        draining: indices of the servers that must give away all partitions.
     """
     receiving = sorted(set(receivers) - set(draining))
     kinds = [_kind(layout, frozen=frozen) for frozen in (False, True)]
@@ -87,8 +89,8 @@ def _kind(layout: ShardLayout, *, frozen: bool) -> _Kind:
 
 
 def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
-    """Plans the first move of a draining server: the partitions that go to one of the other
-    servers."""
+    """Plans the first move of a draining server: the partitions that one of the other servers
+    gets."""
     loads = {index: kind.load(index) for index in receivers}
     first = min(receivers, key=lambda index: (loads[index], index))
     to_first: list[int] = []
@@ -101,8 +103,8 @@ def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
 
 
 def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | None:
-    """Plans a move from the fullest place to the emptiest; None if they differ too little. Neither
-    place crosses the mean if partitions are small enough."""
+    """Plans a move from the fullest place to the emptiest; None if they differ too little. If
+    partitions are small enough, neither place crosses the mean."""
     loads = {index: kind.load(index) for index in {*givers, *receivers}}
     if not givers or not receivers:
         return None
@@ -116,14 +118,15 @@ def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | 
         kind, kind.held[fullest], min(loads[fullest] - mean, mean - loads[emptiest])
     )
     if not partitions:
-        # Moving the smallest one takes one of the two places past the mean, but still narrows the
-        # gap between them, being smaller than it.
+        # The smallest partition takes one of the two places past the mean. It is smaller than the
+        # gap between them, so moving it still reduces the gap.
         partitions = (kind.held[fullest][-1],)
     return Plan(partitions=partitions, giver=fullest, receiver=emptiest)
 
 
 def _at_once(kind: _Kind, partitions: list[int], most_bytes: int) -> tuple[int, ...]:
-    """Selects as many of `partitions` as fit in one move, with at most `most_bytes` of values."""
+    """Selects the partitions, in order, that fit into one move with at most `most_bytes` of
+    values."""
     chosen: list[int] = []
     cost = 0
     for partition in partitions:

@@ -1,11 +1,11 @@
-"""Parameter servers: assigns primaries and backups to places, and lays out a model's tensors over
-the places.
+"""Parameter servers: assigns primaries and backups to places, and assigns a model's tensors to the
+places.
 
-A place has an epoch, stored in its primary's record. The epoch increases when the primary changes
-and when a backup arrives, is lost or is dropped. A backup is in sync from the moment its primary
-reports this until the backup is lost or the primary reports otherwise. Meanwhile the primary
-acknowledges nothing that the backup does not have, so that the backup can take over at any moment
-(docs/explanation/parameter-servers.md#backups).
+A place has an epoch, which its primary's record contains. The epoch increases when the primary
+changes, and when a backup arrives, is lost or is dropped. A backup is in sync from the time when
+its primary reports this until the backup is lost or the primary reports otherwise. During that time
+the primary acknowledges only what the backup has too, so that the backup can take over at any
+moment (docs/explanation/parameter-servers.md#backups).
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Registered:
     """Outcome of a ServerRegistered event."""
 
     index: int
-    """Place (server_index) of the server; for a drained process, its former place."""
+    """Place (server_index) of the server. For a process that was drained, the place that it had."""
 
 
 def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
-    """Registers a server that has opened a session: a new server takes the lowest free place, and a
-    known one keeps its place. A drained process is told to exit."""
+    """Registers a server that has opened a session. A new server gets the lowest free place, and a
+    known one keeps its place. A process that was drained is told to exit."""
     if draft.spec.max_parameter_servers == 0:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers "
@@ -95,7 +95,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
             reason=Refusal.SERVER_CONFLICT,
         )
     if known is not None and known.alive and known.incarnation != event.incarnation:
-        # restarted before its loss was noticed
+        # the server was restarted before its loss was noticed
         server_lost(draft, ServerLost(server_id=known.server_id, ending=Ending.STREAM_BROKEN))
         known = draft.servers.get(event.server_id)
     server = replace(
@@ -137,9 +137,9 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
 
 
 def _raise_number(draft: Draft, event: ServerRegistered) -> None:
-    """Skips the numbers of generations that a server knows and Redis has lost. The server would
-    otherwise mistake members of a new generation for members of an old one. Servers of another run
-    know no such generations."""
+    """Raises the number of the next generation above those that a server knows and Redis has lost.
+    The server would otherwise take members of a new generation for members of an old one. Servers
+    of another run know no such generations."""
     lost = event.generation - draft.number
     if not 0 < lost <= draft.policy.most_lost_generations:
         return
@@ -155,9 +155,9 @@ def _raise_number(draft: Draft, event: ServerRegistered) -> None:
 
 
 def server_lost(draft: Draft, event: ServerLost) -> None:
-    """Records that a server's stream or lease has ended. A backup that has everything acknowledged
-    takes over the primary's place. Otherwise the place stays reserved for the server, unless it
-    holds no tensors yet."""
+    """Records that a server's stream has broken or its lease has expired. A backup that has
+    everything that was acknowledged takes over from a lost primary. Otherwise the place stays
+    reserved for the lost server, unless it has no tensors yet."""
     server = draft.servers.get(event.server_id)
     if server is None or not server.alive:
         return
@@ -183,8 +183,8 @@ def server_lost(draft: Draft, event: ServerLost) -> None:
 
 
 def backup_reported(draft: Draft, event: BackupReported) -> None:
-    """Records a primary's report on its backup. Ignores reports about an older epoch and reports of
-    a former primary."""
+    """Records a primary's report about its backup. Ignores reports about an older epoch, and
+    reports of a former primary."""
     primary = draft.servers.get(event.server_id)
     if (
         primary is None
@@ -213,8 +213,8 @@ def backup_reported(draft: Draft, event: BackupReported) -> None:
 
 
 def _promote(draft: Draft, lost: Server) -> None:
-    """Promotes the backup of a lost primary if possible. The lost server becomes the backup of the
-    promoted one."""
+    """Makes the backup of a lost primary the primary, if possible. The lost server becomes its
+    backup."""
     backup = of_place(draft, lost.index, ServerRole.BACKUP)
     if backup is None or not backup.alive or not (backup.in_sync or draft.layout is None):
         return
@@ -237,8 +237,8 @@ class ServersAwaited:
 
 
 def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | ServersAwaited:
-    """Records a worker's declaration of its model. The first declaration fixes the layout, and
-    later ones return the same layout."""
+    """Records which tensors a worker declares. The first declaration determines the layout; later
+    ones get the same layout."""
     if draft.layout is not None:
         if draft.layout.tensors != event.tensors:
             raise PreconditionError(
@@ -280,7 +280,7 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | Serv
 
 
 def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
-    """Raises UnavailableError unless the primary of every place has an address. A backup that has
+    """Raises UnavailableError unless every place has a primary with an address. A backup that has
     just been promoted has not reported its address yet."""
     for index in layout.shares:
         primary = of_place(draft, index, ServerRole.PRIMARY)
@@ -293,12 +293,14 @@ def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
 
 
 def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
-    """Returns the record of a new server in its place. It takes the first place without a primary;
-    in a job with backups, the first place without a backup; otherwise an additional place if the
-    job may have more."""
+    """Returns the record of a new server. It gets the first place without a primary, otherwise (in
+    a job with backups) the first place without a backup, otherwise a new place if the job may have
+    more."""
     places = primaries(draft)
     if draft.layout is None and event.held_index is not None and event.held_index not in places:
-        return _placed(event, event.held_index)  # Redis has lost the job, and the server has not
+        return _placed(
+            event, event.held_index
+        )  # Redis has lost the job, but the server still has its partitions
     staying = [index for index in places if index not in draft.moves.draining]
     for index in sorted(
         {*staying, *(range(draft.spec.servers_to_lay_out) if draft.layout is None else ())}
@@ -307,7 +309,7 @@ def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
         if primary is None:
             return _placed(event, index)
         if not primary.alive and not holds_something(draft, index):
-            draft.remove_server(primary.server_id)  # it holds no partitions
+            draft.remove_server(primary.server_id)  # its last server had no partitions
             return replace(_placed(event, index), epoch=primary.epoch + 1)
     for index in staying if draft.spec.parameter_server_backups else ():
         backup = of_place(draft, index, ServerRole.BACKUP)

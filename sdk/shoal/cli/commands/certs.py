@@ -16,7 +16,7 @@ def certs(
     directory: Annotated[
         Path,
         typer.Argument(
-            help="Directory to write them to; existing files are not overwritten.",
+            help="Directory for the certificates. Existing files are not overwritten.",
             show_default=False,
         ),
     ],
@@ -24,24 +24,27 @@ def certs(
         list[str] | None,
         typer.Argument(
             metavar="[NAME|ADDRESS]...",
-            help="Names and addresses at which the services' machines are reached. localhost and "
-            "this machine's name are always included.",
+            help="Host name or address of a machine that runs a service; may be repeated. "
+            "localhost and this machine's name are always included.",
             show_default=False,
         ),
     ] = None,
-    days: Annotated[int, typer.Option(help="Validity in days.", min=1)] = 365,
+    days: Annotated[
+        int, typer.Option(help="Number of days for which the certificates are valid.", min=1)
+    ] = 365,
 ) -> None:
-    """Create certificates of a private authority, for development and private networks.
+    """Create certificates of a new private authority, for development and private networks.
 
     All programs trust `ca.pem` (--tls-ca). The coordinator and parameter servers use `server.pem`
-    and `server.key` (--tls-cert, --tls-key). Others use `client.pem` and `client.key` if servers
-    require certificates (--tls-client-ca ca.pem). The authority's key is not kept.
+    and `server.key` (--tls-cert, --tls-key). Other programs use `client.pem` and `client.key` if
+    servers require client certificates (--tls-client-ca ca.pem). The authority's private key is
+    discarded.
     """
     from shoal_common.security.certificates import development_files, write_files
 
     known = list(dict.fromkeys((*_ALWAYS, socket.gethostname(), *(names or ()))))
     write_files(directory, development_files(known, lifetime=timedelta(days=days)))
     typer.echo(
-        f"{directory}: ca.pem, server.pem and client.pem with their keys, for {', '.join(known)}, "
-        f"valid for {days} days"
+        f"wrote ca.pem, server.pem and client.pem, with their keys, to {directory}: valid for "
+        f"{days} days, for {', '.join(known)}"
     )

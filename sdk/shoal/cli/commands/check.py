@@ -17,8 +17,8 @@ def check(
 ) -> None:
     """List lines of a script that are wrong or wasteful in an elastic run, with a remedy for each.
 
-    The script is read, not run. The status is 0 if nothing was found, 1 otherwise. `# shoal:
-    ignore` at the end of a line excludes it.
+    The script is parsed, not executed. The exit status is 0 if nothing was found, otherwise 1. A
+    line that ends with `# shoal: ignore` is skipped.
     """
     from shoal.checking.rules import check as checked
 

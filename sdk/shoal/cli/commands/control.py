@@ -11,9 +11,9 @@ from shoal.cli.options import Coordinator, Job, RankOrServer
 
 
 def kill(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
-    """Kill the worker of a rank, or a parameter server (SIGKILL).
+    """Kill the worker of a rank, or a parameter server, with SIGKILL.
 
-    This shows how the others continue. It works only on the machine where the process runs.
+    Use this to see how a job recovers. It works only on the machine where the process runs.
     """
     from shoal.cli.target import target
 
@@ -33,10 +33,10 @@ def kill(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job
 
 
 def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
-    """Ask the worker of a rank, or a parameter server, to leave.
+    """Ask the worker of a rank, or a parameter server, to leave without losing any work.
 
-    Nothing is lost. A worker leaves after the current step. A server hands its partitions over to
-    the others while training continues; then it and its backup exit.
+    A worker leaves after the current step. A server hands its partitions over to the other servers
+    while training continues; then it and its backup exit.
     """
     from shoal.cli.target import target
 
@@ -59,14 +59,19 @@ def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Jo
 
 def readmit(
     host: Annotated[
-        str, typer.Argument(metavar="HOST", help="Host name of the machine.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="HOST",
+            help="Host name of the machine, as shown by `shoal status`.",
+            show_default=False,
+        ),
     ],
     coordinator: Coordinator = None,
     job: Job = None,
 ) -> None:
-    """Admit workers on a machine again that a job refuses.
+    """Admit workers again on a machine that a job refuses.
 
-    A job refuses a machine that failed a health check, or whose workers died again and again;
+    A job refuses a machine that failed a health check, or whose workers died again and again.
     `shoal status` shows the reason.
     """
     from shoal.cli.target import target
@@ -80,13 +85,13 @@ def stop(
     coordinator: Coordinator = None,
     job: Job = None,
     reason: Annotated[
-        str, typer.Option(help="Reason, kept with the job for people.", show_default=False)
+        str, typer.Option(help="Reason for the stop, shown by `shoal status`.", show_default=False)
     ] = "shoal stop",
 ) -> None:
     """Ask all workers of a job to stop.
 
-    They stop together after the current step, and the code after the loop runs. For a plain
-    torchrun script, stop its launcher instead.
+    They stop together after the current step, and the script continues after its training loop. To
+    end a plain torchrun script, stop its launcher instead.
     """
     from shoal.cli.target import target
 

@@ -13,15 +13,17 @@ def coordinate(
     command: Annotated[
         list[str],
         typer.Argument(
-            help="Command that starts the launchers, here or elsewhere.", show_default=False
+            help="Command that starts `shoal run` on this machine or on others, with its "
+            "arguments.",
+            show_default=False,
         ),
     ],
     host: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS|INTERFACE|HOSTNAME",
-            help="Address of this machine for the others. Default: its name, or, if others cannot "
-            "use that, its address on the route to them.",
+            help="Address at which the other machines reach this one. Default: its host name, or, "
+            "if other machines cannot resolve that, the address from which it sends to them.",
             envvar="SHOAL_LOCAL_ADDR",
             show_envvar=False,
             show_default=False,
@@ -34,14 +36,15 @@ def coordinate(
         ),
     ] = False,
 ) -> None:
-    """Run a command together with a coordinator, for any number of machines.
+    """Run a command, and a coordinator for as long as the command runs.
 
-    Programs started by COMMAND find the coordinator through their environment: `shoal coordinate
-    --insecure -- srun shoal run train.py`. Under SLURM, the environment also has the job's id and
-    the number of machines. The status is COMMAND's.
+    COMMAND may start launchers on any number of machines. Programs started by COMMAND find the
+    coordinator through their environment: `shoal coordinate --insecure -- srun shoal run train.py`.
+    Under SLURM, the environment also has the job's id and the number of machines. The exit status
+    is that of COMMAND.
 
-    The coordinator's own settings are read from SHOAL_COORDINATOR_... variables. Without
-    SHOAL_COORDINATOR_REDIS, it starts its own Redis.
+    The coordinator's own settings are read from SHOAL_COORDINATOR_... variables. If
+    SHOAL_COORDINATOR_REDIS is not set, the coordinator starts a Redis server of its own.
     """
     from shoal_common.system.own_address import own_host
 

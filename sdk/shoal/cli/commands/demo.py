@@ -1,4 +1,4 @@
-"""`shoal demo`: passes all arguments to the demo."""
+"""`shoal demo`: passes all its arguments on to the demo."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typer
 
 
 def demo(context: typer.Context) -> None:
-    """Train on digits on a local cluster, with faults."""
+    """Train on handwritten digits on a local cluster while workers and servers are killed."""
     import shoal.demo
 
     raise typer.Exit(shoal.demo.main(context.args))

@@ -27,13 +27,13 @@ def events(
         ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="As JSON, one event per line, for programs.")
+        bool, typer.Option("--json", help="Print each event as a line of JSON.")
     ] = False,
 ) -> None:
     """Show what has happened in a job, oldest first.
 
-    By default in the newest cluster on this machine; if none is running, in the run that
-    ended last.
+    By default, shows the newest cluster on this machine or, if none is running, the run that ended
+    last.
     """
     from rich.console import Console
 

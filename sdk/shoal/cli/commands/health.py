@@ -11,12 +11,12 @@ import typer
 
 
 def health(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Check this machine: disk, memory, and matrix products on each processor.
+    """Check the health of this machine: its disk, its memory and the results of its processors.
 
-    The products have known results, so that a processor that computes wrongly is found. With GPUs,
-    NCCL is checked too. The status is 1 if a check fails.
+    The processors multiply matrices with known products, which reveals one that computes wrongly.
+    With GPUs, NCCL is checked too. The exit status is 1 if a check fails.
     """
     from shoal.launcher.machines.health import check_machine
 

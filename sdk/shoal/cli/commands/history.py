@@ -21,24 +21,27 @@ def history(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="JOB/NUMBER, as listed, or a job for its newest run.",
+            help="Run to show: JOB/NUMBER, as listed without arguments, or a job's id for its "
+            "newest run.",
             show_default=False,
         ),
     ] = None,
     other: Annotated[
         str | None,
-        typer.Argument(metavar="[OTHER]", help="Another run to compare with.", show_default=False),
+        typer.Argument(
+            metavar="[OTHER]", help="Second run, to be compared with RUN.", show_default=False
+        ),
     ] = None,
     job: Annotated[
         str | None, typer.Option(help="List only the runs of this job.", show_default=False)
     ] = None,
     plot: Plot = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """List past runs of this machine; show one, or compare two.
+    """List past runs of this machine, show one of them, or compare two.
 
     Runs are kept on disk with their output and events, even after their cluster is gone. `shoal
-    status`, `shoal events` and `shoal logs` show them with --run. --plot draws RUN.
+    status`, `shoal events` and `shoal logs` show a past run with --run. --plot draws a plot of RUN.
     """
     from shoal.launcher.report.history import History
 
@@ -74,7 +77,9 @@ def _list(kept: History, job: str | None, *, as_json: bool) -> None:
         )
     for each in found:
         if not isinstance(each, RecordedRun):
-            typer.echo(f"shoal: cannot read {each.directory}: {each.why}", err=True)
+            typer.echo(
+                f"shoal: cannot read the run recorded in {each.directory}: {each.why}", err=True
+            )
 
 
 def _show(kept: History, name: str, *, as_json: bool) -> None:
@@ -109,7 +114,7 @@ def _draw(kept: History, name: str, file: Path) -> None:
 
 
 def print_run(run: RecordedRun) -> None:
-    """Prints one run of the history with its account."""
+    """Prints a run of the history with the account of its faults, pauses and figures."""
     from rich.console import Console
 
     from shoal.cli.terminal.past import run_view

@@ -19,8 +19,8 @@ def init(
         Path | None,
         typer.Argument(
             metavar="SCRIPT.py",
-            help="File to write. Default: train.py, or with --from NAME.py NAME_elastic.py beside "
-            "it. Prompted for on a terminal.",
+            help="File to write. Default: train.py or, with --from NAME.py, NAME_elastic.py in "
+            "the same directory. On a terminal, the command prompts for it.",
             show_default=False,
         ),
     ] = None,
@@ -29,7 +29,7 @@ def init(
         typer.Option(
             "--from",
             metavar="PLAIN.py",
-            help="Write an elastic copy of this plain PyTorch script.",
+            help="Plain PyTorch script of which to write an elastic copy.",
             show_default=False,
         ),
     ] = None,
@@ -39,9 +39,9 @@ def init(
 ) -> None:
     """Write a starter training script, and show the command that runs it.
 
-    With --from, the given script is read, not run. Its training loop is converted if the result is
-    certain to be right; comments that start with "shoal:" name the remaining work. The changes are
-    shown as a diff.
+    With --from, write an elastic copy of an existing script instead, and show the changes as a
+    diff. The existing script is parsed, not executed. Its training loop is converted only if the
+    result is certain to be correct; comments that start with "shoal:" mark what is left to do.
     """
     default = plain.with_name(f"{plain.stem}_elastic.py") if plain else Path("train.py")
     if script is None:
@@ -71,11 +71,11 @@ def _convert(plain: Path, script: Path, *, force: bool) -> None:
         ) from error
     if conversion is None:
         raise ConfigurationError(
-            f"{plain}: found no training loop, so there is nothing to convert; run `shoal init` "
-            "without --from to write a script to begin with"
+            f"{plain}: found no training loop, so there is nothing to convert; run `shoal "
+            "init` without --from to write a starter script"
         )
     if conversion.source == source:
-        typer.echo(f"{plain}: nothing to change, so nothing was written")
+        typer.echo(f"{plain}: the script needs no changes, so no file was written")
         raise typer.Exit
     _write(script, conversion.source, encoding, force=force)
     for line in difflib.unified_diff(
@@ -87,7 +87,7 @@ def _convert(plain: Path, script: Path, *, force: bool) -> None:
         typer.echo(f"the training loop was not converted: {conversion.refusal}")
     if marks := conversion.marks:
         places = "place" if marks == 1 else f"{marks} places"
-        typer.echo(f"first change the {places} marked '{MARK.strip()}'")
+        typer.echo(f"first edit the {places} marked '{MARK.strip()}'")
 
 
 def _read(path: Path) -> tuple[str, str]:

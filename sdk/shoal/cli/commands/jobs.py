@@ -12,12 +12,12 @@ from shoal.cli.options import Coordinator
 
 def jobs(
     coordinator: Coordinator = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the jobs as JSON.")] = False,
 ) -> None:
     """List jobs.
 
-    By default those of this machine: jobs of running clusters, and jobs of `shoal submit`, even if
-    they have ended.
+    By default, lists the jobs of this machine: those of running clusters, and those started with
+    `shoal submit`, even after they have ended.
     """
     from rich.console import Console
 
@@ -34,5 +34,5 @@ def jobs(
         typer.echo(
             "no jobs"
             if coordinator
-            else "you have no jobs on this machine; start one with `shoal run` or `shoal submit`"
+            else "this machine has no jobs of yours; start one with `shoal run` or `shoal submit`"
         )

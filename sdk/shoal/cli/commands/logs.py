@@ -20,7 +20,9 @@ def logs(
     rank: Annotated[
         int | None,
         typer.Option(
-            help="Only the worker that was started as this rank.", min=0, show_default=False
+            help="Show only the output of the worker that was started as this rank.",
+            min=0,
+            show_default=False,
         ),
     ] = None,
     follow: Annotated[
@@ -34,8 +36,8 @@ def logs(
 ) -> None:
     """Show the output of a run on this machine.
 
-    By default that of the run started last. --follow works for runs of `shoal submit` and
-    shoal.Client.
+    By default, shows the run that was started last. --follow works for runs started with `shoal
+    submit` or shoal.Client.
     """
     from shoal.client import Client
 
@@ -53,8 +55,8 @@ def logs(
 
 
 def _kept(run: str | None, job: str | None) -> RecordedRun | None:
-    """Returns the run of the history whose output is requested. Returns None if it is the run of
-    the last submission (of the job), whose output can be followed."""
+    """Returns the recorded run whose output is requested. Returns None if the output belongs to the
+    last submission (of the job), which can also be followed."""
     from shoal.launcher.report.history import History
     from shoal.launcher.run.submissions import Submissions
 
@@ -74,8 +76,8 @@ def _print(past: RecordedRun, rank: int | None, *, follow: bool) -> None:
 
     if follow and past.outcome is Outcome.RUNNING:
         raise ConfigurationError(
-            f"--follow: run {past.name} prints on the terminal that started it; omit --follow to "
-            "see its output so far"
+            f"--follow is not supported for run {past.name}, which was not submitted and "
+            "prints on the terminal that started it; omit --follow to see its output so far"
         )
     typer.echo(f"shoal: {finished_line(past)}", err=True)
     prefix = "" if rank is None else f"[{rank}]: "

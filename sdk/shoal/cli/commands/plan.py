@@ -25,8 +25,8 @@ def plan(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="Function that returns the model, called without arguments, in a module or a "
-            f"file. It returns {_EXPECTED}; the last three as `train_step` takes them.",
+            help="Function, in a module or a file, that takes no arguments and returns "
+            f"{_EXPECTED}. inputs, targets and loss_fn are those of `train_step`.",
             show_default=False,
         ),
     ],
@@ -34,7 +34,7 @@ def plan(
     device_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory of each rank, as in 80GB or 80GiB. Default: everything fits.",
+            help="Memory of each rank, as in 80GB or 80GiB. Default: unlimited.",
             metavar="SIZE",
             show_default=False,
         ),
@@ -42,22 +42,24 @@ def plan(
     global_batch_size: Annotated[
         int | None,
         typer.Option(
-            help="Samples per step. Default: for each rank, as many as the inputs have.",
+            help="Samples per step over all ranks. Default: the number of samples in the inputs, "
+            "times the number of ranks.",
             show_default=False,
         ),
     ] = None,
     ranks_per_host: Annotated[
-        int, typer.Option(help="Number of ranks that share a host's links.")
+        int, typer.Option(help="Number of ranks per host, which share the host's network links.")
     ] = 8,
     device_flops: Annotated[
         str,
         typer.Option(
-            help="Peak operations per second of a device. The default is an A100's in bfloat16.",
+            help="Peak floating-point operations per second of a device. Default: those of an "
+            "A100 in bfloat16.",
             metavar="RATE",
         ),
     ] = "312T",
     efficiency: Annotated[
-        float, typer.Option(help="Share of that peak which training reaches.")
+        float, typer.Option(help="Fraction of --device-flops that training reaches.")
     ] = 0.4,
     bandwidth: Annotated[
         str,
@@ -67,7 +69,11 @@ def plan(
         ),
     ] = ("100Gbit/s"),
     local_bandwidth: Annotated[
-        str, typer.Option(help="Bandwidth from a rank to others on its host.", metavar="RATE")
+        str,
+        typer.Option(
+            help="Bandwidth from a rank to other ranks on its host, in the same notation.",
+            metavar="RATE",
+        ),
     ] = "150GB/s",
     activation_checkpointing: Annotated[
         bool,
@@ -76,15 +82,18 @@ def plan(
             help="Recompute the activations of blocks instead of keeping them.",
         ),
     ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Show every mesh.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all device meshes, not only the best ones.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="As JSON, for programs, in bytes and seconds.")
+        bool, typer.Option("--json", help="Print the result as JSON, in bytes and seconds.")
     ] = False,
 ) -> None:
-    """Show what each strategy would cost for a model: memory by role, bytes sent, a step's time.
+    """Estimate what each strategy would cost for a model: memory, bytes sent, and the time of a
+    step.
 
-    Nothing is started and no device is needed. The model is built without values, if its code
-    allows that.
+    Nothing is started and no device is needed. The parameters get no values, if the code of the
+    model allows that.
     """
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.planning.plan import render
@@ -115,8 +124,8 @@ def plan(
 
 
 def _made(subject: str) -> tuple[nn.Module, Any, Any]:
-    """Calls the function that creates the model on the meta device; if that fails, without the meta
-    device."""
+    """Calls the function that creates the model with the meta device as the default. If that fails,
+    calls it again without the meta device."""
     import torch
 
     function = _function(subject)
@@ -127,7 +136,7 @@ def _made(subject: str) -> tuple[nn.Module, Any, Any]:
         # whatever the user's code raises there; if it raises again with values, that is the error
         typer.echo(
             f"shoal plan: {subject} does not run on the meta device ({type(error).__name__}: "
-            f"{_first_line(error)}); building the model with its values",
+            f"{_first_line(error)}); creating the model with its values on the CPU instead",
             err=True,
         )
         made = function()

@@ -48,7 +48,7 @@ def run(
     nnodes: Annotated[
         str,
         typer.Option(
-            help="Number of machines, or MIN:MAX.", envvar="PET_NNODES", show_envvar=False
+            help="Number of machines, or a range MIN:MAX.", envvar="PET_NNODES", show_envvar=False
         ),
     ] = "1",
     nproc_per_node: Annotated[
@@ -64,7 +64,8 @@ def run(
         bool,
         typer.Option(
             "--standalone",
-            help="Run on one machine with its own cluster, as without --rdzv-endpoint.",
+            help="Run on this machine alone, with its own coordinator. This is the default "
+            "without --rdzv-endpoint.",
             envvar="PET_STANDALONE",
             show_envvar=False,
         ),
@@ -72,7 +73,7 @@ def run(
     rdzv_endpoint: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the coordinator, which all machines must reach.",
+            help="HOST:PORT of a running coordinator that all machines can reach.",
             envvar="PET_RDZV_ENDPOINT",
             show_envvar=False,
             show_default=False,
@@ -81,7 +82,7 @@ def run(
     rdzv_id: Annotated[
         str,
         typer.Option(
-            help="The job's id, the same on all machines.",
+            help="Id of the job; pass the same id on all machines.",
             envvar="PET_RDZV_ID",
             show_envvar=False,
             show_default=False,
@@ -91,17 +92,18 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Resume the job's newest run if it failed or was stopped, with its parameter "
-            "servers' data; an error if it was completed. Without --resume, a start after a "
-            "run's end begins a new run. A run that was interrupted continues in any case.",
+            help="Continue the job's newest run, with the data of its parameter servers, if that "
+            "run failed or was stopped; an error if it completed. Without --resume, a new "
+            "run begins if the newest one has ended. An interrupted run is continued in "
+            "either case.",
         ),
     ] = False,
     run_number: Annotated[
         int,
         typer.Option(
             "--run",
-            help="Take part only in this run of the job; exits with status 0 if it is completed. "
-            "Default: the run in progress, or else the next.",
+            help="Take part only in the run with this number; exit with status 0 if it has "
+            "completed. Default: the run in progress, otherwise the next run.",
             show_default=False,
             min=0,
         ),
@@ -109,7 +111,7 @@ def run(
     rdzv_backend: Annotated[
         str,
         typer.Option(
-            help="Accepted for compatibility with torchrun; always shoal.",
+            help="Accepted for compatibility with torchrun; the backend is always shoal.",
             envvar="PET_RDZV_BACKEND",
             show_envvar=False,
         ),
@@ -117,8 +119,8 @@ def run(
     rdzv_conf: Annotated[
         str,
         typer.Option(
-            help="last_call_timeout=SECONDS: time to wait for more than MIN machines; "
-            "join_timeout=SECONDS: time to wait for MIN.",
+            help="join_timeout=SECONDS: maximum wait until MIN machines have joined; "
+            "last_call_timeout=SECONDS: additional wait for more than MIN machines.",
             envvar="PET_RDZV_CONF",
             show_envvar=False,
             show_default=False,
@@ -131,7 +133,8 @@ def run(
     monitor_interval: Annotated[
         float,
         typer.Option(
-            help="Accepted for compatibility with torchrun; exits are noticed at once.",
+            help="Accepted for compatibility with torchrun and ignored: ends of workers are "
+            "detected at once.",
             show_default=False,
         ),
     ] = 0,
@@ -139,14 +142,19 @@ def run(
         str, typer.Option(help="Accepted for compatibility with torchrun.", hidden=True)
     ] = "",
     role: Annotated[
-        str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", show_envvar=False)
+        str,
+        typer.Option(
+            help="Value of ROLE_NAME in the workers' environment.",
+            envvar="PET_ROLE",
+            show_envvar=False,
+        ),
     ] = "default",
     module: Module = False,
     no_python: Annotated[
         bool,
         typer.Option(
             "--no-python",
-            help="SCRIPT is a program, not a Python script.",
+            help="Run SCRIPT as a program instead of a Python script.",
             envvar="PET_NO_PYTHON",
             show_envvar=False,
         ),
@@ -154,7 +162,7 @@ def run(
     log_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Keep each worker's output in files in this directory.",
+            help="Write each worker's output to files in this directory.",
             envvar="PET_LOG_DIR",
             show_envvar=False,
             show_default=False,
@@ -165,7 +173,8 @@ def run(
         typer.Option(
             "--redirects",
             "-r",
-            help="Write output only to files: 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2.",
+            help="Write output to files instead of the console. 1: stdout, 2: stderr, 3: both; or "
+            "by local rank, as in 0:3,1:2.",
             envvar="PET_REDIRECTS",
             show_envvar=False,
         ),
@@ -175,7 +184,7 @@ def run(
         typer.Option(
             "--tee",
             "-t",
-            help="Write output to files and the console, in the format of --redirects.",
+            help="Write output both to files and to the console; same values as --redirects.",
             envvar="PET_TEE",
             show_envvar=False,
         ),
@@ -183,7 +192,7 @@ def run(
     local_ranks_filter: Annotated[
         str,
         typer.Option(
-            help="Local ranks whose output the console shows, as in 0,1.",
+            help="Show only the output of these local ranks on the console, as in 0,1.",
             envvar="PET_LOCAL_RANKS_FILTER",
             show_envvar=False,
             show_default=False,
@@ -192,7 +201,8 @@ def run(
     node_rank: Annotated[
         int | None,
         typer.Option(
-            help="This machine's rank, with --master-addr. Default: the launchers agree on it.",
+            help="Rank of this machine; requires --master-addr. Default: the launchers agree on "
+            "their ranks.",
             envvar="PET_NODE_RANK",
             show_envvar=False,
             show_default=False,
@@ -201,7 +211,8 @@ def run(
     master_addr: Annotated[
         str | None,
         typer.Option(
-            help="MASTER_ADDR of the workers. Default: the launchers agree on it.",
+            help="Value of MASTER_ADDR in the workers' environment. Default: the launchers agree "
+            "on it.",
             envvar="PET_MASTER_ADDR",
             show_envvar=False,
             show_default=False,
@@ -210,7 +221,7 @@ def run(
     master_port: Annotated[
         int | None,
         typer.Option(
-            help="MASTER_PORT of the workers. Default: a free port.",
+            help="Value of MASTER_PORT in the workers' environment. Default: a free port.",
             envvar="PET_MASTER_PORT",
             show_envvar=False,
             show_default=False,
@@ -220,8 +231,8 @@ def run(
         str | None,
         typer.Option(
             metavar="ADDRESS|INTERFACE|HOSTNAME",
-            help="Address at which other machines reach this one. Default: that of the route to "
-            "--rdzv-endpoint.",
+            help="Address at which other machines reach this one. Default: the local address of "
+            "connections to --rdzv-endpoint.",
             envvar=["SHOAL_LOCAL_ADDR", "PET_LOCAL_ADDR"],
             show_envvar=False,
             show_default=False,
@@ -241,8 +252,8 @@ def run(
     shutdown_timeout: Annotated[
         int | None,
         typer.Option(
-            help="Seconds from SIGTERM to SIGKILL when workers are stopped. Default: 30, or 300 "
-            "for elastic workers of a healthy run.",
+            help="Seconds between SIGTERM and SIGKILL when workers are stopped. Default: 300 for "
+            "elastic workers, 30 for other workers or after a failure.",
             envvar="PET_SHUTDOWN_TIMEOUT",
             show_envvar=False,
             show_default=False,
@@ -262,12 +273,13 @@ def run(
 ) -> None:
     """Run a script on many workers, as torchrun does.
 
-    The flags are torchrun's, and so are the variables that the workers get: a plain torchrun script
-    runs unchanged. A script that calls shoal.init() is elastic: when a worker dies, the others
-    continue and another takes its place. torchrun's PET_... variables are read too.
+    The flags and the environment variables of the workers are those of torchrun, so a plain
+    torchrun script runs unchanged. A script that calls shoal.init() is elastic: when a worker dies,
+    the others continue and another worker replaces it. Flags may also be given by torchrun's
+    PET_... variables.
 
-    The status is 0 only if the script finished; otherwise it is the script's, 75 (unfinished) or
-    143 (preempted); see docs/exit-status.md.
+    The exit status is 0 only if the script finished. Otherwise it is the status of the script, 75
+    (the run is not finished) or 143 (the launcher was asked to exit); see docs/exit-status.md.
     """
     from shoal.cli.terminal.console import run_to_exit, tell
 
@@ -275,8 +287,8 @@ def run(
         tell(f"ignoring --rdzv-backend {rdzv_backend}: launchers meet at Shoal's coordinator")
     if monitor_interval or start_method:
         tell(
-            "ignoring --monitor-interval and --start-method: exits are noticed at once, and "
-            "workers are programs of their own"
+            "ignoring --monitor-interval and --start-method: ends of workers are detected at "
+            "once, and each worker is a separate program"
         )
     if standalone and rdzv_endpoint:
         tell("ignoring --rdzv-endpoint: --standalone starts its own coordinator")
@@ -321,8 +333,8 @@ def run(
 
 
 def _rendezvous(configuration: str) -> dict[str, Any]:
-    """Converts the supported parts of --rdzv-conf to fields of RunSettings. Ignores torchrun's
-    other parts, which configure its own backends."""
+    """Converts the supported keys of --rdzv-conf to fields of RunSettings. Ignores torchrun's other
+    keys, which configure its own rendezvous backends."""
     fields = {"last_call_timeout": "join_grace", "join_timeout": "join_timeout"}
     found = {}
     for setting in filter(None, configuration.split(",")):
@@ -332,7 +344,7 @@ def _rendezvous(configuration: str) -> dict[str, Any]:
                 found[field] = timedelta(seconds=float(value))
             except (ValueError, OverflowError):
                 raise ConfigurationError(
-                    f"--rdzv-conf {configuration!r}: {name.strip()} is {value!r}; expected a "
-                    "number of seconds"
+                    f"--rdzv-conf {configuration!r}: {name.strip()}={value!r} is invalid; "
+                    "expected a number of seconds"
                 ) from None
     return found

@@ -11,7 +11,8 @@ from shoal.cli.options import Coordinator, Job
 
 def stacks(
     rank: Annotated[
-        int | None, typer.Argument(help="Only this rank. Default: all ranks.", show_default=False)
+        int | None,
+        typer.Argument(help="Show only this rank. Default: all ranks.", show_default=False),
     ] = None,
     coordinator: Coordinator = None,
     job: Job = None,
@@ -20,10 +21,10 @@ def stacks(
         typer.Option("--all", help="Show every thread, and every frame of libraries."),
     ] = False,
 ) -> None:
-    """Show what the workers of a job execute: their Python stacks.
+    """Show the Python stacks of a job's workers.
 
-    Innermost call first. Includes data workers that a worker has forked. Needs no debugger and no
-    privileges. Workers on other machines are shown while a step is stalled.
+    The innermost call comes first. Includes the data workers that a worker has forked. Needs no
+    debugger and no privileges. Workers on other machines are shown only while a step is stalled.
     """
     import socket
 
@@ -44,7 +45,7 @@ def stacks(
                 reason="MEMBER_UNKNOWN",
             )
     for member in chosen:
-        assert member.rank is not None, "those without a rank are left out"
+        assert member.rank is not None, "only members with a rank are selected"
         if member.host != socket.gethostname() and (rank is None or member.stacks):
             what = (
                 f" ({member.host}, while the step is stalled):\n{member.stacks}"

@@ -14,12 +14,12 @@ def status(
     coordinator: Coordinator = None,
     job: Job = None,
     run: PastRun = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the job as JSON.")] = False,
 ) -> None:
     """Show a job's members and their progress.
 
-    By default the job of the newest cluster on this machine; if none is running, the run that
-    ended last.
+    By default, shows the job of the newest cluster on this machine or, if none is running, the run
+    that ended last.
     """
     from rich.console import Console
     from rich.text import Text

@@ -12,7 +12,7 @@ from shoal.cli.options import Coordinator, Job
 def submit(context: typer.Context, coordinator: Coordinator = None, job: Job = None) -> None:
     """Start `shoal run` in the background, with the given flags and script.
 
-    It continues after this terminal is closed. `shoal logs` shows its output, and `shoal jobs`
+    The run continues after this terminal is closed. `shoal logs` shows its output, and `shoal jobs`
     whether it has ended.
     """
     from shoal.client import Client

@@ -21,10 +21,14 @@ def top(
     ] = 1.0,
     once: Annotated[
         bool,
-        typer.Option("--once", help="Print one frame and exit; the default without a terminal."),
+        typer.Option(
+            "--once",
+            help="Print one frame and exit; the default if standard output is not a terminal.",
+        ),
     ] = False,
 ) -> None:
-    """Watch a job: its ranks, parameter servers and latest events, and other jobs. `q` quits."""
+    """Watch a job: its ranks, its parameter servers, its latest events, and other jobs. `q`
+    quits."""
     from rich.console import Console
 
     from shoal.cli.target import target

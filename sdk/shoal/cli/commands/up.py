@@ -45,7 +45,7 @@ def up(
 ) -> None:
     """Run a script on a local cluster, under a live table.
 
-    The cluster (embedded Valkey, coordinator, servers, workers) ends with the script. Without a
+    The cluster (Valkey, coordinator, parameter servers and workers) ends with the script. Without a
     terminal, the command works like `shoal run`.
     """
     from shoal.cli.terminal.console import run_to_exit

@@ -1,1 +1,1 @@
-"""Presentation on a terminal: tables, live views, progress, plots, and keys."""
+"""Output on a terminal (tables, live views, progress, plots) and input of single keys."""

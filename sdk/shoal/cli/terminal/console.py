@@ -1,4 +1,5 @@
-"""Runs an agent on this terminal, with its output, notes, table and exit status."""
+"""Runs a launcher's agent on this terminal: shows its output, its messages and the table, and exits
+with the status of the run."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ Note = Callable[[str], None]
 
 
 class RunExit(SystemExit):
-    """End of a run. `summary`: description of the failed workers, for people; empty if none
+    """End of a run. `summary`: description of the failed workers to show to the user; empty if none
     failed."""
 
     def __init__(self, result: RunResult, summary: str) -> None:
@@ -69,8 +70,8 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
 
 
 def _check_record_directory(directory: Path) -> None:
-    """Creates the directory before any worker starts. Raises ConfigurationError if workers could
-    not write to the directory."""
+    """Creates the record directory before any worker starts. Raises ConfigurationError if workers
+    could not write to it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -159,7 +160,7 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
 
 
 def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:
-    """Prints the run's figures, even if the run failed."""
+    """Prints the run's figures and draws its plot, even if the run failed."""
     for line in figures_lines(figures):
         note(line)
     if settings.plot is None:
@@ -178,7 +179,7 @@ def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> Non
 
 
 def _leave(error: TerminalStuckError) -> NoReturn:
-    """Exits after all started processes have ended. Writes nothing more to this terminal, not even
+    """Exits once all started processes have ended. Writes nothing more to this terminal, not even
     buffered output that the interpreter would flush."""
     if not Stream.ERR.is_terminal and select.select([], [Stream.ERR], [], 0)[1]:
         os.write(Stream.ERR, f"shoal: {error}\n".encode())

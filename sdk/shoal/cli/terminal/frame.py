@@ -1,4 +1,4 @@
-"""Contents of one frame of `shoal top`: the job, its latest events, and other jobs that have not
+"""Creates the frames of `shoal top`: the job, its latest events, and other jobs that have not
 ended."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _EVENTS_PLAIN: Final = 10
 
 
 class Frames:
-    """Creates one frame after another, and requests only new events for each."""
+    """Creates one frame after another. Requests only the events that are new since the previous
+    frame."""
 
     def __init__(self, client: Client, job_id: str, *, full_screen: bool) -> None:
         """`full_screen`: True to make frames as high as the terminal."""
@@ -36,7 +37,8 @@ class Frames:
 
     def take(self) -> RenderableType:
         """Returns the newest frame. While the coordinator does not answer, the frame shows the last
-        known values, marked as old. Raises ShoalError if nothing is known yet."""
+        known values and says that they are outdated. Raises ShoalError if no values are known
+        yet."""
         away: ShoalError | None = None
         try:
             self._job = self._client.job(self._job_id)
@@ -58,7 +60,7 @@ class Frames:
 
 
 class _Frame:
-    """Renderable of rich for one frame. If it does not fit on the terminal, older events are
+    """One frame as a renderable of rich. If it does not fit on the terminal, the oldest events are
     dropped."""
 
     def __init__(

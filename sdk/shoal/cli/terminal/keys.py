@@ -12,16 +12,16 @@ from typing import Self
 
 
 class Keys:
-    """Delivers keys immediately and without echo while the context manager is open. Ctrl-C still
-    raises KeyboardInterrupt."""
+    """Reads keys as soon as they are pressed, without echo, while the context manager is open.
+    Ctrl-C still raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno()
         self._before = termios.tcgetattr(self._fd)
 
     def wait(self, timeout_s: float) -> str:
-        """Returns the key that was pressed; empty if none was pressed within `timeout_s`. A closed
-        terminal counts as Ctrl-D."""
+        """Returns the next key; empty if no key was pressed within `timeout_s`. A closed terminal
+        counts as Ctrl-D."""
         if not select.select([self._fd], [], [], timeout_s)[0]:
             return ""
         return os.read(self._fd, 1).decode(errors="replace") or "\x04"

@@ -22,15 +22,15 @@ from shoal.launcher.workers.output import Stream, TerminalStuckError, Writer
 
 _INTERVAL_S: Final = 0.5
 _LAST_TABLE_TIMEOUT: Final = timedelta(seconds=20)
-"""Maximum wait for the last table. It is longer than the call to the coordinator for which the
-table may have to wait."""
+"""Maximum time to wait until the last table has been printed. It exceeds the timeout of the request
+to the coordinator, which the table may have to await."""
 
 
 class LiveView:
     """Live table on the terminal, shown while the context manager is open."""
 
     def __init__(self, coordinator: str, job_id: str, *, fallback: Writer, progress: bool) -> None:
-        """`fallback`: writes streams that are not terminals. `progress`: True to show the run's
+        """`fallback`: writes to streams that are not terminals. `progress`: True to show the run's
         progress below the table once `show` is called."""
         self._coordinator = coordinator
         self._job_id = job_id
@@ -50,8 +50,8 @@ class LiveView:
         self._thread = threading.Thread(target=self._follow, name="shoal-live", daemon=True)
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Prints workers' lines above the table; thread-safe. If lines overwrite each other
-        (progress bars), only the last one is shown, since the table separates them."""
+        """Prints workers' lines above the table; thread-safe. Of lines that overwrite each other
+        (progress bars), only the last one is printed, since the table separates them."""
         if not stream.is_terminal:
             self._fallback(stream, data)
             return
@@ -63,7 +63,7 @@ class LiveView:
             self._console.print(text, soft_wrap=True)
 
     def show(self, status: Status) -> None:
-        """Shows the progress of the run with the next table. Any thread may call this method."""
+        """Shows the progress of the run from the next table on. May be called on any thread."""
         self._status = status
 
     def __enter__(self) -> Self:

@@ -1,5 +1,4 @@
-"""Presentation of past runs on a terminal and as JSON. Pure, except that it uses the local time
-zone."""
+"""Formats past runs for a terminal or as JSON. Pure, except that it uses the local time zone."""
 
 from __future__ import annotations
 
@@ -43,8 +42,10 @@ def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
 
 
 def run_view(run: RecordedRun, now: datetime, account: Sequence[str]) -> RenderableType:
-    """Returns a view of one run: headline, account, workers, and where to find more. `account`:
-    lines for people."""
+    """Returns a view of one run: a headline, the account, the workers, and where to find more.
+
+    `account`: lines that describe the run's faults, pauses and figures.
+    """
     end = run.end
     parts: list[RenderableType] = [_headline(run, now)]
     if end is not None:
@@ -68,7 +69,7 @@ def run_view(run: RecordedRun, now: datetime, account: Sequence[str]) -> Rendera
 
 
 def comparison_view(one: RecordedRun, other: RecordedRun) -> RenderableType:
-    """Returns one table with both runs' results, and one with the settings that differ."""
+    """Returns one table with the results of both runs, and one with the settings that differ."""
     results, settings = compare(one, other)
     names = (one.name, other.name)
     parts: list[RenderableType] = [_rows("result", names, results)]
@@ -80,7 +81,7 @@ def comparison_view(one: RecordedRun, other: RecordedRun) -> RenderableType:
 
 
 def finished_line(run: RecordedRun) -> str:
-    """Returns a line that names a past run and the time at which it ended."""
+    """Returns a line with the name of a past run and the time at which it ended."""
     if run.end is None:
         return f"run {run.name}: {run.outcome}"
     return (
@@ -90,7 +91,7 @@ def finished_line(run: RecordedRun) -> str:
 
 
 def run_json(run: RecordedRun) -> dict[str, Any]:
-    """Returns a run as plain values; unknown values are null."""
+    """Returns a run as a JSON-compatible dictionary. Unknown values are null."""
     content = {"run": run.name, "outcome": run.outcome, "took_s": run.took_s, **asdict(run)}
     del content["pid_start_ticks"]
     content["directory"] = str(run.directory)
@@ -98,13 +99,15 @@ def run_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def comparison_json(one: RecordedRun, other: RecordedRun) -> dict[str, Any]:
-    """Returns both runs as plain values, and the names of the values that differ."""
+    """Returns both runs as a JSON-compatible dictionary, with the names of the values that
+    differ."""
     rows = [row.name for part in compare(one, other) for row in part if row.differs]
     return {"runs": [run_json(one), run_json(other)], "differs": rows}
 
 
 def finished_json(run: RecordedRun) -> dict[str, Any]:
-    """Returns an ended run as plain values, named as in `shoal status --json`."""
+    """Returns an ended run as a JSON-compatible dictionary, with the keys of `shoal status
+    --json`."""
     end = run.end
     return {
         "job_id": run.job_id,

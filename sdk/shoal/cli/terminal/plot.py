@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _KINDS: Final = (".png", ".svg")
 _MOST_INTERVALS: Final = 40
-"""Maximum number of intervals whose throughput is shown."""
+"""Maximum number of intervals into which a run is divided to show its throughput."""
 _STEPS_OF_INTERVAL: Final = 20
-"""Minimum number of steps per interval, on average."""
+"""Minimum number of steps that an interval has on average."""
 _COLOURS: Final = {"fault": "C3", "join": "C2", "leave": "C1"}
 
 
 def check_plot(file: Path) -> None:
-    """Checks before the run that a plot can be written to `file`. Raises ConfigurationError if it
-    cannot."""
+    """Checks, before the run starts, that a plot can be written to `file`. Raises
+    ConfigurationError if not."""
     if file.suffix.lower() not in _KINDS:
         raise ConfigurationError(f"--plot {file}: expected a file whose name ends in .png or .svg")
     if url_in(file) is None:
@@ -106,11 +106,12 @@ def draw(figures: RunFigures, file: Path, *, title: str) -> None:
 
 
 def rates(figures: RunFigures) -> list[tuple[float, float]]:
-    """Returns (middle, rate) of equal intervals of the run: samples per second, or steps per second
-    if the script distributes its samples itself.
+    """Returns the throughput over the run as pairs (middle of an interval, rate). The rate is in
+    samples per second, or in steps per second if the script distributes its samples itself.
 
-    An interval lasts a fortieth of the run, or as long as twenty steps if that is more. In shorter
-    intervals the rate would depend on how many steps happen to end in each.
+    All intervals have the same length: a fortieth of the run or the duration of twenty steps,
+    whichever is longer. In shorter intervals the rate would depend on how many steps happen to end
+    in each.
     """
     began, first = (0.0, 0), figures.last_step - figures.steps
     counts = [began] + [
@@ -129,7 +130,8 @@ def rates(figures: RunFigures) -> list[tuple[float, float]]:
 
 
 def _at(counts: list[tuple[float, int]], second: float) -> float:
-    """Returns the count at `second`, interpolated between known counts."""
+    """Returns a step or sample count at the time `second`, interpolated between the known
+    counts."""
     place = bisect.bisect_left(counts, second, key=lambda each: each[0])
     if place == 0 or place == len(counts):
         return counts[min(place, len(counts) - 1)][1]
@@ -138,8 +140,8 @@ def _at(counts: list[tuple[float, int]], second: float) -> float:
 
 
 def _shown(figures: RunFigures) -> list[tuple[float, Point]]:
-    """Returns the points, with the seconds since the first step, without points after the last
-    commit."""
+    """Returns the points to draw, each with its time in seconds since the first step. Omits points
+    after the last commit."""
     end_ns = figures.began_ns + figures.seconds * 1e9
     whole = sum(point.at_ns < end_ns for point in figures.points) + 1
     return [
@@ -159,8 +161,8 @@ def _line(panel: Any, series: Sequence[tuple[float, float]], name: str) -> None:
 
 
 def _mark(panels: Sequence[Any], figures: RunFigures) -> list[Any]:
-    """Draws the pauses. Returns the legend's entries: one per kind of pause, limited to the first
-    few."""
+    """Marks the pauses in all panels. Returns one legend entry for each kind of pause, up to a
+    maximum."""
     named, counted = [], dict.fromkeys(_COLOURS, 0)
     for pause in figures.pauses:
         still = pause.standstill

@@ -1,5 +1,5 @@
-"""Progress of a run on a terminal or in a log: a bar below the workers' output, or occasional plain
-lines."""
+"""Shows the progress of a run: as a bar below the workers' output on a terminal, or as occasional
+plain lines in a log."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ERASE: Final = b"\r\x1b[2K"
 
 
 class StatusLine:
-    """Progress of a run as a renderable of rich: the text of `status_text`, with a bar if the
-    number of steps is known and the width permits."""
+    """Progress of a run as a renderable of rich: the text of `status_text`, and a bar if the number
+    of steps is known and the terminal is wide enough."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -52,7 +52,7 @@ class StatusLine:
 
 
 def status_text(status: Status) -> str:
-    """Returns the progress of a run as one line without a line break."""
+    """Returns the progress of a run as one line of text, without a line break."""
     text = f"step {status.steps:,}"
     if status.steps_in_all:
         text += f" of {status.steps_in_all:,} ({min(1.0, status.steps / status.steps_in_all):.0%})"
@@ -82,12 +82,14 @@ class PlainLines:
 
 
 class BarWriter:
-    """Writer for an output pump that keeps a bar on the terminal's last line. Everything except
-    `show` runs on the pump's thread, so that the bar never splits a worker's line. If lines
-    overwrite each other (a worker's own bars), only the last one is shown."""
+    """Writer for an output pump that keeps a progress bar on the terminal's last line.
+
+    All methods except `show` run on the pump's thread, so that the bar never splits a worker's
+    line. If lines overwrite each other (a worker's own bars), only the last one is shown.
+    """
 
     def __init__(self, write: Writer) -> None:
-        """`write`: function that writes the output. Standard error must be a terminal."""
+        """`write`: writes output to the terminal. Standard error must be a terminal."""
         self._write = write
         self._pump: OutputPump | None = None
         self._bar = b""
@@ -95,7 +97,7 @@ class BarWriter:
         self._last = 0.0
 
     def on(self, pump: OutputPump) -> None:
-        """Starts to show the bar. `pump`: output pump that uses this writer."""
+        """Starts to show the bar. `pump`: the output pump that uses this writer."""
         self._pump = pump
 
     def write(self, stream: Stream, data: bytes) -> None:
@@ -153,7 +155,7 @@ def _width() -> int:
 
 
 def _bar(status: Status, width: int) -> bytes:
-    """Returns the bar as one colored line that no terminal wraps."""
+    """Returns the bar as one colored line, short enough not to be wrapped by the terminal."""
     from rich.console import Console
 
     console = Console(

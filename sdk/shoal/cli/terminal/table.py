@@ -1,5 +1,5 @@
-"""Table that fits the terminal: if the terminal is too narrow for all columns, the least important
-ones are omitted, and no name is truncated."""
+"""Table that adapts to the width of the terminal. If the terminal is too narrow for all columns,
+the least important ones are omitted; no name is truncated."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Column:
     name: str
     cells: Sequence[str | Text]
     dispensable: int = 0
-    """Order in which columns are dropped: the largest number first. 0: the column is always
-    shown."""
+    """Order in which columns are dropped if they do not fit: the largest number first. 0: the
+    column is never dropped."""
     right: bool = True
     """True to align the cells right, as for numbers."""
 
@@ -37,14 +37,14 @@ class Column:
 
 
 class FittingTable:
-    """Table as a renderable of rich, without the columns that do not fit."""
+    """Table as a renderable of rich. Columns that do not fit are omitted."""
 
     def __init__(self, *columns: Column) -> None:
         """`columns`: columns with the same number of cells."""
         self._columns = columns
 
     def shown(self, width: int) -> list[Column]:
-        """Returns the columns that fit a terminal of `width`, in order."""
+        """Returns the columns that fit on a terminal of `width` characters, in order."""
         chosen = list(self._columns)
         while sum(column.width for column in chosen) + _GAP * (len(chosen) - 1) > width:
             least = max(chosen, key=lambda column: column.dispensable)

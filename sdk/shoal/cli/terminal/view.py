@@ -1,5 +1,5 @@
-"""Presentation of a job on a terminal and as JSON. Pure: converts the client's values to tables and
-plain values."""
+"""Formats a job for a terminal or as JSON. Pure: converts the client's values to tables and
+dictionaries."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def job_view(job: Job) -> RenderableType:
         parts += _diagnosis(job)
     elif job.phase is JobPhase.WAITING:
         hint = (
-            "no members yet: workers join when their script calls shoal.init(); a plain "
-            "torchrun script never does"
+            "no members yet: a worker joins when its script calls shoal.init(), which a "
+            "plain torchrun script never does"
         )
         parts.append(Text("no members left" if job.generation else hint, style="dim"))
     if job.servers:
@@ -74,8 +74,8 @@ def job_view(job: Job) -> RenderableType:
 
 
 def jobs_view(jobs: Sequence[JobSummary], *, shown: str | None = None) -> RenderableType:
-    """Returns a table of jobs. `shown`: id of the job that is displayed below the table and
-    therefore marked."""
+    """Returns a table of jobs. `shown`: id of the job whose details are displayed as well; it is
+    marked in the table."""
     return FittingTable(
         Column(
             "job",
@@ -100,7 +100,7 @@ def _ended(result: Result | None) -> Text:
 
 
 def event_line(event: Event) -> Text:
-    """Returns an event as one line: time, kind, subject, and further attributes."""
+    """Returns an event as one line: time, kind, generation, member, and further attributes."""
     parts = [f" {name}={_quoted(value)}" for name, value in event.attributes.items() if value]
     line = Text(_clock(event.at), style="dim")
     line.append(f"  {event.kind}", style="not dim bold")
@@ -133,8 +133,8 @@ def _headline(job: Job) -> Text:
 
 
 def _stopped_at(job: Job) -> str:
-    """Returns a text with the step at which a run ended early; empty if the step is unknown or the
-    run completed."""
+    """Returns text that names the step at which a run ended early; empty if the step is unknown or
+    the run completed."""
     if job.ending is JobEnding.COMPLETED or not job.steps:
         return ""
     total = f" of {job.steps_in_all:,}" if job.steps_in_all is not None else ""
@@ -142,8 +142,8 @@ def _stopped_at(job: Job) -> str:
 
 
 def _progress(job: Job) -> str | None:
-    """Returns a line with the current step, the total and the remaining time; None if the total is
-    unknown."""
+    """Returns a line with the current step, the total number of steps and the remaining time; None
+    if the total is unknown."""
     ranked = [member for member in job.members if member.rank is not None]
     newest = max(ranked, key=lambda member: member.step, default=None)
     if newest is None or newest.steps_in_all is None or job.phase is JobPhase.FINISHED:
@@ -184,8 +184,8 @@ def _note(member: Member) -> str:
 
 
 def _diagnosis(job: Job) -> list[RenderableType]:
-    """Returns what each rank does and its stacks while a step is stalled: first the ranks for which
-    others wait. Ranks with equal stacks are shown together."""
+    """Returns, while a step is stalled, what each rank is doing, with its stacks. The ranks that
+    others wait for come first. Ranks with equal stacks are shown together."""
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for member in job.members:
         if member.stacks and member.rank is not None:
@@ -201,7 +201,7 @@ def _diagnosis(job: Job) -> list[RenderableType]:
 def _what_it_does(member: Member) -> str:
     waits = f"waiting in {member.waiting_in}" if member.waiting else ""
     after = f"; last completed: {member.last_wait}" if member.last_wait else ""
-    return f"{waits or member.script_line or 'running its own code'}{after}"
+    return f"{waits or member.script_line or 'running code of the script'}{after}"
 
 
 def _phase(phase: MemberPhase | JobPhase) -> Text:
@@ -284,7 +284,8 @@ def _member_table(job: Job) -> FittingTable:
 
 
 def _metric_names(members: Sequence[Member]) -> list[str]:
-    """Returns the names of the numbers reported by any member, in the order of first use."""
+    """Returns the names of the numbers reported by any member, in the order in which they first
+    occur."""
     return list(dict.fromkeys(name for member in members for name in member.metrics))
 
 
@@ -293,8 +294,8 @@ def _milliseconds(duration: timedelta) -> str:
 
 
 def _waiting(member: Member) -> str:
-    """Returns the time for which a member has been waiting for its peers, if that is long;
-    otherwise the fraction of its steps spent waiting."""
+    """Returns the time for which a member has been waiting for its peers without interruption, if
+    it is long; otherwise the fraction of its step time spent waiting."""
     if member.waiting >= _LONG:
         return f"{member.waiting.total_seconds():.0f} s"
     if not member.step_time or not member.busy_time:
@@ -334,8 +335,8 @@ def _server_state(server: Server) -> Text:
 
 
 def job_json(job: Job) -> dict[str, Any]:
-    """Returns the job as plain values. Unknown numbers are null; times are milliseconds of the Unix
-    epoch, by the Redis server's clock."""
+    """Returns the job as a JSON-compatible dictionary. Unknown numbers are null. Times are
+    milliseconds since the Unix epoch, by the Redis server's clock."""
     return {
         "job_id": job.job_id,
         "run": job.run,
@@ -389,7 +390,7 @@ def job_json(job: Job) -> dict[str, Any]:
 
 
 def summary_json(job: JobSummary) -> dict[str, Any]:
-    """Returns a job of a list as plain values."""
+    """Returns a job of a list of jobs as a JSON-compatible dictionary."""
     result = job.result
     return {
         "job_id": job.job_id,
@@ -403,7 +404,7 @@ def summary_json(job: JobSummary) -> dict[str, Any]:
 
 
 def event_json(event: Event) -> dict[str, Any]:
-    """Returns an event as plain values."""
+    """Returns an event as a JSON-compatible dictionary."""
     return {
         "event_id": event.event_id,
         "unix_ms": _unix_ms(event.at),

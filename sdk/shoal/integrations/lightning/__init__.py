@@ -1,5 +1,5 @@
-"""Lightning in an elastic job: `Trainer(strategy=ShoalStrategy("zero2"))`, and `Checkpoints`
-(docs/guides/trainers.md)."""
+"""Trains with Lightning in an elastic job: `Trainer(strategy=ShoalStrategy("zero2"))`, and
+`Checkpoints` (docs/guides/trainers.md)."""
 
 from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.strategy import ShoalStrategy

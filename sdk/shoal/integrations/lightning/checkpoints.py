@@ -1,5 +1,6 @@
-"""Configuration of the checkpoints of a fit under Lightning's Trainer, and of resuming from them.
-They are Shoal's checkpoints, saved by the elastic loop when a step or an epoch is complete."""
+"""Configures which checkpoints a fit under Lightning's Trainer saves, and whether it resumes from
+one. They are Shoal's checkpoints, which the elastic loop saves when a step or an epoch is
+complete."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from shoal_worker.elastic.session.worker_process import current_session
 
 
 class Checkpoints(Checkpoint):
-    """Saves Shoal's checkpoints. Replaces Lightning's `ModelCheckpoint` among a Trainer's
-    callbacks.
+    """Saves Shoal's checkpoints. Pass it to the Trainer as a callback in place of Lightning's
+    `ModelCheckpoint`.
 
-    A checkpoint is `directory/step-<n>`. It contains the model, the optimizer, the schedule, the
-    Trainer's counts and the states of its callbacks. It can be loaded under any strategy on any
-    number of ranks. `shoal.load_full_state(directory)` returns the model's state in the newest
-    checkpoint.
+    A checkpoint is a directory `directory/step-<n>` with the model, the optimizer, the
+    learning-rate schedule, the Trainer's counts and the states of its callbacks. It can be loaded
+    under any strategy on any number of ranks. `shoal.load_full_state(directory)` returns the
+    model's state in the newest checkpoint.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class Checkpoints(Checkpoint):
         self.resume = resume
 
     def step_is_over(self) -> None:
-        """Saves a checkpoint if one is due after a complete step. The step includes its evaluation,
-        and the end of the epoch if it is the last step of one."""
+        """Saves a checkpoint if one is due after a step. Called when the step, its validation and,
+        for the last step of an epoch, the end of the epoch are complete."""
         if self.every_n_steps is not None:
             api.save_checkpoint(self.directory, keep=self.keep, every_steps=self.every_n_steps)
 
     def epoch_is_over(self) -> None:
-        """Saves a checkpoint at the end of an epoch, if checkpoints are saved per epoch."""
+        """Saves a checkpoint if checkpoints are saved once per epoch. Called at the end of an
+        epoch."""
         if self.every_n_steps is None:
             self.save()
 

@@ -45,8 +45,9 @@ def training_loader(
         if accumulated != 1:
             raise ConfigurationError(
                 f"accumulate_grad_batches={accumulated} is not supported with a "
-                "shoal.ElasticDataLoader, whose global_batch_size covers a whole step; omit it, or "
-                "split the step with micro_batch_size="
+                "shoal.ElasticDataLoader, whose global_batch_size already is the number of "
+                "samples per step; omit accumulate_grad_batches, or split the step with the "
+                "loader's micro_batch_size="
             )
         _refuse_limit(limit, "limit_train_batches", "train_dataloader")
         return loader
@@ -61,9 +62,10 @@ def training_loader(
         }
     if deterministic and accumulated == 1:
         raise ConfigurationError(
-            "ShoalStrategy(deterministic=True) is not supported with accumulate_grad_batches=1, "
-            "where a step is split by the number of workers, which changes its last digits; split "
-            "the batch, as in DataLoader(batch_size=8) with accumulate_grad_batches=4"
+            "ShoalStrategy(deterministic=True) is not supported with "
+            "accumulate_grad_batches=1, because a batch is then split by the number of "
+            "workers, on which the last digits of the result depend; use smaller batches and "
+            "accumulate them, as in DataLoader(batch_size=8) with accumulate_grad_batches=4"
         )
     return ElasticDataLoader(
         loader.dataset,
@@ -79,7 +81,7 @@ def training_loader(
 
 
 class FirstSamples(Sampler[int]):
-    """The first samples that a sampler draws in each epoch."""
+    """Sampler that yields the first `count` samples of another sampler in each epoch."""
 
     def __init__(self, sampler: Any, count: int) -> None:
         """`sampler`: sampler with a length. `count`: number of samples."""
@@ -160,8 +162,8 @@ def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None
     batches = min(full, limit) if isinstance(limit, int) else int(full * limit)
     if batches == 0 and full > 0:
         raise ConfigurationError(
-            f"{argument}={limit} of {full} batches is less than one; use at least {1 / full:.3g}, "
-            "or a number of batches (an int)"
+            f"{argument}={limit} of {full} batches is less than one batch; use at least "
+            f"{1 / full:.3g}, or a number of batches (an int)"
         )
     return None if batches == full else batches
 
@@ -175,8 +177,8 @@ def _refuse_limit(limit: float, argument: str, what: str) -> None:
 
 
 def _alone(given: Any, what: str) -> Any:
-    """Returns the only loader in `given`. Raises ConfigurationError for several loaders and for
-    other objects."""
+    """Returns the loader in `given`. Raises ConfigurationError for several loaders and for other
+    objects."""
     while isinstance(given, CombinedLoader) or (isinstance(given, Sequence) and len(given) == 1):
         given = given.iterables if isinstance(given, CombinedLoader) else given[0]
     if isinstance(given, (Sequence, dict)):

@@ -1,9 +1,9 @@
-"""Lightning's validations, tests and predictions with batches distributed over all ranks. The
-batches of a rank that dies are repeated.
+"""Lightning's validation, test and prediction, with batches distributed over all ranks. If a rank
+dies, its batches are evaluated again.
 
-Each rank evaluates its batches, and the results are gathered. Then every rank logs the results of
-all batches in order, as one process would. Hooks of single batches are called on the rank that
-evaluates the batch, all other hooks on all ranks.
+Each rank evaluates its batches, and the results are gathered. Every rank then logs the results of
+all batches in order, as a single process would. A hook for one batch is called on the rank that
+evaluates the batch; all other hooks are called on every rank.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def _on_device(trainer: pl.Trainer, batch: Any, loader: int) -> Any:
 
 
 class ElasticEvaluation(_EvaluationLoop):
-    """Evaluation loop that replaces a Trainer's own for validation within a fit, for `validate`, or
-    for `test`."""
+    """Evaluation loop that replaces the Trainer's own loop: the one for validation within a fit,
+    for `validate`, or for `test`."""
 
     def __init__(self, trainer: pl.Trainer, before: _EvaluationLoop) -> None:
-        """`before`: the Trainer's loop that this loop replaces. Its loaders are adopted."""
+        """`before`: the Trainer's loop that this loop replaces. Its loaders are taken over."""
         super().__init__(
             trainer, before._trainer_fn, before._stage, verbose=before.verbose, inference_mode=False
         )
@@ -57,7 +57,7 @@ class ElasticEvaluation(_EvaluationLoop):
         self._logged_outputs: list[Any] = []
 
     def setup_data(self) -> None:
-        """Requests the loaders once. Called by Lightning."""
+        """Requests the loaders, on the first call only. Called by Lightning."""
         trainer, kind = self.trainer, self._stage.dataloader_prefix
         step = "test_step" if self._stage is RunningStage.TESTING else "validation_step"
         limit = getattr(trainer, f"limit_{kind}_batches")
@@ -74,7 +74,8 @@ class ElasticEvaluation(_EvaluationLoop):
         self._max_batches = [len(loader) for loader in self._loaders]
 
     def run(self) -> list[Any]:
-        """Evaluates all batches. Called by every rank, between steps."""
+        """Evaluates all batches and returns the logged results. Called by every rank, between
+        steps."""
         self.setup_data()
         if self.skip:
             return []
@@ -147,7 +148,7 @@ class ElasticPrediction(_PredictionLoop):
     batches."""
 
     def __init__(self, trainer: pl.Trainer, before: _PredictionLoop) -> None:
-        """`before`: loop of the Trainer that this loop replaces, which has the given loaders."""
+        """`before`: the Trainer's loop that this loop replaces. Its loaders are taken over."""
         super().__init__(trainer, inference_mode=False)
         self._data_source = before._data_source
         self._return_predictions = before._return_predictions
@@ -156,7 +157,7 @@ class ElasticPrediction(_PredictionLoop):
         """Number of samples per batch of each loader."""
 
     def setup_data(self) -> None:
-        """Requests the loaders once. Called by Lightning."""
+        """Requests the loaders, on the first call only. Called by Lightning."""
         limit = self.trainer.limit_predict_batches
         if self._loaders or limit == 0:
             return
@@ -192,7 +193,7 @@ class ElasticPrediction(_PredictionLoop):
         return self.on_run_end()
 
     def _samples_of(self, loader: int, batch: int) -> list[int]:
-        """Returns the dataset indices of a batch's samples."""
+        """Returns the dataset indices of the samples in a batch."""
         size = self._sizes[loader]
         return list(
             range(batch * size, min((batch + 1) * size, len(self._loaders[loader].dataset)))

@@ -1,9 +1,9 @@
-"""Fit of a Lightning module. The loop is Shoal's, as in ordinary scripts (an `ElasticDataLoader`,
-`as_distributed`, `if optimizer.step():`). User code is called at the same points as in Lightning's
-own loop: `training_step`, hooks, callbacks, schedules, logging and validation.
+"""Fit loop for a Lightning module. The loop itself is Shoal's, as in ordinary scripts (an
+`ElasticDataLoader`, `as_distributed`, `if optimizer.step():`). It calls user code (`training_step`,
+hooks, callbacks, schedules, logging and validation) at the same points as Lightning's own loop.
 
 Only the loader counts steps and epochs; Lightning's counters are set from it. An aborted step is
-therefore not counted, and a joining worker has the same counts as the other workers.
+therefore not counted, and a worker that joins has the same counts as the other workers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shoal.integrations.lightning.results import Held, Missing, Results, check_a
 
 
 class Trains(Protocol):
-    """Interface of the strategy that the fit loop uses."""
+    """Interface of the strategy for the fit loop."""
 
     seed: int
     options: Mapping[str, Any]
@@ -58,23 +58,28 @@ class Trains(Protocol):
         ...
 
     def note_who_writes(self) -> None:
-        """Tells Lightning's loggers whether this process writes logs."""
+        """Tells Lightning's loggers whether this process is the one that writes logs."""
         ...
 
 
 class _Counters(_TrainingEpochLoop):
-    """Lightning's counters of an epoch, which are set from the loader's counts."""
+    """Lightning's counters of steps and batches, which are set from the loader's counts."""
 
     def __init__(self, trainer: pl.Trainer, before: _TrainingEpochLoop) -> None:
-        """`before`: the Trainer's loop that this loop replaces. Its arguments are adopted."""
+        """`before`: the Trainer's loop that this loop replaces. Its arguments are taken over."""
         super().__init__(trainer, min_steps=before.min_steps, max_steps=before.max_steps)
         self._results: Results = Results(training=True)
         self.val_loop: ElasticEvaluation = ElasticEvaluation(trainer, before.val_loop)
 
     def stand(self, *, in_epoch: int, of: float, in_all: int, committed: int) -> None:
-        """Sets Lightning's counters. `in_epoch`: current step in its epoch, from 1. `of`: number of
-        steps in the epoch. `in_all`: number of steps begun in total. `committed`: number of these
-        that were committed."""
+        """Sets Lightning's counters.
+
+        Args:
+            in_epoch: number of the current step in its epoch, from 1.
+            of: number of steps in the epoch.
+            in_all: number of steps begun since the start of training.
+            committed: number of these steps that were committed.
+        """
         progress = self.batch_progress
         for counts, value in ((progress.current, in_epoch), (progress.total, in_all)):
             counts.ready = counts.started = counts.processed = counts.completed = value
@@ -100,11 +105,12 @@ class ElasticFit(_FitLoop):
         self._loader: ElasticDataLoader | None = None
         self._in_step = InStep(current_session())
         self._is_new = True
-        # parts of a step are the loader's micro-batches: Lightning sees one batch per step
+        # the loader splits a step into micro-batches, so Lightning sees one batch per step
         trainer.accumulate_grad_batches = 1
 
     def setup_data(self) -> None:
-        """Requests the loader once. Called by Lightning, also for `estimated_stepping_batches`."""
+        """Requests the loader, on the first call only. Called by Lightning, also for
+        `estimated_stepping_batches`."""
         if self._loader is not None:
             return
         trainer = self.trainer
@@ -114,7 +120,7 @@ class ElasticFit(_FitLoop):
             accumulated=self._accumulated,
             seed=self._strategy.seed,
             deterministic=bool(self._strategy.options.get("deterministic")),
-            # A loader of Shoal's own is left by max_steps, which fast_dev_run sets as well.
+            # With an ElasticDataLoader, max_steps ends the loop. fast_dev_run sets max_steps too.
             limit=1.0
             if trainer.fast_dev_run and isinstance(given, ElasticDataLoader)
             else trainer.limit_train_batches,
@@ -160,7 +166,7 @@ class ElasticFit(_FitLoop):
             sys.maxsize if max_epochs < 0 else max_epochs,
             max_steps=max_steps if max_steps >= 0 else None,
         )
-        # in a worker that joins, the state is the others' from here on
+        # from here on, a worker that joins has the other workers' state
         first = next(remaining, None)
         self._stand(loader.epoch)
         self._strategy.note_who_writes()
@@ -221,9 +227,12 @@ class ElasticFit(_FitLoop):
         self._epoch_is_over(epoch)
 
     def _train_step(self, batches: Iterable[Any], number: int) -> tuple[bool, tuple[Any, Any]]:
-        """Performs one step over all ranks. Returns whether the step counts, which is the same on
-        all ranks; otherwise the loader repeats it. Also returns the outputs of `training_step` and
-        the batch, for hooks; None on a rank without a part of the step."""
+        """Performs one step on all ranks.
+
+        Returns whether the step counts, which is the same on all ranks; if it does not, the loader
+        deals its samples again. Also returns the outputs of `training_step` and the batch, for
+        hooks; both are None on a rank that had no part of the step.
+        """
         trainer, session, strategy, results = (
             self.trainer,
             current_session(),
@@ -254,8 +263,8 @@ class ElasticFit(_FitLoop):
             closed = ClosureResult.from_training_step_output(output)
             if closed.closure_loss is None:
                 raise ConfigurationError(
-                    "training_step returned None, but no rank can skip a step; return a loss of "
-                    "zero (0.0 * loss)"
+                    "training_step returned None, but a rank cannot skip a step in which the "
+                    "others take part; return a loss of zero (0.0 * loss)"
                 )
             call._call_strategy_hook(trainer, "backward", closed.closure_loss, optimizer)
             counted = results.metrics_of_module.take()
@@ -300,9 +309,12 @@ class ElasticFit(_FitLoop):
         step: Step | None,
         ranks: int,
     ) -> None:
-        """Logs the values of a committed step on all `ranks` that made it, and compares the values
-        logged outside of steps since the last step. `everyones`: values of all ranks, gathered
-        within the step; None if a rank died meanwhile, in which case other ranks may have them."""
+        """Logs the values of a committed step on all `ranks` that took part in it. Also compares
+        the values that the ranks have logged outside of steps since the previous step.
+
+        `everyones`: values of all ranks, gathered within the step. None if a rank died meanwhile,
+        in which case other ranks may have the values.
+        """
         reports, missing = everyones, None
         if any(collectives.gather(current_session(), everyones is None, kind="self.log")):
             answers = collectives.gather(
@@ -340,16 +352,16 @@ class ElasticFit(_FitLoop):
         call._call_callback_hooks(trainer, "on_train_batch_start", batch, number)
         if call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number) == -1:
             raise ConfigurationError(
-                "on_train_batch_start returned -1 to skip the rest of the epoch, but all ranks "
-                "would have to do so at the same step; set trainer.should_stop on all ranks at "
-                "once, or use a smaller dataset"
+                "on_train_batch_start returned -1 to skip the rest of the epoch, which is "
+                "not supported because all ranks would have to skip it from the same step; "
+                "set trainer.should_stop on all ranks at once, or use a smaller dataset"
             )
         call._call_strategy_hook(trainer, "on_train_batch_start", batch, number)
 
     # ----------------------------------------------------------------------- when something is over
 
     def _step_is_over(self, number: int, results: tuple[Any, Any]) -> None:
-        """Performs Lightning's actions after a committed step, in Lightning's order."""
+        """Performs what Lightning does after a committed step, in the same order."""
         trainer, counters, (outputs, batch) = self.trainer, self.epoch_loop, results
         in_all = self.loader.global_step
         counters.stand(in_epoch=number + 1, of=self.max_batches, in_all=in_all, committed=in_all)
@@ -372,8 +384,8 @@ class ElasticFit(_FitLoop):
         counters._batches_that_stepped = in_all
 
     def _check_untouched(self, before: Mapping[str, int]) -> None:
-        """Raises ConfigurationError if a hook has updated a metric. The metric would then count
-        only this worker's samples."""
+        """Raises ConfigurationError if a hook has updated a metric, which would then include only
+        this worker's samples."""
         now = self.epoch_loop._results.metrics_of_module.updates()
         for name in now:
             if now[name] > before.get(name, 0):
@@ -384,8 +396,8 @@ class ElasticFit(_FitLoop):
                 )
 
     def _epoch_is_over(self, epoch: int) -> None:
-        """Performs Lightning's actions at the end of an epoch, or of training within an epoch, in
-        Lightning's order."""
+        """Performs what Lightning does at the end of an epoch, or when training ends within one, in
+        the same order."""
         trainer, counters = self.trainer, self.epoch_loop
         trainer._logger_connector.epoch_end_reached()
         for counts in (self.epoch_progress.current, self.epoch_progress.total):

@@ -1,9 +1,9 @@
-"""Exchange of values between ranks in the middle of a step.
+"""Exchanges values between ranks in the middle of a step.
 
-If a rank dies before it has sent its value, some or all of the other ranks lack it. The step may
-nevertheless count if its gradients were already summed: under ddp this happens in the last backward
-pass, under the other strategies after this exchange. The loop checks after the step whether all
-ranks have the values (`fit_loop.py`).
+If a rank dies before it has sent its value, some or all of the other ranks do not receive it. The
+step may count nevertheless if its gradients were already summed: under ddp they are summed in the
+last backward pass, under other strategies after this exchange. After the step, the loop therefore
+checks whether all ranks have the values (`fit_loop.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.step.ranks_in_passes import RanksInPasses
 
 _FIRST: Final = 4096
-"""Bytes sent in the first round, together with the total length. The rest follows, padded to the
-length of the longest value."""
+"""Number of bytes of a value that are sent in the first round, with the value's total length. The
+rest is sent in a second round, padded to the length of the longest value."""
 _LENGTH: Final = 8
 
 
 class InStep:
-    """Exchange of values of any length among the ranks of a step."""
+    """Exchanges values of any length among the ranks of a step."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -30,11 +30,11 @@ class InStep:
 
     def gather(self, value: Any, *, kind: str) -> list[Any] | None:
         """Returns the values of all ranks in rank order; None if a rank was lost. Called by every
-        rank, in the step, before `optimizer.step()`.
+        rank within a step, before `optimizer.step()`.
 
         Args:
             value: any value accepted by `shoal.gather`.
-            kind: name of the value in errors.
+            kind: what the value is, for error messages.
         """
         own = collectives.packed(value, kind)
         session = self._session

@@ -1,8 +1,8 @@
-"""Synchronizes torchmetrics modules of a LightningModule over all ranks.
+"""Combines the torchmetrics modules of a LightningModule over all ranks.
 
-A metric accumulates batches, and would contain only this rank's batches. It is therefore emptied
+A metric accumulates batches, but each rank sees only its own batches. A metric is therefore emptied
 before each batch, and the batch's contribution is extracted afterwards. The contributions of all
-ranks are then added to the metric of each rank in order, as in one process.
+ranks are then added to the metric of every rank in the same order, as in a single process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torchmetrics.utilities.data import (
 )
 
 Counted = dict[str, Any]
-"""Contribution to a metric: "updates", and "states" by name. States are tensors and lists of
-tensors."""
+"""Contribution of a batch to a metric: the number of "updates", and the "states" by name. A state
+is a tensor or a list of tensors."""
 
 
 def _sum(states: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -45,7 +45,7 @@ processes."""
 
 
 class Metrics:
-    """Metrics of a module, by name."""
+    """The metrics of a module, by name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -60,14 +60,13 @@ class Metrics:
         return {name: one._update_count for name, one in self._named.items()}
 
     def empty(self) -> None:
-        """Starts a batch: sets the accumulated states of all metrics aside."""
+        """Begins a batch: saves the accumulated states of all metrics, and empties the metrics."""
         self._aside = {name: _counted(one) for name, one in self._named.items()}
         for one in self._named.values():
             _clear(one)
 
     def take(self) -> dict[str, Counted]:
-        """Ends a batch: returns its contributions to metrics, and restores the states that were set
-        aside."""
+        """Ends a batch: returns its contribution to each metric, and restores the saved states."""
         for one in self._module.modules():
             if isinstance(one, MetricCollection):
                 # metrics that share states are updated once, and the others get the result here
@@ -87,8 +86,8 @@ class Metrics:
                 _put(one, _added(name, one, own, received))
 
     def note_batch_value(self, name: str, batches: Sequence[Mapping[str, Counted]]) -> None:
-        """Sets the value that a metric reports for the last batch. `batches`: contributions from
-        which the value is computed."""
+        """Sets the value that a metric reports for the last batch, computed from `batches`, the
+        contributions of all ranks."""
         one = self._named[name]
         before = _counted(one)
         _put(one, _added(name, one, [], [each[name] for each in batches if name in each]))
@@ -141,7 +140,7 @@ def _put(one: Metric, counted: Counted) -> None:
 
 
 def _added(name: str, one: Metric, own: list[Counted], received: list[Counted]) -> Counted:
-    """Returns a metric's states after its own and the received contributions."""
+    """Returns the states of a metric after adding the received contributions to its own."""
     everything = [*own, *received]
     states: dict[str, Any] = {}
     for state, reduction in one._reductions.items():
@@ -160,10 +159,10 @@ def _added(name: str, one: Metric, own: list[Counted], received: list[Counted]) 
             states[state] = _ADD[reduction](values)
         elif reduction is dim_zero_mean or own:
             raise ConfigurationError(
-                f"{name}, a torchmetrics {type(one).__name__}: the values of its state {state!r} "
-                "from several batches cannot be combined (its dist_reduce_fx is not sum, min, max "
-                "or cat); use it only in evaluations, use another metric, or write your own "
-                "evaluation loop (docs/guides/metrics.md)"
+                f"{name}, a torchmetrics {type(one).__name__}: its state {state!r} cannot be "
+                "combined over several batches, since its dist_reduce_fx is not sum, min, "
+                "max or cat; use the metric only in evaluations, use another metric, or "
+                "write your own evaluation loop (docs/guides/metrics.md)"
             )
         else:
             stacked = torch.stack(values)

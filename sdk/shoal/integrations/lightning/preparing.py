@@ -1,10 +1,10 @@
 """Calls `prepare_data` of modules and data modules once per machine, before any worker on the
 machine continues.
 
-Lightning calls it in the first process while the other processes wait in a collective. To
-Lightning, each of Shoal's workers is a separate job of one process. The workers of a machine
-therefore wait for the first one through a file lock (`first_of_machine.py`), and a replacement
-worker finds the data prepared.
+Lightning calls it in the first process while the other processes wait in a collective. For
+Lightning, however, each of Shoal's workers is a job with a single process. The workers of a machine
+therefore wait for the first of them through a file lock (`first_of_machine.py`). A replacement
+worker finds the data already prepared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal_worker.elastic.session.first_of_machine import main_first
 from shoal_worker.settings import WorkerSettings
 
 _TIMEOUT: Final = timedelta(hours=6)
-"""Maximum wait of the other workers. Lightning's own wait is unlimited."""
+"""Maximum time for which the other workers wait. Lightning waits without limit."""
 
 
 def preparers(trainer: pl.Trainer) -> Iterator[Any]:
@@ -33,8 +33,8 @@ def preparers(trainer: pl.Trainer) -> Iterator[Any]:
 
 
 def prepare_data(trainer: pl.Trainer) -> None:
-    """Replaces the Trainer's own `prepare_data`. If a call raises an error or its process dies,
-    another worker repeats the call.
+    """Calls `prepare_data` in place of the Trainer. If a call raises an error or its process dies,
+    another worker on the machine repeats the call.
 
     Raises:
         DeadlineError: the first worker on this machine took longer than 6 hours.

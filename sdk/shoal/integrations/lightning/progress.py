@@ -1,4 +1,4 @@
-"""State of a fit besides its steps, as registered state: joiners receive it, and checkpoints
+"""Registers the state of a fit other than its steps, so that joiners receive it and checkpoints
 contain it. The loader stores steps and epochs."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Refuses unsupported uses of a Trainer with Shoal's strategy. Each is refused before training with
-an error that names the alternative."""
+"""Rejects unsupported uses of a Trainer with Shoal's strategy before training begins, with errors
+that name the alternative."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.preparing import preparers
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Strategies under which a module's own forward and backward passes train it. All other strategies
+"""Strategies under which the forward and backward passes of the module itself train it. All others
 train through `train_step`, or are not synchronous data parallelism."""
 
 _CHECKPOINTS: Final = (
@@ -34,8 +34,7 @@ _CALLBACKS: Final[dict[type[Any], str]] = {
     "accumulate_grad_batches",
     callbacks.StochasticWeightAveraging: "average in your own loop (docs/guides/averages.md)",
     callbacks.WeightAveraging: "average in your own loop (docs/guides/averages.md)",
-    callbacks.Timer: "the workers' clocks differ, so they would stop at different steps; set "
-    "max_steps",
+    callbacks.Timer: "workers with different clocks would stop at different steps; set max_steps",
     callbacks.BatchSizeFinder: "set the batch size",
     callbacks.LearningRateFinder: "set the learning rate",
     callbacks.ModelPruning: "the layout of the parameters is fixed when training begins",
@@ -62,7 +61,7 @@ def _refuse(what: str, instead: str) -> ConfigurationError:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Raises ConfigurationError for uses of a Trainer that are not fault-tolerant."""
+    """Raises ConfigurationError if the Trainer is used in a way that cannot survive faults."""
     _check_arguments(trainer)
     if trainer.state.fn is TrainerFn.FITTING:
         _check_callbacks(trainer)
@@ -87,12 +86,13 @@ def _check_arguments(trainer: pl.Trainer) -> None:
         "devices": (
             connector._devices_flag,
             ("auto", 1, "1"),
-            "a worker has one device; set the number of workers with `shoal run --nproc-per-node`",
+            "each worker uses one device; set the number of workers with `shoal run "
+            "--nproc-per-node`",
         ),
         "num_nodes": (
             connector._num_nodes_flag,
             (1,),
-            "a job's hosts are those where `shoal run` was started",
+            "a job runs on the hosts where `shoal run` was started",
         ),
         "sync_batchnorm": (
             connector._layer_sync is not None,
@@ -102,12 +102,12 @@ def _check_arguments(trainer: pl.Trainer) -> None:
         "reload_dataloaders_every_n_epochs": (
             trainer.reload_dataloaders_every_n_epochs,
             (0,),
-            "samples are dealt from one dataset; make it follow the epoch itself",
+            "all epochs use one dataset; make the dataset itself change with the epoch",
         ),
         "gradient_clip_algorithm": (
             str(getattr(trainer.gradient_clip_algorithm, "value", "norm")),
             ("norm",),
-            "clip by norm, which all ranks share",
+            "use gradient_clip_algorithm='norm', whose norm is computed over all ranks",
         ),
     }
     for name, (value, allowed, instead) in given.items():
@@ -119,11 +119,13 @@ def _check_arguments(trainer: pl.Trainer) -> None:
     if trainer.state.fn is TrainerFn.FITTING and trainer.limit_train_batches == 0:
         raise _refuse(
             f"fit() with limit_train_batches={trainer.limit_train_batches}",
-            "nothing would be trained; call validate() or test()",
+            "nothing would be trained; call validate() or test() instead",
         )
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         raise _refuse(
-            "val_check_interval as a time", "the workers' clocks differ; pass a number of steps"
+            "val_check_interval as a time",
+            "workers with different clocks would validate at different steps; pass a number "
+            "of steps",
         )
     scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
     if scaled or type(precision) not in (Precision, MixedPrecision):
@@ -131,8 +133,8 @@ def _check_arguments(trainer: pl.Trainer) -> None:
 
 
 def _is_default(callback: Any) -> bool:
-    """Returns whether a callback is the ModelCheckpoint that a Trainer adds by default, or an
-    equivalent one."""
+    """Returns whether a callback is the ModelCheckpoint that a Trainer adds by default, or has the
+    same settings."""
     if type(callback) is not callbacks.ModelCheckpoint:
         return False
     own, default = (
@@ -175,8 +177,9 @@ def _check_module(module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise _refuse(
             f"{kind}.automatic_optimization=False",
-            "a step may be aborted, which the script must check; write your own loop, with one "
-            "optimizer or several (docs/migration/trainers.md, docs/guides/several-models.md)",
+            "a step may be aborted, and the script would have to check for that; write your "
+            "own loop, with one optimizer or several (docs/migration/trainers.md, "
+            "docs/guides/several-models.md)",
         )
     for name, instead in _MODULE.items():
         if is_overridden(name, module):
@@ -195,6 +198,7 @@ def check_metrics(module: pl.LightningModule) -> None:
         if isinstance(one, (WrapperMetric, MetricTracker)):
             raise _refuse(
                 f"{type(module).__name__}.{name}, a torchmetrics {type(one).__name__}",
-                "its values are not in a metric's state and would cover only this worker; make "
-                "the metrics that it wraps attributes of the module, and log those",
+                "it stores values outside of its metric state, which would cover only this "
+                "worker's samples; make the metrics that it wraps attributes of the module, "
+                "and log those",
             )

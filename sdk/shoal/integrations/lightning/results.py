@@ -1,13 +1,11 @@
-"""Values passed to `self.log`, combined over all ranks and logged only once their step is
-committed.
+"""Logs values passed to `self.log` only once their step is committed, combined over all ranks.
 
-Lightning adds a logged value to the epoch's results at once, but a step may be aborted, and the
-values are only this rank's. Values logged during a batch are therefore held back. When the step is
-committed, or the evaluation is done, the values of all ranks are logged instead, the same on all
-ranks.
+Lightning adds a logged value to the epoch's results at once. Here a step may be aborted, and a rank
+knows only its own values. Values logged during a batch are therefore held back. When the step is
+committed, or the evaluation is done, each rank logs the values of all ranks instead.
 
-Values logged elsewhere are logged at once and recorded. They must be the same on all ranks, which
-compare them.
+Values logged outside of batches are logged at once and recorded. They must be the same on all
+ranks, which compare them.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from shoal.integrations.lightning.metrics import Counted, Metrics
 _log = logging.getLogger(__name__)
 
 _ARGUMENTS: Final = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
-"""Arguments of `log` stored with a value."""
+"""Arguments of `self.log` that are stored with a value."""
 
 _REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
     "sum": math.fsum,
@@ -41,7 +39,7 @@ _REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
 
 @dataclass(frozen=True)
 class _Known:
-    """Name and settings that identify a logged value."""
+    """Identity and settings of a logged value."""
 
     fx: str
     name: str
@@ -71,7 +69,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class Missing:
-    """Known facts about a step in which a worker died with its parts."""
+    """Facts known about a step in which a worker died before its logged values were gathered."""
 
     mean_loss: float | None
     """Mean loss over all ranks' samples; None if it was not reported."""
@@ -80,8 +78,8 @@ class Missing:
 
 
 class Held:
-    """Values logged during one part of a step, or one batch of an evaluation, held back until the
-    part counts."""
+    """Values logged during one part of a step or one batch of an evaluation. They are held back
+    until the part counts."""
 
     def __init__(self, part: int, weight: Callable[[], float]) -> None:
         """
@@ -95,7 +93,8 @@ class Held:
         self._entries: list[list[Any]] = []
 
     def log(self, known: _Known, value: float | None, batch_size: int | None) -> None:
-        """Adds a logged value. None means that a metric is logged, which stores its own value."""
+        """Adds a logged value. A `value` of None means that a metric is logged, which stores its
+        own value."""
         if value is None:
             weight = 1.0
         elif batch_size is None or self._weight() == 0:  # a stand-in batch counts as nothing
@@ -105,12 +104,13 @@ class Held:
         self._entries.append([known.text(), value, weight])
 
     def encode(self, counted: Mapping[str, Counted]) -> dict[str, Any]:
-        """Returns the part's logged values and metric contributions, for other ranks."""
+        """Returns the logged values and metric contributions of the part, to be sent to other
+        ranks."""
         return {"part": self.part, "entries": self._entries, "counted": dict(counted)}
 
 
 class Results(_ResultCollection):
-    """Collection of the values logged in an epoch. Replaces Lightning's own."""
+    """The values logged in an epoch. Replaces Lightning's own collection."""
 
     def __init__(self, *, training: bool) -> None:
         super().__init__(training=training)
@@ -120,7 +120,7 @@ class Results(_ResultCollection):
         self._warned = False
 
     def attach(self, metrics: Metrics) -> None:
-        """Sets the metrics of the module that logs."""
+        """Sets the metrics of the module whose values are logged."""
         self._metrics = metrics
 
     @property
@@ -130,7 +130,7 @@ class Results(_ResultCollection):
         return self._metrics
 
     def hold(self, held: Held | None) -> None:
-        """Redirects logged values to `held`. With None, values are logged at once."""
+        """Holds back values logged from now on in `held`. None: logs them at once."""
         self._held = held
 
     def log(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
@@ -182,12 +182,14 @@ class Results(_ResultCollection):
         missing: Missing | None,
         losses: Sequence[Sequence[float]],
     ) -> None:
-        """Logs a committed step: adds the contributions of its parts to the metrics, and logs one
-        value per name for all parts.
+        """Logs a committed step. Adds the metric contributions of its parts to the metrics, and
+        logs one value per name, combined over all parts.
 
         Args:
             received: the parts of all ranks.
-            missing: a worker died with its parts, which is warned about once; None: all are there.
+            missing: what is known about the step if a worker died before its parts were gathered,
+            which is
+                warned about once; None: all parts are there.
             losses: losses of the parts with their weights.
         """
         parts = sorted(received, key=lambda one: int(one["part"]))
@@ -198,9 +200,9 @@ class Results(_ResultCollection):
         if missing is not None and not self._warned:
             self._warned = True
             _log.warning(
-                "a worker died after a step, before the values that it had logged were gathered; "
-                "that step's values and metrics cover only the other workers' samples (the loss "
-                "and the weights are exact)"
+                "a worker died after a step, before the values that it had logged in it were "
+                "gathered; the logged values and metrics of that step cover only the samples "
+                "of the other workers (the loss and the model's parameters are exact)"
             )
         self._note_batch_values([one["counted"] for one in parts], values)
         self.metrics_of_module.add([one["counted"] for one in parts])
@@ -228,8 +230,8 @@ class Results(_ResultCollection):
                 )
 
     def log_batch(self, received: Mapping[str, Any]) -> None:
-        """Logs the values of one evaluation batch as if this process had just computed it. Does not
-        add contributions to metrics, which are added for all batches at once."""
+        """Logs the values of one evaluation batch as if this process had just computed it. Metric
+        contributions are not added here, but for all batches at once."""
         self._note_batch_values(
             [received["counted"]], {known for known, _, _ in received["entries"]}
         )
@@ -260,9 +262,12 @@ class Results(_ResultCollection):
         return taken
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Resets results at the end of an epoch. Called by Lightning. Its calls for a hook's first
-        values in an epoch are ignored, since they would be wrong in a worker that joined within the
-        epoch."""
+        """Resets the results at the end of an epoch. Called by Lightning.
+
+        Lightning also calls it for a hook's first values in an epoch. These calls are ignored,
+        because a worker that joined within the epoch would lose the values that it received from
+        the others.
+        """
         if fx is None:
             super().reset(metrics, fx)
 

@@ -1,8 +1,8 @@
 """Strategy for a Lightning Trainer: `Trainer(strategy=ShoalStrategy("zero2"))`.
 
-To Lightning each worker is a single process on `shoal.device()`, which opens no process group and
-waits for no other process. Shoal's fit loop (`fit_loop.py`) is put into the Trainer before
-training. Unsupported uses are refused then (`refusals.py`,
+For Lightning, each worker is a single process on `shoal.device()`, which opens no process group and
+waits for no other process. Before training, Shoal's fit loop (`fit_loop.py`) is put into the
+Trainer, and unsupported uses are rejected (`refusals.py`,
 docs/decisions/0263-own-loops-for-trainers.md).
 """
 
@@ -40,7 +40,7 @@ from shoal.integrations.lightning.refusals import (
 
 class ShoalStrategy(Strategy):
     """Trains and evaluates a LightningModule on the workers of a job, which may die, leave and join
-    meanwhile.
+    during training.
 
     Every rank creates the Trainer and calls the same methods in the same order: `fit`, at most
     once, and then `validate`, `test` and `predict`.
@@ -94,17 +94,17 @@ class ShoalStrategy(Strategy):
 
     @property
     def local_rank(self) -> int:
-        """Rank on this machine for Lightning: equal to `global_rank`."""
+        """Rank on this machine as reported to Lightning: equal to `global_rank`."""
         return self.global_rank
 
     @property
     def world_size(self) -> int:
-        """Number of processes for Lightning: always 1, since each process is alone.
-        `shoal.world_size()` returns the number of ranks."""
+        """Number of processes as reported to Lightning: always 1, since Lightning treats each
+        process as a separate job. `shoal.world_size()` returns the number of ranks."""
         return 1
 
     def note_who_writes(self) -> None:
-        """Sets Lightning's `rank_zero_only`, which loggers read to decide whether they write."""
+        """Sets Lightning's `rank_zero_only.rank`, from which loggers determine whether to write."""
         rank_zero_only.rank = self.global_rank
 
     # ------------------------------------------------------------------------------------ the model
@@ -131,16 +131,16 @@ class ShoalStrategy(Strategy):
         return optimizer
 
     def setup_environment(self) -> None:
-        """Refuses unsupported uses before Lightning prepares anything. Called by Lightning."""
+        """Rejects unsupported uses before Lightning prepares anything. Called by Lightning."""
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
         check_trainer(trainer)
         if trainer.state.fn is TrainerFn.FITTING and self._sharded is not None:
             raise PreconditionError(
-                "fit() was called after another fit(), validate(), test() or predict() in this "
-                "process, but a job's process trains one model, once; start another job for "
-                "another run"
+                "fit() was called after another fit(), validate(), test() or predict() in "
+                "this process, but a process of a job can call fit() only once, before the "
+                "others; start another job for another fit"
             )
         if self._module is not None and self._module is not module:
             raise PreconditionError(
@@ -150,7 +150,9 @@ class ShoalStrategy(Strategy):
             )
         if trainer.state.fn is TrainerFn.FITTING:
             self._checkpoints = use_checkpoints(trainer)
-            trainer.num_sanity_val_steps = 0  # a worker that joins would hold up the others with it
+            trainer.num_sanity_val_steps = (
+                0  # the other workers would have to wait while a worker that joins runs it
+            )
         connector: Any = trainer._data_connector
         connector.prepare_data = functools.partial(prepare_data, trainer)
         self.note_who_writes()
@@ -196,7 +198,7 @@ class ShoalStrategy(Strategy):
         if self._sharded is None:
             self.model_to_device()
             backend = {name: value for name, value in self.options.items() if name == "backend"}
-            # nothing is trained: unsharded on each rank, as evaluations need it
+            # nothing is trained, so each rank has the unsharded model that evaluations need
             model = api.as_distributed(module, **backend)
             assert isinstance(model, ShardedModel)
             self._sharded = model
@@ -220,11 +222,12 @@ class ShoalStrategy(Strategy):
         """Does nothing, since Shoal synchronizes the ranks."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns `obj`. Lightning broadcasts paths, which only the process that writes uses."""
+        """Returns `obj`. Lightning broadcasts only paths, which only the process that writes files
+        uses."""
         return obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> NoReturn:
-        """Refuses the call, since user code must use `shoal.all_reduce`.
+        """Rejects the call; user code must call `shoal.all_reduce`.
 
         Raises:
             ConfigurationError: always.
@@ -235,7 +238,7 @@ class ShoalStrategy(Strategy):
         )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> NoReturn:
-        """Refuses the call, since user code must use `shoal.gather`.
+        """Rejects the call; user code must call `shoal.gather`.
 
         Raises:
             ConfigurationError: always.
@@ -257,7 +260,7 @@ class ShoalStrategy(Strategy):
         )
 
     def optimizer_state(self, optimizer: Any) -> NoReturn:
-        """Refuses the call, since Shoal's checkpoints contain the optimizer's state.
+        """Rejects the call; Shoal's checkpoints contain the optimizer's state.
 
         Raises:
             ConfigurationError: always.
@@ -271,8 +274,8 @@ class ShoalStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes the data gathered by `trainer.save_checkpoint(path, weights_only=True)` in the
-        process that writes. Called by every rank.
+        """Writes the state gathered by `trainer.save_checkpoint(path, weights_only=True)` to a
+        file. Called by every rank; one process writes the file.
 
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): that process died meanwhile.
@@ -293,8 +296,8 @@ class ShoalStrategy(Strategy):
         `ckpt_path`.
 
         Raises:
-            ConfigurationError: the checkpoint would resume training, or replace weights
-                trained in this process.
+            ConfigurationError: loading would resume a fit, or replace weights trained in this
+            process.
         """
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn is TrainerFn.FITTING:

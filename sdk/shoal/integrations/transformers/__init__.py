@@ -1,4 +1,4 @@
-"""Trainers of transformers in an elastic job: `Trainer(..., strategy="zero2")`, `Seq2SeqTrainer`,
+"""Trains with transformers in an elastic job: `Trainer(..., strategy="zero2")`, `Seq2SeqTrainer`,
 and their arguments (docs/guides/trainers.md)."""
 
 from shoal.integrations.transformers.arguments import TrainingArguments

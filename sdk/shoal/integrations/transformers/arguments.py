@@ -1,5 +1,5 @@
-"""`TrainingArguments` for a process of an elastic job, and the checks for arguments that its
-Trainer does not support."""
+"""`TrainingArguments` for a process of an elastic job, and checks that reject arguments that
+Shoal's Trainer does not support."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Strategies under which the Trainer's own forward and backward passes train the model. All other
-strategies train through `train_step`, or are not synchronous data parallelism."""
+"""Strategies under which the Trainer's own forward and backward passes train the model. All others
+train through `train_step`, or are not synchronous data parallelism."""
 
 _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "auto_find_batch_size": (False, "the batch size is the same on all workers; set it yourself"),
@@ -41,7 +41,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "fp16_full_eval": (False, "evaluation uses the model's own precision; fp16=True autocasts"),
     "fsdp": (None, "use Shoal's strategy='fsdp'"),
     "include_for_metrics": ([], "only predictions and labels are gathered"),
-    "include_num_input_tokens_seen": ("no", "each worker sees different tokens"),
+    "include_num_input_tokens_seen": ("no", "each worker would count only its own tokens"),
     "parallelism_config": (None, "set strategy= to shard the model"),
     "push_to_hub": (False, "call trainer.save_model(directory), and upload the result"),
     "torch_compile": (False, "pass the Trainer a compiled model, torch.compile(model)"),
@@ -59,7 +59,7 @@ _SURROUNDINGS: Final = (
 
 @contextmanager
 def _alone(device: torch.device) -> Iterator[None]:
-    """Makes Accelerate see this process as the only one, on `device`, within the block."""
+    """Makes Accelerate treat this process as the only one, on `device`, within the block."""
     before = {name: os.environ.pop(name) for name in _SURROUNDINGS if name in os.environ}
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
     try:
@@ -70,13 +70,14 @@ def _alone(device: torch.device) -> Iterator[None]:
 
 
 class TrainingArguments(transformers.TrainingArguments):
-    """transformers' TrainingArguments for a process that appears to be alone, on `shoal.device()`.
+    """transformers' TrainingArguments for a process that transformers treats as the only one, on
+    `shoal.device()`.
 
-    Creating the arguments joins the job (`shoal.init()`). They must be created before the Trainer.
+    Creating the arguments joins the job (`shoal.init()`). Create them before the Trainer.
     """
 
     use_cpu: bool
-    """True to ignore GPUs; set automatically if there are none."""
+    """True to ignore GPUs. Set to True automatically if there are none."""
 
     def __post_init__(self) -> None:
         self.use_cpu = self.use_cpu or not torch.cuda.is_available()  # as `shoal.device()`
@@ -98,13 +99,14 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def process_index(self) -> int:
-        """0 in the process that writes and logs; if that process dies, in another one."""
+        """0 in the process that writes and logs, otherwise a positive number. If that process dies,
+        another one takes over and gets index 0."""
         session = current_session()
         return 0 if session.is_first else max(1, session.rank)
 
     @property
     def local_process_index(self) -> int:
-        """Index on this machine for transformers: equal to `process_index`."""
+        """Index on this machine as reported to transformers: equal to `process_index`."""
         return self.process_index
 
 
@@ -135,21 +137,22 @@ def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> Non
     if options.get("deterministic") and args.gradient_accumulation_steps < 2:
         raise ConfigurationError(
             "strategy_options deterministic=True is not supported with "
-            "gradient_accumulation_steps=1, where a step is split by the number of workers, which "
-            "changes its last digits; split the batch, as in per_device_train_batch_size=8, "
+            "gradient_accumulation_steps=1, because a batch is then split by the number of "
+            "workers, on which the last digits of the result depend; use smaller batches and "
+            "accumulate them, as in per_device_train_batch_size=8, "
             "gradient_accumulation_steps=4"
         )
 
 
 def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """Returns the arguments for a loader that give it the order of the Trainer's sampler."""
+    """Returns the arguments that make a loader use the order of the Trainer's sampler."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not has_length(dataset):
         return {}
     sampler = sampler_fn(dataset) if sampler_fn is not None else None
     if isinstance(sampler, (BatchSampler, BatchRebalanceSampler)):
         raise ConfigurationError(
-            f"{type(sampler).__name__} makes batches, which Shoal does itself; use another "
-            "train_sampling_strategy"
+            f"{type(sampler).__name__} yields whole batches, but Shoal composes the batches "
+            "itself; use another train_sampling_strategy"
         )
     if type(sampler) in (RandomSampler, SequentialSampler):
         return {"shuffle": type(sampler) is RandomSampler}

@@ -9,8 +9,8 @@ from transformers.trainer_pt_utils import EvalLoopContainer
 
 
 def concatenated(parts: Iterable[Any], *, concatenates: bool) -> Any:
-    """Combines logits or labels of several batches into arrays padded to one width. Without
-    `concatenates`, returns lists instead."""
+    """Combines logits or labels of several batches into arrays that are padded to the same width.
+    With `concatenates` False, returns lists instead."""
     container = EvalLoopContainer(concatenates, padding_index=-100)
     for part in parts:
         if part is not None:

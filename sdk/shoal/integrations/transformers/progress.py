@@ -1,5 +1,5 @@
-"""Counters of the Trainer's loop as registered state: joiners receive it, and checkpoints contain
-it."""
+"""Registers the counters of the Trainer's loop as state, so that joiners receive them and
+checkpoints contain them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROGRESS: Final = (
 differ between ranks."""
 
 _SPEEDS: Final = ("_runtime", "_per_second")
-"""Suffixes of the Trainer's logged speeds."""
+"""Suffixes of the names under which the Trainer logs speeds."""
 
 
 class Progress:

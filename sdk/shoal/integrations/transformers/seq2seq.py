@@ -1,8 +1,8 @@
-"""Seq2SeqTrainer of transformers in an elastic job, whose evaluation can generate
+"""Seq2SeqTrainer of transformers for an elastic job. Its evaluation can generate text
 (`predict_with_generate=True`).
 
-Under every strategy each rank has all parameters while it evaluates. It therefore generates the
-outputs of its own batches without waiting for other ranks (`shoal.evaluate`).
+Under every strategy, each rank has all parameters while it evaluates. A rank can therefore generate
+the outputs of its own batches without waiting for other ranks (`shoal.evaluate`).
 """
 
 from __future__ import annotations

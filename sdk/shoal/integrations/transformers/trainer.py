@@ -2,10 +2,10 @@
 `as_distributed`, `if optimizer.step():`). Everything else is inherited from transformers' Trainer:
 the loss, the optimizer and its schedule, callbacks, logging, evaluation and saving.
 
-To transformers and Accelerate each worker is a single process, so they open no process group. The
-arguments describe the work of one process, and the job does exactly this work with any number of
-workers: a step takes `per_device_train_batch_size * gradient_accumulation_steps` samples over all
-ranks. Unsupported uses are refused when the Trainer is created
+transformers and Accelerate treat each worker as the only process, so they open no process group.
+The batch size in the arguments is that of the whole job, whatever the number of workers: a step
+covers `per_device_train_batch_size * gradient_accumulation_steps` samples over all ranks.
+Unsupported uses are rejected when the Trainer is created
 (docs/decisions/0263-own-loops-for-trainers.md).
 """
 
@@ -158,8 +158,8 @@ class Trainer(transformers.Trainer):
     # ------------------------------------------------------------------------------------- training
 
     def _distribute(self) -> ShardedModel:
-        """Distributes the model and its optimizer unless this has been done, and returns the
-        distributed model."""
+        """Distributes the model and its optimizer on the first call. Returns the distributed
+        model."""
         if isinstance(self.model_wrapped, ShardedModel):
             return self.model_wrapped
         if self.optimizer is None:
@@ -177,11 +177,12 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> Any:
-        """Trains like transformers' own Trainer, while workers may die and join.
+        """Trains like transformers' own Trainer. Workers may die and join meanwhile.
 
         Args:
-            resume_from_checkpoint: True, or a directory: resume from the newest checkpoint in
-                `output_dir`, or in that directory, if there is one.
+            resume_from_checkpoint: directory from whose newest checkpoint, if it has one, training
+            resumes;
+                True: `output_dir`.
             trial: must be None.
             ignore_keys_for_eval: as in transformers' own Trainer.
 
@@ -240,7 +241,7 @@ class Trainer(transformers.Trainer):
             api.resume(self._resume_from)
 
         remaining = loader.epochs(epochs, max_steps=max_steps)
-        # in a worker that joins the state is the others' from here on
+        # from here on, a worker that joins has the other workers' state
         first = next(remaining, None)
         self._note_who_writes()
         start_time = time.time()
@@ -308,8 +309,8 @@ class Trainer(transformers.Trainer):
     def _train_step(
         self, model: ShardedModel, batches: Iterable[Any], logged: dict[str, Any]
     ) -> bool:
-        """Performs one step over all ranks. Returns whether the step counts, which is the same on
-        all ranks; otherwise the loader repeats it."""
+        """Performs one step on all ranks. Returns whether the step counts, which is the same on all
+        ranks; if it does not, the loader deals its samples again."""
         args, session, handler = self.args, current_session(), self.callback_handler
         self.control = handler.on_step_begin(args, self.state, self.control)
         # the mean over parts is the step's, weighted by the parts' weights
@@ -375,7 +376,7 @@ class Trainer(transformers.Trainer):
             self._tr_loss += loss
 
     def _note_who_writes(self) -> None:
-        """Updates which rank logs and writes files. If this rank dies, another one takes over."""
+        """Updates which rank logs and writes files. If that rank dies, another one takes over."""
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
 
@@ -478,12 +479,11 @@ class Trainer(transformers.Trainer):
                 return
 
     def _load_best_model(self) -> None:
-        """Loads the values of the best model on all ranks. Called by transformers, at the end of
+        """Loads the values of the best model on all ranks. Called by transformers at the end of
         `train`.
 
         Raises:
-            ConfigurationError: the best checkpoint is not in the directory that this process
-                sees.
+            ConfigurationError: the best checkpoint is not in the directory as seen by this process.
         """
         model, session = self._distribute(), current_session()
         path = Path(self.state.best_model_checkpoint)
@@ -498,13 +498,13 @@ class Trainer(transformers.Trainer):
             # the rank that was to send them has died
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the unsharded model like transformers' own Trainer, on the rank that writes.
-        Called by every rank."""
+        """Writes the unsharded model as transformers' own Trainer does. Called by every rank; one
+        process writes the files."""
         state = self._distribute().full_state_dict()
         self._save(output_dir or self.args.output_dir, state_dict=state)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses the call, since a job trains a single model.
+        """Rejects the call, since a job trains a single model.
 
         Raises:
             ConfigurationError: always.

@@ -1,9 +1,9 @@
-"""Cluster on this machine: the coordinator with its embedded Valkey, and parameter servers, as
-processes. Workers are not part of the cluster.
+"""Cluster on this machine: a coordinator with an embedded Valkey server, and parameter servers,
+each a process. Workers are not part of the cluster.
 
-`LocalCluster` is a context manager. A caller with its own event loop (`keeper`) performs the steps
-of `open` one by one and waits between them. Closing a cluster verifies that all its processes are
-gone.
+`LocalCluster` is a context manager. A caller with an event loop (`keeper`) instead performs the
+steps of `open` one by one and waits between them. Closing a cluster verifies that all its processes
+are gone.
 
 A cluster belongs to the thread that opens it; its processes are killed when that thread ends.
 """
@@ -49,8 +49,8 @@ def _start_fresh(command: Sequence[str], environment: Mapping[str, str], log: IO
 
 
 class Service:
-    """Service process of the cluster: a program that writes a port file once it serves, and writes
-    its log to a file."""
+    """Process of one of the cluster's services. Its program writes a port file once it serves
+    requests, and its output goes to a log file."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class Service:
             name: service name, used in logs.
             program: module with the service's main program.
             arguments: arguments of the program, in addition to its addresses.
-            directory: gets its port file and its log, `<name>.log`.
-            environment: environment variables of its process.
+            directory: directory for the port file and the log, `<name>.log`.
+            environment: environment variables of the process.
             host: address of this machine to listen on.
-            start: starts the process; None: in a fresh interpreter.
+            start: function that starts the process; None: start it in a fresh interpreter.
 
         Raises:
             OSError: `host` is not an address of this machine.
@@ -80,8 +80,8 @@ class Service:
         self.name = name
         self._port = ReservedPort(host)
         self.address = f"[{host}]:{self._port.port}" if ":" in host else f"{host}:{self._port.port}"
-        """Address of the gRPC service (host:port). It is known before the service starts, and kept
-        across restarts."""
+        """Address of the gRPC service (host:port). It is known before the service starts and does
+        not change when the service restarts."""
         self.log = directory / f"{name}.log"
         self._port_file = directory / f"{name}.json"
         # -P: user files in the caller's working directory must not shadow a service's modules.
@@ -112,7 +112,7 @@ class Service:
 
     @property
     def addresses(self) -> ServiceAddresses:
-        assert self._addresses is not None, f"{self.name} does not serve yet"
+        assert self._addresses is not None, f"{self.name} does not serve requests yet"
         return self._addresses
 
     def start(self) -> None:
@@ -123,8 +123,8 @@ class Service:
             self._child = self._start(self._command, self._environment, log)
 
     def ready(self) -> bool:
-        """Returns whether the service is serving. Raises UnavailableError, with the end of the
-        service's log, if its process has ended instead."""
+        """Returns whether the service is serving requests. If its process has ended, raises an
+        UnavailableError with the end of the service's log."""
         if self._addresses is None:
             ended = self.child.poll()
             self._addresses = read_port_file(self._port_file)
@@ -136,7 +136,7 @@ class Service:
         return self._addresses is not None
 
     def wait_ready(self, timeout: timedelta) -> None:
-        """Blocks until the service is serving. Raises DeadlineError, UnavailableError."""
+        """Blocks until the service is serving requests. Raises DeadlineError, UnavailableError."""
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.ready():
             if time.monotonic() > deadline:
@@ -145,12 +145,12 @@ class Service:
 
     def late(self, timeout: timedelta) -> DeadlineError:
         return DeadlineError(
-            f"{self.name} did not serve within {timeout.total_seconds():g} s; its last log lines: "
-            f"{self.last_words()}"
+            f"{self.name} was not ready within {timeout.total_seconds():g} s of its start; "
+            f"its last log lines: {self.last_words()}"
         )
 
     def release(self) -> None:
-        """Releases the port. Must be called after the service's process was stopped."""
+        """Releases the port. Call it only after the process has been stopped."""
         self._port.close()
 
     def last_words(self) -> str:
@@ -162,7 +162,8 @@ class Service:
 
 
 class LocalCluster:
-    """Coordinator, Valkey and parameter servers of one job, on loopback and without tokens."""
+    """Coordinator, Valkey server and parameter servers of one job, on loopback addresses and
+    without tokens."""
 
     def __init__(
         self, job: JobSettings, *, command: str = "", log_directory: Path | None = None
@@ -170,11 +171,12 @@ class LocalCluster:
         """Does not start any process.
 
         Args:
-            job: job to create at the coordinator; its parameter servers and their backups are
-                started too.
-            command: purpose of this cluster shown by `shoal status`.
-            log_directory: directory for the services' logs; None: they are deleted with the
-                cluster's other files.
+            job: job to create at the coordinator. Its parameter servers and their backups are
+            started too.
+            command: what the cluster runs, shown by `shoal status`.
+            log_directory: directory for the services' logs; None: the logs are deleted with the
+            cluster's
+                other files.
         """
         self.job = job
         self._scratch = ScratchDirectory("cluster")
@@ -213,16 +215,18 @@ class LocalCluster:
             raise
 
     def start_coordinator(self) -> None:
-        """Starts the coordinator, as the first step. Its address is already known before."""
+        """Starts the coordinator: the first step of opening the cluster. Its address is known
+        before."""
         self.coordinator.start()
 
     def create_job(self) -> None:
-        """Creates the job once the coordinator is ready, as the second step. Blocks for an RPC and
-        therefore, unlike the other steps, may run on any thread."""
+        """Creates the job: the second step, to be performed once the coordinator is ready. Blocks
+        for an RPC and may therefore, unlike the other steps, run on any thread."""
         self.client.create_job(self.job.message())
 
     def register(self) -> str | None:
-        """Registers the cluster for `shoal status` and similar commands, as the third step.
+        """Registers the cluster so that `shoal status` and similar commands find it: the third
+        step.
 
         Returns None, or the reason why these commands need --coordinator. The run itself does not
         depend on the registration.
@@ -243,7 +247,7 @@ class LocalCluster:
         return None
 
     def start_servers(self) -> None:
-        """Starts the parameter servers, which register with the job, as the last step."""
+        """Starts the parameter servers, which then register with the job: the last step."""
         for _ in range(self.job.parameter_servers * (1 + self.job.parameter_server_backups)):
             self.start_server()
 
@@ -255,7 +259,8 @@ class LocalCluster:
 
     @property
     def serves_when_asked(self) -> bool:
-        """True if the job starts without parameter servers but may have one."""
+        """True if the job starts without parameter servers but may get one when a script needs
+        it."""
         return not self.job.parameter_servers and bool(self.job.max_parameter_servers)
 
     @property
@@ -275,8 +280,10 @@ class LocalCluster:
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
         """Returns the job's status page with its data included, so that a browser can open it from
-        disk. Returns None if the coordinator does not answer. `known`: values that replace values
-        of the job. Blocks for some seconds at most."""
+        a file. Returns None if the coordinator does not answer. Blocks for some seconds at most.
+
+        `known`: values that replace those of the job.
+        """
         from http.client import HTTPException
 
         try:
@@ -312,7 +319,7 @@ class LocalCluster:
         )
 
     def worker_environment(self, member_id: str, *, index: int) -> dict[str, str]:
-        """Returns the variables (SHOAL_...) with which a manually started worker process joins the
+        """Returns the SHOAL_... variables with which a worker process started by hand joins the
         cluster's job."""
         return {
             "SHOAL_COORDINATOR": self.coordinator.address,
@@ -397,8 +404,8 @@ class LocalCluster:
 
 
 def _service_environment() -> dict[str, str]:
-    """Returns the caller's environment without settings for other services, e.g. for the caller's
-    own workers."""
+    """Returns the caller's environment without variables that configure other services or
+    workers."""
     environment = {
         name: value
         for name, value in os.environ.items()

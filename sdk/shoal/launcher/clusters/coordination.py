@@ -1,11 +1,9 @@
-"""Runs a coordinator for the duration of a command: `shoal coordinate -- srun shoal run train.py`.
+"""Runs a coordinator for as long as a command runs: `shoal coordinate -- srun shoal run train.py`.
 
 A batch system, or a loop over ssh, starts launchers on many machines with the same command line.
-The launchers need one coordinator, whose address is known only once it is serving. The coordinator
-is therefore started first, with its own Redis. The command is started next, with the address in its
-environment.
-
-The coordinator ends when the command has ended (`hosted_coordinator`).
+They need one coordinator, whose address is known only once it is running. Therefore the coordinator
+is started first, with its own Redis server, and then the command, with the coordinator's address in
+its environment. When the command has ended, the coordinator is stopped (`hosted_coordinator`).
 
 All objects belong to the thread that calls `run`, the main thread.
 """
@@ -35,12 +33,13 @@ from shoal.launcher.processes.process import ExitStatus
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_MS: Final = 500
-"""Polling interval. A signal that arrives just before a wait does not interrupt it, and its handler
-runs only afterwards."""
+"""Polling interval in milliseconds. Polling is needed because a signal that arrives just before a
+wait does not interrupt it, and the signal's handler runs only after the wait."""
 
 
 class Coordination:
-    """A command and the coordinator that runs while the command does. `run` may be called once."""
+    """A command, and the coordinator that runs for as long as the command. `run` may be called
+    once."""
 
     def __init__(
         self,
@@ -51,12 +50,12 @@ class Coordination:
         environment: Mapping[str, str],
         note: Callable[[str], None],
     ) -> None:
-        """`host`: name of this machine for other machines. `insecure`: True for neither TLS nor
+        """`host`: name of this machine for other machines. `insecure`: True to use neither TLS nor
         tokens. Raises ConfigurationError."""
         if shutil.which(command[0]) is None:
             raise ConfigurationError(
-                f"the command {command[0]!r} is not on PATH; expected a program and its arguments, "
-                "as in -- srun shoal run"
+                f"the program {command[0]!r} was not found on PATH; expected a program and "
+                "its arguments, as in -- srun shoal run"
             )
         self._command = command
         self._environment = environment
@@ -91,8 +90,8 @@ class Coordination:
                 )
             )
             with self._signals():
-                # If this process dies, which only SIGKILL can cause, the command gets a signal that
-                # it can handle.
+                # If this process dies, which only SIGKILL can cause, the command receives a signal
+                # that it can handle.
                 command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
                 self._child = subprocess.Popen(
                     command, env={**_for_command(self._environment), **variables}
@@ -129,8 +128,9 @@ class Coordination:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Forwards a signal to the command, except signals that the command receives in any case:
-        Ctrl-C on a terminal, and SLURM's signals to its steps, for which srun would kill them."""
+        """Forwards a signal to the command, except Ctrl-C, which a terminal sends to the command
+        too, and except under SLURM, which signals its steps itself and whose srun would kill its
+        step on a signal."""
         if (
             self._child is not None
             and number != signal.SIGINT
@@ -146,8 +146,8 @@ class Coordination:
 
 
 def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the command's environment. It lacks the coordinator's secrets but contains those for
-    launchers, since launchers may run on machines that cannot read this machine's files."""
+    """Returns the command's environment. It lacks the coordinator's secrets but contains those of
+    the launchers, which may run on machines that cannot read this machine's files."""
     return {
         **{name: value for name, value in environment.items() if name not in SERVICE_SECRETS},
         **secrets_to_hand_on(),
@@ -155,8 +155,8 @@ def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _variables(address: str, program: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables for the processes of the command. Keeps a job id or number of machines
-    that is already set, but always sets the coordinator."""
+    """Returns the variables through which the command's processes find the coordinator. Keeps a job
+    id or number of machines that is already set, but always sets the coordinator."""
     in_slurm = slurm.allocated(environment)
     job_id = environment.get("PET_RDZV_ID") or (
         slurm.run_id(environment) if in_slurm else new_job_id(Path(program).name)

@@ -1,9 +1,10 @@
-"""Coordinator reachable from other machines, with its own Redis, next to the command or the run on
-Ray that it coordinates.
+"""Coordinator with its own Redis server that other machines can reach. It runs next to the command,
+or the run on Ray, that it coordinates.
 
-The coordinator outlives its command: batch systems send SIGTERM to all processes of a job at once,
-while workers need the coordinator in order to leave together. The coordinator and its Redis
-therefore block this signal. A coordinator that dies is restarted at the same address with its data.
+The coordinator must outlive the command: batch systems send SIGTERM to all processes of a job at
+once, while the workers need the coordinator in order to leave together. The coordinator and its
+Redis server therefore block this signal. A coordinator that dies is restarted at the same address
+with its data.
 
 All objects belong to one thread; the coordinator is killed when that thread ends.
 """
@@ -28,8 +29,8 @@ _SHORT_LIFE_S: Final = 5.0
 
 
 class HostedCoordinator:
-    """Coordinator with its own Redis. Call `start`, then regularly `keep_up`, and finally
-    `close`."""
+    """Coordinator with its own Redis server. Call `start`, then `keep_up` at regular intervals, and
+    finally `close`."""
 
     def __init__(
         self,
@@ -46,12 +47,13 @@ class HostedCoordinator:
             directory: directory for the coordinator's data, port file and log.
             host: name of this machine for other machines.
             arguments: additional arguments of the coordinator.
-            environment: environment of its process; if it sets SHOAL_COORDINATOR_REDIS, no Redis is
-                embedded.
-            note: function that informs people of events.
+            environment: environment of its process; if it sets SHOAL_COORDINATOR_REDIS, no Redis
+            server is
+                started.
+            note: callback that shows a message to the user.
 
         Raises:
-            ConfigurationError: `host` is not this machine.
+            ConfigurationError: `host` is not an address of this machine.
         """
         redis = (
             []
@@ -82,8 +84,8 @@ class HostedCoordinator:
 
     @property
     def is_running(self) -> bool:
-        """True if the coordinator's process was running when it was last checked; `pidfd` becomes
-        readable when it ends."""
+        """True if the coordinator's process was running at the last check. When the process ends,
+        `pidfd` becomes readable."""
         return self._service.child.status is None
 
     @property
@@ -102,8 +104,8 @@ class HostedCoordinator:
         self._served_since = time.monotonic()
 
     def keep_up(self) -> None:
-        """Restarts the coordinator if it has died since the last check. Abandons a coordinator that
-        died right after it started to serve."""
+        """Restarts the coordinator if it has died since the last check. A coordinator that died
+        right after it had started is not restarted."""
         if not self.is_running or self._service.child.poll() is None:
             return
         lost = (

@@ -1,5 +1,4 @@
-"""Description of a job for launchers, with durations and plain values, and its conversion to the
-coordinator's message."""
+"""Settings with which launchers create a job, and their conversion to the coordinator's message."""
 
 from __future__ import annotations
 
@@ -24,23 +23,25 @@ class JobSettings:
 
     job_id: str
     min_workers: int
-    """Smallest world size with which training begins; members wait until it is reached."""
+    """Smallest world size with which training begins. Until it is reached, members wait."""
     max_workers: int
     min_survivors: int = 0
-    """Smallest world size with which training continues once it has begun; 0: `min_workers`."""
+    """Smallest world size with which training continues after it has begun; 0: `min_workers`."""
     parameter_servers: int = 0
     parameter_server_backups: int = 0
     """Number of backups per server, 0 or 1."""
     max_parameter_servers: int = 0
-    """Maximum number of servers; 0: as many as `parameter_servers`. If it is above 0 while
-    `parameter_servers` is 0, one server is started when a script requests it."""
+    """Maximum number of servers; 0: `parameter_servers`. If it is above 0 while `parameter_servers`
+    is 0, one server is started when a script needs it."""
     join_grace: timedelta = timedelta(seconds=30)
-    """Time for which the first ready worker waits for other workers if the world is not full."""
+    """Time for which the first worker that is ready waits for others while there are fewer than the
+    maximum."""
     lease: timedelta | None = None
-    """Silence after which a member is evicted; None: the coordinator's default."""
-    stall_timeout: timedelta | None = None
-    """Time for which a member that its peers wait for may make no progress; None: the coordinator's
+    """Maximum time for which a member may be silent before it is evicted; None: the coordinator's
     default."""
+    stall_timeout: timedelta | None = None
+    """Maximum time for which a member that its peers are waiting for may make no progress; None:
+    the coordinator's default."""
 
     def message(self) -> JobSpec:
         from shoal_protos.v1.coordinator_pb2 import JobSpec
@@ -60,13 +61,13 @@ class JobSettings:
 
 
 def launchers_job_id(job_id: str) -> str:
-    """Returns the id of the auxiliary job in which a job's launchers on several machines coordinate
-    (docs/explanation/launcher-and-deployment.md#several-machines)."""
+    """Returns the id of the auxiliary job through which the launchers of a job on several machines
+    agree on their ranks (docs/explanation/launcher-and-deployment.md#several-machines)."""
     return f"{job_id}.nodes"
 
 
 def new_job_id(program: str) -> str:
-    """Returns a new job id that resembles the program's name: `train-3f9a1c` for
+    """Returns a new job id derived from the program's name: for example `train-3f9a1c` for
     `examples/train.py`."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(program).stem).lstrip("._-") or "job"
     return f"{stem[: _JOB_ID_LENGTH - 7]}-{secrets.token_hex(3)}"

@@ -1,8 +1,8 @@
-"""Opens a local cluster without blocking an event loop, and keeps its services running: a service
-that dies is restarted at its address.
+"""Starts a local cluster without blocking an event loop, and restarts services that die at their
+old address.
 
-The coordinator's state is in Redis and the members reconnect, so training continues. A parameter
-server returns with all changes that it had acknowledged.
+Training continues meanwhile, since the coordinator's state is in Redis and members reconnect. A
+restarted parameter server has all changes that it had acknowledged.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 from shoal.launcher.clusters.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
 
 _SHORT_LIFE_S: Final = 5.0
-"""Time after which a service counts as well started. A later end has another cause and is not
-counted."""
+"""Time in seconds after which a service counts as started successfully. If it ends later, the
+earlier short lives no longer count."""
 _MOST_SHORT_LIVES: Final = 4
-"""Maximum number of consecutive short lives of a service. A further restart would fail in the same
-way."""
+"""Number of consecutive short lives after which a service is not restarted, since it would fail in
+the same way again."""
 _ASK_EVERY_S: Final = 0.5
-"""Interval between requests to the coordinator: whether a script waits for parameter servers, if
-none was started with the job; and about the job, if the coordinator was restarted."""
+"""Interval in seconds between requests to the coordinator. They ask whether a script is waiting for
+parameter servers, if none was started with the job, and whether a restarted coordinator still has
+the job."""
 NOBODY: Final = "nobody"
-"""Id that no member has. If asked about it, the coordinator omits all members from its answer."""
+"""Id that no member has. The coordinator's answer about this member omits all members."""
 
 
 class ClusterKeeper:
-    """Opens and keeps the services of a local cluster. Belongs to the event loop's thread, which
-    must live as long as the cluster."""
+    """Starts the services of a local cluster and keeps them running. Belongs to the event loop's
+    thread, which must live as long as the cluster."""
 
     def __init__(self, cluster: LocalCluster, *, note: Callable[[str], None]) -> None:
-        """`note`: function that informs people of events."""
+        """`note`: callback that shows a message to the user."""
         self._cluster = cluster
         self._note = note
 
     async def open(self) -> None:
-        """Completes the opening of the cluster after `start_coordinator`. Raises UnavailableError,
-        DeadlineError; the caller must then close the cluster."""
+        """Completes what `start_coordinator` began: starts the rest of the cluster. Raises
+        UnavailableError or DeadlineError; the caller must then close the cluster."""
         cluster = self._cluster
         await _until_ready(cluster.coordinator)
-        # In a thread, because it imports gRPC, which takes longer than the call itself.
+        # Runs on a thread, because it imports gRPC, which takes longer than the call itself.
         await asyncio.to_thread(cluster.create_job)
         if (unregistered := cluster.register()) is not None:
             self._note(unregistered)
@@ -51,8 +52,7 @@ class ClusterKeeper:
             await _until_ready(server)
 
     async def keep(self) -> None:
-        """Restarts services that die, until cancelled. Must be cancelled before the cluster is
-        closed."""
+        """Restarts services that die, until cancelled. Cancel it before the cluster is closed."""
         kept = [self._keep(service) for service in self._cluster.services]
         await asyncio.gather(
             *kept, *([self._serve_when_asked()] if self._cluster.serves_when_asked else [])
@@ -93,9 +93,9 @@ class ClusterKeeper:
             short_lives = 0 if served_long else short_lives + 1
             if short_lives >= _MOST_SHORT_LIVES:
                 self._note(
-                    f"{service.name} (pid {pid}) ended ({status}) within {_SHORT_LIFE_S:g} s of "
-                    f"serving, {_MOST_SHORT_LIVES} times in a row, and is not restarted; its last "
-                    f"log lines: {service.last_words()}"
+                    f"{service.name} (pid {pid}) ended ({status}) within {_SHORT_LIFE_S:g} s "
+                    f"of its start, {_MOST_SHORT_LIVES} times in a row, and is not restarted; "
+                    f"its last log lines: {service.last_words()}"
                 )
                 return
             service.start()
@@ -106,7 +106,9 @@ class ClusterKeeper:
                 if service is self._cluster.coordinator:
                     await self._create_job_again(service)
             except ShoalError as error:
-                if service.child.poll() is None:  # otherwise the loop's next pass reports its end
+                if (
+                    service.child.poll() is None
+                ):  # if it has ended, the next iteration of the loop reports that
                     self._note(str(error))
             else:
                 self._note(
@@ -115,9 +117,11 @@ class ClusterKeeper:
                 )
 
     async def _create_job_again(self, coordinator: Service) -> None:
-        """Creates the job again in case the coordinator's data was lost; otherwise changes nothing.
-        Retries until the coordinator answers, since for a while after failures gRPC itself reports
-        it as unreachable. Raises ShoalError if the coordinator has ended or does not answer."""
+        """Creates the job again if the coordinator has lost it; otherwise changes nothing.
+
+        Retries until the coordinator answers, because gRPC reports it as unreachable for a while
+        after failures. Raises ShoalError if the coordinator has ended or does not answer.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT.total_seconds()
         while True:

@@ -1,9 +1,9 @@
 """Registry of the clusters on this machine, so that `shoal status` in a second terminal needs no
 address.
 
-The registry has one small JSON file per cluster, written and removed by the process that runs the
-cluster. A killed process leaves its file behind; any reader removes the files of vanished
-processes. The registry is a convenience for one user on one host, not a service directory.
+Each cluster has a small JSON file, written and removed by the process that runs the cluster. A
+killed process leaves its file behind; readers remove the files of processes that no longer exist.
+The registry serves one user on one host; it is not a service directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRecord:
-    """Entry of a running local cluster in the registry."""
+    """A running local cluster, as recorded in the registry."""
 
     job_id: str
     coordinator: str
@@ -37,7 +37,7 @@ class ClusterRecord:
     """Address of the coordinator's /metrics (host:port)."""
     redis: str
     command: str
-    """Command that was started, for people."""
+    """Command that started the cluster, shown to users."""
     host: str
     pid: int
     """Process id of the process that runs the cluster."""
@@ -73,7 +73,7 @@ def home_directory(instead: str) -> Path:
 
 
 class Registration:
-    """Entry of this process's cluster in the registry, removed by `close`."""
+    """The registry's record of this process's cluster, which `close` removes."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Registration:
         command: str,
         directory: Path | None = None,
     ) -> None:
-        """Writes the entry. Raises OSError if the directory cannot be written, and
+        """Writes the record. Raises OSError if the directory cannot be written, and
         ConfigurationError if there is no home directory."""
         pid = os.getpid()
         record = ClusterRecord(
@@ -112,8 +112,8 @@ class Registration:
 
 
 def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
-    """Returns the running clusters, newest first. Removes the files of vanished processes of this
-    host."""
+    """Returns the running clusters, newest first. Removes the files of processes on this host that
+    no longer exist."""
     found: list[ClusterRecord] = []
     try:
         folder = directory or registry_directory()
@@ -131,8 +131,8 @@ def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
 
 
 def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> ClusterRecord:
-    """Returns the newest cluster, or the newest cluster that runs `job`. Raises
-    UnknownResourceError, with the remedy, if there is none."""
+    """Returns the newest cluster, or the newest cluster that runs `job`. If there is none, raises
+    an UnknownResourceError that contains the remedy."""
     clusters = running_clusters(directory)
     if clusters and job is not None:
         named = [record for record in clusters if record.job_id == job]

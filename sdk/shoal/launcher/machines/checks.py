@@ -1,13 +1,13 @@
-"""Health checks of a machine, as a program of its own: `python -m
-shoal.launcher.machines.checks DIRECTORY`.
+"""Program that checks the health of a machine: `python -m shoal.launcher.machines.checks
+DIRECTORY`.
 
-Prints one JSON object per check: name, ok, detail. A check that crashes or hangs ends only this
-program. Imports nothing of Shoal, so that it starts quickly.
+It prints one JSON object per check: name, ok, detail. A check that crashes or hangs affects only
+this process. The program imports nothing of Shoal, so that it starts quickly.
 
-The matrix products have small whole numbers as entries, so that every sum is exact in float32 (and
-in TF32): the result does not depend on the order of additions, and any difference is an error of
-the hardware. Freivalds' algorithm compares a product with int64 arithmetic (Freivalds,
-"Probabilistic machines can use less running time", IFIP 1977).
+The matrices to multiply consist of small integers, so that every sum is exact in float32 (and in
+TF32). The result therefore does not depend on the order of additions, and any difference is an
+error of the hardware. Products are verified in int64 arithmetic with Freivalds' algorithm
+(Freivalds, "Probabilistic machines can use less running time", IFIP 1977).
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ _DISK_BYTES = 64 << 20
 _PIECE = 1 << 20
 _COPY_BYTES = 256 << 20
 _SLOWEST_COPY = 200e6
-"""Bytes per second; memory that works is at least ten times as fast, even on a busy machine."""
+"""Slowest acceptable copy in bytes per second. Healthy memory is at least ten times as fast, even
+on a busy machine."""
 _SIZE = 1024
 _ROUNDS = 8
 _LARGEST_ENTRY = 8
-"""Sums are at most 8 * 8 * 1024 < 2**24, so float32 represents all of them."""
+"""Largest entry of a matrix. A sum is then at most 8 * 8 * 1024 < 2**24, which float32 represents
+exactly."""
 
 
 class Failed(Exception):
-    """A check failed; the message is the reason."""
+    """Raised if a check fails; the message is the reason."""
 
 
 def disk(directory: str) -> str:
-    """Writes a file, reads it back from the device and compares it."""
+    """Writes a file, reads it back from the device, and compares the contents."""
     began = time.monotonic()
     with tempfile.TemporaryFile(dir=directory) as file:
         for number in range(_DISK_BYTES // _PIECE):
@@ -75,7 +77,7 @@ def memory() -> str:
 
 
 def matrix(device: str = "cpu") -> str:
-    """Multiplies matrices and compares the products with exact arithmetic."""
+    """Multiplies matrices on a device and verifies the products with exact arithmetic."""
     rows = torch.arange(_SIZE, dtype=torch.int64)
     began = time.monotonic()
     for number in range(_ROUNDS):
@@ -94,12 +96,13 @@ def matrix(device: str = "cpu") -> str:
 
 
 def gpu_memory(device: str) -> str:
-    """Copies a tensor to a device, within it, and back, and compares it."""
+    """Copies a tensor to a GPU, within the GPU and back, and compares the result with the
+    original."""
     original = torch.arange(_COPY_BYTES // 8, dtype=torch.int64)
     there = original.to(device)
     if not torch.equal((there.clone() - 1).cpu(), original - 1):
         raise Failed("a tensor that was copied to the device and back differs from its original")
-    return f"{_COPY_BYTES >> 20} MiB copied there and back"
+    return f"{_COPY_BYTES >> 20} MiB copied to the device and back"
 
 
 def nccl(devices: list[str]) -> str:
@@ -115,8 +118,8 @@ def nccl(devices: list[str]) -> str:
 
 
 def checks(directory: str) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yields the name and the function of each check. A function returns a measurement for people,
-    and raises an exception if the machine fails."""
+    """Yields the name and the function of each check. The function returns a human-readable
+    measurement, or raises an exception if the check fails."""
     yield "disk", partial(disk, directory)
     yield "memory", memory
     yield "matrix product", matrix

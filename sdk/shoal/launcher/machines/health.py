@@ -1,4 +1,4 @@
-"""Runs the health checks of this machine in a process of their own."""
+"""Runs the health checks of this machine in a separate process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from datetime import timedelta
 from typing import Final
 
 CHECKS_TIMEOUT: Final = timedelta(minutes=3)
-"""Maximum duration of all checks of a machine. They take some seconds, most of it to import torch;
-an initialization of many GPUs may take a minute."""
+"""Maximum duration of all checks. They take some seconds, most of it to import torch; initializing
+many GPUs may take a minute."""
 LARGEST_OFFSET: Final = timedelta(seconds=5)
-"""Largest difference between the clocks of a machine and the coordinator. Larger ones confuse the
-times in logs, and end in refused certificates."""
+"""Largest acceptable difference between the clocks of a machine and the coordinator. With larger
+differences, times in logs are misleading and certificates may be rejected as not yet valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,19 +25,20 @@ class CheckResult:
     name: str
     ok: bool
     detail: str
-    """Measured value, or the reason of the failure, for people."""
+    """Human-readable measured value or, if the check failed, the reason."""
 
 
 async def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult]:
-    """Runs all checks, for at most `timeout`, and returns their results. A check that does not end,
-    or that ends its process, has failed. Kills the checks if cancelled."""
+    """Runs all checks and returns their results. A check that does not end within the total
+    `timeout`, or that ends its process, counts as failed. If this coroutine is cancelled, the
+    checks are killed."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "shoal.launcher.machines.checks", tempfile.gettempdir()),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # Ctrl-C is for the launcher, and not a failed check
+            start_new_session=True,  # Ctrl-C must not reach the checks
         )
         assert process.stdout is not None, "a pipe was requested"
         results: list[CheckResult] = []
@@ -47,7 +48,10 @@ async def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult
                     results.append(CheckResult(**json.loads(line)))
                 status = await process.wait()
         except TimeoutError:
-            what = f"did not end within {timeout.total_seconds():g} s, after {len(results)} checks"
+            what = (
+                f"the checks did not end within {timeout.total_seconds():g} s; {len(results)} had "
+                "completed"
+            )
             return [*results, CheckResult(name="all checks", ok=False, detail=what)]
         finally:
             if process.returncode is None:
@@ -56,22 +60,27 @@ async def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult
         if status != 0:
             errors.seek(0)
             last = (errors.read().decode(errors="replace").splitlines() or ["no output"])[-1]
-            what = f"ended with status {status} after {len(results)} checks: {last[-200:]}"
+            what = (
+                f"the process ended with status {status} after {len(results)} checks: {last[-200:]}"
+            )
             results.append(CheckResult(name="all checks", ok=False, detail=what))
         return results
 
 
 def check_clock(offset: timedelta, uncertainty: timedelta) -> CheckResult:
-    """Returns the result for this machine's clock. `offset`: time of the coordinator's clock minus
-    that of this machine, known up to `uncertainty`."""
+    """Checks this machine's clock. `offset`: coordinator's clock minus this machine's clock, known
+    up to `uncertainty`."""
     offset_s, uncertainty_s = offset.total_seconds(), uncertainty.total_seconds()
     ok = abs(offset_s) - uncertainty_s <= LARGEST_OFFSET.total_seconds()
-    detail = f"the coordinator's clock differs by {offset_s:+.2f} s (within {uncertainty_s:.2f} s)"
+    detail = (
+        f"the coordinator's clock minus this machine's is {offset_s:+.2f} s (+- "
+        f"{uncertainty_s:.2f} s)"
+    )
     if not ok:
         detail += f"; expected at most {LARGEST_OFFSET.total_seconds():g} s: run an NTP client"
     return CheckResult(name="clock", ok=ok, detail=detail)
 
 
 def failures_text(results: list[CheckResult]) -> str:
-    """Returns the failed checks with their reasons in one line; empty if all have passed."""
+    """Returns the failed checks with their reasons on one line; empty if all checks passed."""
     return "; ".join(f"{result.name}: {result.detail}" for result in results if not result.ok)

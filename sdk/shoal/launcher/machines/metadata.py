@@ -1,4 +1,4 @@
-"""Notices with which a cloud provider announces that it will take a machine away, read from the
+"""Reads notices by which a cloud provider announces that it will take a machine away, from the
 machine's metadata service.
 
 The services, as their providers document them:
@@ -9,8 +9,8 @@ The services, as their providers document them:
   maintenance event" (`instance/maintenance-event`).
 - Azure: "Scheduled Events for Linux VMs".
 
-Requests never go through a proxy: the address is link-local, and a proxy would answer for its own
-machine.
+Requests never go through a proxy: the address is link-local, so a proxy would return the notices of
+its own machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_URL: Final = "http://169.254.169.254"
 _LARGEST: Final = 1 << 20
 _TOKEN_TTL_S: Final = 21_600
 _AZURE_ASSET_TAG: Final = "7783-7084-3265-9085-8269-3286-77"
-"""Asset tag of Azure's virtual machines, which other Hyper-V machines lack."""
+"""Asset tag of Azure's virtual machines. Other virtual machines under Hyper-V do not have it."""
 _AWS_STOPS: Final = ("stop", "terminate", "hibernate")
 _AZURE_STOPS: Final = ("Preempt", "Terminate", "Reboot", "Redeploy")
 
@@ -45,29 +45,29 @@ class Provider(StrEnum):
 
     @property
     def label(self) -> str:
-        """Name of the provider, for people."""
+        """Human-readable name of the provider."""
         return "Azure" if self is Provider.AZURE else self.upper()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """Notice of a provider about this machine."""
+    """Notice from a provider about this machine."""
 
     text: str
-    """The notice as one sentence without a full stop, for people."""
+    """The notice as a human-readable sentence without a full stop."""
     leaves: bool
-    """True if the machine, or everything that runs on it, will stop. False if the provider only
-    warns: the machine may pause, or is more likely than usual to be taken away."""
+    """True if the machine, or everything that runs on it, will stop. False if the notice is only a
+    warning: the machine may pause, or is more likely than usual to be taken away."""
 
 
 class MetadataError(Exception):
-    """The metadata service did not answer, or answered differently than documented. The message
-    names the cause."""
+    """Raised if the metadata service does not answer, or answers differently than documented. The
+    message contains the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer to one request."""
+    """Response of the metadata service to one request."""
 
     status: int
     text: str
@@ -75,12 +75,12 @@ class Answer:
 
 
 class MetadataService:
-    """Client of a metadata service. Opens one connection per request, because requests are seconds
-    apart."""
+    """Client of a metadata service. Opens a new connection for each request, since requests are
+    seconds apart."""
 
     def __init__(self, url: str, timeout: timedelta) -> None:
-        """`url`: http://HOST[:PORT]. `timeout`: longest wait for each part of an answer. Raises
-        ConfigurationError for any other URL."""
+        """`url`: http://HOST[:PORT]; raises ConfigurationError for any other form. `timeout`:
+        maximum wait for each part of a response."""
         parts = urlsplit(url)
         try:
             port = parts.port or 80
@@ -112,18 +112,18 @@ class MetadataService:
             connection.close()
 
     def wrong(self, path: str, answer: Answer) -> MetadataError:
-        """Returns the error for an answer that the provider does not document."""
+        """Returns the error for a response that the provider's documentation does not mention."""
         return MetadataError(
             f"{self.url}{path}: unexpected status {answer.status}, {answer.text[:100]!r}"
         )
 
 
 class Notices(Protocol):
-    """Reader of one provider's notices."""
+    """Reads the notices of one provider."""
 
     def read(self) -> list[Notice]:
         """Returns the current notices about this machine. Blocks for some seconds at most. Raises
-        MetadataError if the service is not that of this provider or does not answer."""
+        MetadataError if the service does not answer or belongs to another provider."""
         ...
 
 
@@ -146,13 +146,14 @@ class AwsNotices:
         if not notices and (text := self._get(path)) is not None:
             (time,) = _fields(text, "noticeTime")
             what = (
-                f"AWS has recommended since {time} to replace this machine, which it may take away"
+                f"AWS has recommended since {time} to replace this machine, since it may soon "
+                "take the machine away"
             )
             notices.append(Notice(text=what, leaves=False))
         return notices
 
     def _get(self, path: str) -> str | None:
-        """Returns the text at a path; None if there is none (status 404)."""
+        """Returns the text at a path; None if the service has nothing there (status 404)."""
         answer = self._request(path)
         if answer.status == 401:  # the token has expired
             self._token = ""
@@ -238,7 +239,7 @@ def _azure_notice(kind: str, when: str) -> Notice:
 
 
 def _fields(text: str, *names: str) -> list[str]:
-    """Returns fields of a JSON object as texts; `unknown` for a field that is missing."""
+    """Returns the values of some fields of a JSON object as texts; `unknown` for missing fields."""
     try:
         found: Any = json.loads(text)
     except ValueError:
@@ -255,8 +256,8 @@ READERS: Final[Mapping[Provider, type[AwsNotices] | type[GcpNotices] | type[Azur
 
 
 def provider_of_machine(directory: Path = Path("/sys/class/dmi/id")) -> Provider | None:
-    """Returns the provider that the firmware names, without any request. Returns None for any other
-    machine. `directory`: directory of the kernel's DMI values."""
+    """Returns the provider named by the machine's firmware, without sending a request; None if it
+    names no known provider. `directory`: directory of the kernel's DMI values."""
 
     def value(name: str) -> str:
         try:

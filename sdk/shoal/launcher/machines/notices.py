@@ -1,5 +1,5 @@
-"""Watches for preemption notices on a thread of its own, so that a metadata service that does not
-answer delays nothing."""
+"""Watches for preemption notices on a separate thread, so that an unresponsive metadata service
+delays nothing else."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from shoal.launcher.machines.metadata import (
 )
 
 POLL_INTERVAL: Final = timedelta(seconds=2)
-"""AWS announces an interruption two minutes ahead; GCP and Azure, 30 s ahead."""
+"""Interval between requests. AWS announces an interruption two minutes ahead, GCP and Azure 30 s
+ahead."""
 REQUEST_TIMEOUT: Final = timedelta(seconds=2)
 PATIENCE: Final = timedelta(seconds=10)
-"""Time without an answer after which a line says that notices cannot be seen."""
+"""Time without a response after which the user is told that notices cannot be seen."""
 
 
 class NoticeSource(StrEnum):
-    """Values of --preemption-notice."""
+    """Values of the flag --preemption-notice."""
 
     AUTO = "auto"
     AWS = "aws"
@@ -40,8 +41,8 @@ class NoticeSource(StrEnum):
 
 
 class NoticeWatch:
-    """Watcher of this machine's preemption notices. Its thread ends after a notice that the machine
-    will stop, or with `close`."""
+    """Watches for preemption notices about this machine. The thread ends after a notice that the
+    machine will stop, or when `close` is called."""
 
     def __init__(
         self,
@@ -56,11 +57,20 @@ class NoticeWatch:
     ) -> None:
         """Starts to watch.
 
-        `url`: address of the metadata service; None: the providers' own. With AUTO and a given
-        address, that service says whose it is; without, the machine's firmware does. `on_notice`:
-        called on the watcher's thread for each new notice. `note`: function that informs people.
-        `dmi`: directory of the firmware's values; None: the kernel's. Raises ConfigurationError for
-        an unusable address.
+        Args:
+            source: provider to ask, AUTO or NONE.
+            url: address of the metadata service; None: the providers' usual address. With AUTO and
+            an
+                address, the service at that address determines the provider; with AUTO alone, the
+                machine's firmware does.
+            on_notice: called on the watcher's thread for each new notice.
+            note: callback that shows a message to the user.
+            dmi: directory with the firmware's DMI values; None: the kernel's.
+            interval: time between requests.
+            patience: time without a response after which the user is told.
+
+        Raises:
+            ConfigurationError: the address is invalid.
         """
         self._services = {
             provider: MetadataService(url or DEFAULT_URL, REQUEST_TIMEOUT)
@@ -88,7 +98,7 @@ class NoticeWatch:
             self._watch(provider, readers[provider])
 
     def _find(self, readers: dict[Provider, Notices]) -> Provider | None:
-        """Returns the provider whose metadata service answers; None if none does in time."""
+        """Returns the provider whose metadata service answers; None if none answers in time."""
         give_up_at = time.monotonic() + self._patience_s
         while time.monotonic() < give_up_at:
             for provider, reader in readers.items():

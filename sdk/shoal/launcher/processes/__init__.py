@@ -1,1 +1,2 @@
-"""Child processes of a launcher, the ports they listen on, and their credentials."""
+"""Child processes of a launcher, the ports on which they listen, and the credentials that they
+use."""

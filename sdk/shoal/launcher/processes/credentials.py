@@ -1,10 +1,9 @@
-"""Bearer token and certificates for a shared coordinator, and the means by which child processes of
-a command receive them.
+"""Bearer token and certificates for a shared coordinator, and how a command passes them on to its
+child processes.
 
-The variables are those that workers read, so one setting serves both. A command's flags
-(`--tls-ca`, ...) become these variables in its own process. A token given in a variable is removed
-from the environment (shoal_common.credentials) and passed to workers in a file that only this user
-can read.
+Commands and workers read the same variables. A command's flags (`--tls-ca`, ...) become these
+variables in its own process. A token given in a variable is removed from the environment
+(shoal_common.credentials) and passed to workers in a file that only this user can read.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ if TYPE_CHECKING:
 
 
 def channel_settings(coordinator: str) -> ChannelSettings:
-    """Returns the settings, with this process's credentials, for calling the coordinator at
-    host:port. Raises ConfigurationError."""
-    # loads settings and gRPC, which workers of a local run do not wait for
+    """Returns the settings for calls to the coordinator at host:port with this process's
+    credentials. Raises ConfigurationError."""
+    # imported here: it loads settings and gRPC, for which workers of a local run need not wait
     from shoal_common.credentials import CallerSettings
 
     return CallerSettings.load().channel(coordinator)
 
 
 def member_channel(coordinator: str) -> ChannelSettings:
-    """Returns the same settings as `channel_settings` with a new member key, for a launcher that
-    will be a member of a job."""
+    """Returns the settings of `channel_settings` with a new member key, for a launcher that will
+    itself be a member of a job."""
     return replace(channel_settings(coordinator), member_key=secrets.token_hex(16))
 
 
 def secrets_as_files(directory: Path) -> dict[str, str]:
-    """Writes the secrets removed from this process's environment to files in `directory` that only
-    this user can read. Returns the variables that name these files."""
+    """Writes the secrets that were removed from this process's environment to files in `directory`
+    that only this user can read. Returns the variables that contain the paths of these files."""
     named = {}
     for name, secret in secrets_to_hand_on().items():
         if os.environ.get(f"{name}_FILE"):

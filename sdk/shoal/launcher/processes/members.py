@@ -1,6 +1,6 @@
-"""Kills processes that this process has not started, or reads their stacks: a worker or parameter
-server that the coordinator describes, or all workers of one launcher. A worker is identified by the
-member id in its environment."""
+"""Kills processes that were started by other processes, or reads their stacks. The process is a
+worker or a parameter server known to the coordinator, or all workers of one launcher. A worker is
+identified by the member id in its environment."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _MEMBER_ID: Final = b"SHOAL_MEMBER_ID="
 
 
 def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
-    """Kills a member with SIGKILL. Raises like `_member_process`."""
+    """Kills a member with SIGKILL. Raises the errors of `_member_process`."""
     with _member_process(rank=rank, host=host, pid=pid, member_id=member_id) as process:
         process.kill()
 
 
 def member_stacks(*, rank: int, host: str, pid: int, member_id: str) -> dict[int, list[str]]:
-    """Returns the stacks of the threads (`read_stacks`) of a member, and of the processes that it
-    has forked, such as data workers, by pid.
+    """Returns the stacks of all threads (`read_stacks`) of a member and of the processes that it
+    has forked, such as data workers, by process id.
 
     Raises:
-        PreconditionError, UnknownResourceError: as `_member_process` and `read_stacks`.
-        DeadlineError: the process is stopped.
+        PreconditionError, UnknownResourceError: as in `_member_process` and `read_stacks`.
+        DeadlineError: the process is stopped (SIGSTOP).
     """
     with _member_process(rank=rank, host=host, pid=pid, member_id=member_id):
         found = {pid: read_stacks(pid)}
@@ -43,12 +43,13 @@ def member_stacks(*, rank: int, host: str, pid: int, member_id: str) -> dict[int
 
 @contextlib.contextmanager
 def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterator[Handle]:
-    """Yields the process of a member. The pid could belong to another process on this host or in
-    this container, so the process is verified.
+    """Yields the process of a member. Verifies its identity first, since the pid could belong to
+    another process on this host or in this container.
 
     Raises:
         PreconditionError: MEMBER_ELSEWHERE: it runs on another machine; PROCESS_NOT_OURS: it
-            belongs to another user.
+        belongs to
+            another user.
         UnknownResourceError: PROCESS_UNKNOWN: it no longer exists.
     """
     if host != socket.gethostname():
@@ -77,9 +78,11 @@ def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterat
 
 
 def kill_server(*, job_id: str, server_id: str, coordinator: str) -> int:
-    """Kills a job's parameter server with SIGKILL and returns its pid. The coordinator does not
-    know the process. It is therefore identified by job, server and `coordinator` (host:port) in its
-    command line or environment: clusters on one machine may have jobs of the same name.
+    """Kills a job's parameter server with SIGKILL and returns its pid.
+
+    The coordinator does not know the process. It is therefore identified by the job, the server id
+    and the coordinator's address (host:port) in its command line or environment. The address
+    matters because clusters on one machine may have jobs with the same id.
 
     Raises:
         UnknownResourceError: PROCESS_UNKNOWN: no such process of this user runs on this machine.
@@ -127,8 +130,8 @@ def _is_server(pid: int, job_id: str, server_id: str, coordinator: str) -> bool:
 
 
 def _setting(flag: str, words: Sequence[bytes], variables: Iterable[bytes]) -> str:
-    """Returns a setting of a parameter server from its command line or environment; empty if it is
-    not set. A flag overrides the variable."""
+    """Returns the value of a parameter server's setting from its command line (a flag) or
+    environment (a variable); empty if it is not set. The flag takes precedence."""
     option = f"--{flag}".encode()
     for word, following in itertools.pairwise([*words, b""]):
         if word == option:
@@ -141,8 +144,8 @@ def _setting(flag: str, words: Sequence[bytes], variables: Iterable[bytes]) -> s
 
 
 def _is_same_address(one: str, other: str) -> bool:
-    """Returns whether two addresses (host:port) are equal, or their hosts are names of the same
-    address."""
+    """Returns whether two addresses (host:port) are the same, including hosts that are different
+    names of one address."""
     return one == other or not _endpoints(one).isdisjoint(_endpoints(other))
 
 
@@ -157,7 +160,7 @@ def _endpoints(address: str) -> set[Any]:
 
 def kill_workers(launcher: int) -> None:
     """Kills all workers of a launcher and their descendants with SIGKILL. The launcher's services
-    continue."""
+    keep running."""
     for process in descendants(launcher):
         with (
             contextlib.closing(process),

@@ -1,5 +1,5 @@
-"""Addresses on this machine: ports reserved for processes about to start, and port files of
-services."""
+"""Ports reserved on this machine for processes that are about to start, and port files in which
+services publish their addresses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal_common.errors import CorruptDataError
 
 
 class ReservedPort:
-    """A free TCP port that is reserved until `close`, so that it can be announced before a process
-    listens on it.
+    """A free TCP port that stays reserved until `close`, so that it can be announced before a
+    process listens on it.
 
-    The port is bound but not listened on, with SO_REUSEADDR; a listener that sets this too, as
-    torch's TCPStore and gRPC do, can use it.
+    The port is bound with SO_REUSEADDR, but nothing listens on it. A process that sets SO_REUSEADDR
+    too, as torch's TCPStore and gRPC do, can therefore listen on it.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
@@ -45,19 +45,19 @@ class ReservedPort:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceAddresses:
-    """Contents of a service's port file."""
+    """Addresses of a service, as written to its port file."""
 
     grpc: str
     """Address of the gRPC service (host:port)."""
     http: str
-    """Address of /metrics (host:port); empty if there is none."""
+    """Address of /metrics (host:port); empty if the service has none."""
     redis: str
     """URL of the coordinator's Redis (redis://); empty for other services."""
 
 
 def read_port_file(path: Path) -> ServiceAddresses | None:
-    """Reads a port file; returns None while it does not exist. Services create the file atomically
-    once they are serving. Raises CorruptDataError."""
+    """Reads a port file. Returns None if it does not exist yet; a service creates it atomically
+    once it is serving requests. Raises CorruptDataError."""
     try:
         text = path.read_text()
     except FileNotFoundError:

@@ -1,10 +1,9 @@
-"""Child processes whose end is detected at once and that leave no other processes behind.
+"""Child processes whose end is detected at once, and that leave no other processes behind.
 
 Every child leads its own session, so that Ctrl-C on a terminal reaches only the launcher, which
-then decides. The child is also tied to the launcher: the kernel kills it when the thread that
-started it ends for any reason. When a child ends, the rest of its process group is killed before
-its pid is released. This module neither restarts processes nor reads output; `agent` and `output`
-do.
+then decides what to do. The kernel kills the child when the thread that started it ends for any
+reason. When a child ends, the rest of its process group is killed before its pid is released. This
+module neither restarts processes nor reads their output; `agent` and `output` do.
 
 A `Child` belongs to the thread that created it.
 """
@@ -31,10 +30,10 @@ _KILL_DEADLINE: Final = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """Exit status of a process."""
+    """Exit status of a process that has ended."""
 
     code: int
-    """Status as in a shell: the exit code, or 128 + signal."""
+    """Exit status as in a shell: the exit code, or 128 + the number of the signal."""
     signal: int = 0
     """Signal that ended the process; 0 if there was none."""
 
@@ -58,7 +57,8 @@ class ExitStatus:
 
 
 class Child:
-    """One running process. `wait` and `poll` reap it, and no `close` is needed afterwards."""
+    """A child process. After `wait` or `poll` has returned its exit status, no further cleanup is
+    needed."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Child:
         directory: Path | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Starts the process with /dev/null as its standard input. Raises OSError if not even the
-        interpreter can be started. If the program does not exist, the child exits with code 127, as
-        in a shell."""
+        """Starts the process with /dev/null as its standard input. If the program does not exist,
+        the child exits with code 127, as in a shell. Raises OSError if not even the interpreter can
+        be started."""
         process = subprocess.Popen(
             tied_to_parent(command),
             stdin=subprocess.DEVNULL,
@@ -89,9 +89,12 @@ class Child:
     def adopted(
         cls, pid: int, *, command: Sequence[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None
     ) -> Child:
-        """Wraps a process that the kernel has made a child of this one. It must lead its own
-        session and be tied to this process. `stdout`, `stderr`: read ends of its pipes. Raises
-        ProcessLookupError or ChildProcessError if there is no such child."""
+        """Wraps a process that the kernel has made a child of this one.
+
+        The process must lead its own session, and be killed by the kernel when this process ends.
+        `stdout`, `stderr`: read ends of its pipes. Raises ProcessLookupError or ChildProcessError
+        if there is no such child.
+        """
         child = cls.__new__(cls)
         child._own(
             pid, command, stdout, stderr, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -112,25 +115,25 @@ class Child:
         self.pidfd = os.pidfd_open(pid)
         self.stdout, self.stderr = stdout, stderr
         self._wait = reap
-        """Function that blocks until the process has ended, reaps it and returns its status as in
-        subprocess."""
+        """Function that blocks until the process has ended, reaps it, and returns its status in
+        subprocess's convention."""
         self.status: ExitStatus | None = None
-        """Exit status, set once the process has been reaped."""
+        """Exit status; None until the process has been reaped."""
 
     def poll(self) -> ExitStatus | None:
-        """Returns the exit status if the process has ended; otherwise None, without waiting."""
+        """Returns the exit status if the process has ended, otherwise None. Does not block."""
         if (
             self.status is None
             and os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         ):
-            # Not reaped yet, so its pid, and with it the group's number, cannot be another's.
+            # The process has not been reaped yet, so no other process or group can have its number.
             self._kill_group()
             self.status = ExitStatus.from_returncode(self._wait())
             os.close(self.pidfd)
         return self.status
 
     async def wait(self) -> ExitStatus:
-        """Waits for the end of the process without limit, on the event loop of the thread that
+        """Waits without limit for the end of the process. Must be awaited on the thread that
         created the child."""
         if (status := self.poll()) is not None:
             return status
@@ -146,8 +149,8 @@ class Child:
         return status
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process itself, but not to its descendants, which it must end by
-        itself. Does nothing if the process has ended."""
+        """Sends a signal to the process, but not to its descendants; ending those is up to the
+        process. Does nothing if the process has ended."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -159,7 +162,7 @@ class Child:
             self.send(signal.SIGKILL)
 
     def reap(self) -> None:
-        """Blocks until the process has ended. The caller must have ensured that it will end."""
+        """Blocks until the process has ended. The caller must have made sure that it will end."""
         if self.status is None:
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
             self.poll()
@@ -170,8 +173,8 @@ class Child:
 
 
 def wait_all(children: Iterable[Child], timeout: timedelta) -> list[Child]:
-    """Blocks until all children have ended or `timeout` has passed. Returns the children that are
-    still running."""
+    """Blocks until all children have ended or `timeout` has passed. Returns those that are still
+    running."""
     left = [child for child in children if child.poll() is None]
     deadline = time.monotonic() + timeout.total_seconds()
     while left:
@@ -187,11 +190,11 @@ def wait_all(children: Iterable[Child], timeout: timedelta) -> list[Child]:
 
 
 def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
-    """Stops processes and blocks until all are gone. Sends SIGTERM, after `grace` SIGKILL, and also
-    SIGKILL to processes that the children had started and left running.
+    """Stops processes and blocks until they are gone. Sends SIGTERM and, after `grace`, SIGKILL.
+    Processes that the children started and left running get SIGKILL too.
 
-    Raises DeadlineError if a process does not end within 10 s after SIGKILL, because it is stuck in
-    the kernel.
+    Raises DeadlineError if a process does not end within 10 s of SIGKILL because it is stuck in the
+    kernel.
     """
     offspring = [
         process for child in children if child.poll() is None for process in descendants(child.pid)
@@ -221,11 +224,12 @@ def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
 
 
 class Handle:
-    """Handle of a process that is not a child of this one. It contains a pidfd, so that the pid
-    cannot come to mean another process."""
+    """Reference to a process that is not a child of this one. It holds a pidfd, so that it never
+    refers to a later process with the same pid."""
 
     def __init__(self, pid: int) -> None:
-        """Opens the process. Raises ProcessLookupError if it does not exist."""
+        """Opens a reference to the process. Raises ProcessLookupError if the process does not
+        exist."""
         self.pid = pid
         self._fd = os.pidfd_open(pid)
 
@@ -251,8 +255,8 @@ class Handle:
 
 
 def descendants(pid: int) -> list[Handle]:
-    """Returns the descendants of `pid`, parents before children. Omits descendants that init has
-    inherited from an ended child."""
+    """Returns the descendants of `pid`, parents before children. Omits descendants whose parent has
+    ended, since init has adopted them."""
     found: list[Handle] = []
     pending = [pid]
     while pending:
@@ -276,7 +280,7 @@ def start_ticks(pid: int) -> int | None:
     """Returns the start time of a process in clock ticks since boot; None if there is no such
     process. Together with the pid, it identifies a process uniquely."""
     try:
-        # The second field is the program's name in brackets, which may hold anything.
+        # The second field is the program's name in brackets, which may contain any characters.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None

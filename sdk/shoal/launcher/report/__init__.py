@@ -1,1 +1,1 @@
-"""Account of a launcher's run: progress, faults with their pauses, and final figures."""
+"""Reports of a launcher about its run: progress, faults with their pauses, and final figures."""

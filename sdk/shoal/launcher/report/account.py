@@ -1,7 +1,8 @@
-"""Account of a launcher's run: a line per fault with its pause, progress, and final figures. Pure.
+"""Account of a launcher's run: its progress, one line per fault with the pause that it caused, and
+the final figures. Pure.
 
-The account combines two sources: the commits of this machine's workers (`course`), and membership
-changes on all machines (`changes`).
+The account combines two sources: the commits of this machine's workers (`course`), and the
+membership changes on all machines (`changes`).
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from shoal.launcher.report.changes import Change, Changes, JobEvent
 from shoal.launcher.report.course import OUTLIES, Course, Point, Standstill
 
 _SERVER_NS: Final = 2_000_000_000
-"""Maximum time between the report of a parameter server's loss and the start of a pause attributed
-to the loss."""
+"""Maximum time in nanoseconds between the report that a parameter server was lost and the start of
+a pause that is attributed to the loss."""
 _SERVER_PATIENCE_NS: Final = 60_000_000_000
 _IDLE_NS: Final = 1_000_000_000
-"""Minimum time without a step, besides the duration of several steps, after which a parameter
-server may have been lost."""
+"""Minimum time in nanoseconds without a step after which a pause may be due to a lost parameter
+server. It must also exceed the duration of several steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """A pause due to users or faults: the membership changes or other cause, and the time without a
-    committed step."""
+    """A period in which training paused, and its causes: membership changes, lost parameter servers
+    or stalled steps."""
 
     standstill: Standstill
     changes: tuple[Change, ...]
@@ -46,19 +47,19 @@ class Pause:
 
     @property
     def is_fault(self) -> bool:
-        """True if the pause is due to the loss of a member or server."""
+        """True if the pause was caused by the loss of a member or a server."""
         return any(change.faults for change in self.changes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Progress of a run."""
+    """Current progress of a run."""
 
     steps: int
     steps_in_all: int
-    """Total number of steps; 0 if unknown."""
+    """Number of steps that the run makes in total; 0 if unknown."""
     left: timedelta | None
-    """Remaining time at the average speed so far, excluding pauses; None if unknown."""
+    """Estimated remaining time at the average speed so far, excluding pauses; None if unknown."""
     samples_per_s: float
     loss: float
     """Last reported loss; NaN if none was reported."""
@@ -66,14 +67,14 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """Figures of a run for the time in which this launcher took part in it."""
+    """Final figures of a run. They cover the time in which this launcher took part in it."""
 
     steps: int
     """Number of committed steps, without steps that were undone."""
     last_step: int
-    """Number of the last step. It exceeds `steps` in a run resumed from a checkpoint."""
+    """Number of the last committed step. In a run resumed from a checkpoint it exceeds `steps`."""
     steps_in_all: int
-    """Number of steps that the run's loop will make in total; 0 if unknown."""
+    """Number of steps that the run's loop makes in total; 0 if unknown."""
     samples: int
     """Samples of the committed steps over all ranks; 0 if the script distributes its samples
     itself."""
@@ -84,11 +85,12 @@ class RunFigures:
     leaves: int
     pauses: tuple[Pause, ...]
     lost_s: float
-    """Time lost to pauses and repeated steps: for each pause, the excess over a usual step."""
+    """Seconds lost to pauses and repeated steps. Of each pause, the time beyond a usual step
+    counts."""
     loss: float
     """Last reported loss, averaged over the reporting workers; NaN if none was reported."""
     began_ns: int
-    """Time of the first commit on the clock `time.monotonic_ns`, like the times of the points."""
+    """Time of the first commit, by `time.monotonic_ns` like the times of the points."""
     points: tuple[Point, ...]
     asynchronous: bool
 
@@ -109,8 +111,8 @@ class RunFigures:
 
 
 def figures_lines(figures: RunFigures) -> list[str]:
-    """Returns the figures as a line for people, and a second line if there were faults. Returns no
-    line for a run that committed nothing."""
+    """Returns the figures as human-readable lines: one line, and a second one if there were faults,
+    pauses, joins or leaves. Returns no line if nothing was committed."""
     if not figures.steps:
         return []
     did = f"{_counted(figures.steps, 'step')}"
@@ -143,7 +145,7 @@ def figures_lines(figures: RunFigures) -> list[str]:
 
 
 def stopped_line(figures: RunFigures, reason: str) -> str:
-    """Returns a line for people about a run that was stopped on request."""
+    """Returns a human-readable line about a run that was stopped on request."""
     where = f"{figures.last_step:,}" if figures.last_step else "0"
     if figures.steps_in_all and not figures.asynchronous:
         where += f" of {figures.steps_in_all:,}"
@@ -151,7 +153,7 @@ def stopped_line(figures: RunFigures, reason: str) -> str:
 
 
 def interrupted_line(figures: RunFigures) -> str:
-    """Returns a line for people about an elastic run that a signal ended early."""
+    """Returns a human-readable line about an elastic run that a signal ended early."""
     where = f"{figures.last_step:,}"
     if figures.steps_in_all and not figures.asynchronous:
         where += f" of {figures.steps_in_all:,}"
@@ -162,27 +164,28 @@ def interrupted_line(figures: RunFigures) -> str:
 
 
 class RunAccount:
-    """Account of one run. Times are on the clock `time.monotonic_ns`."""
+    """Account of one run. All times are by `time.monotonic_ns`."""
 
     def __init__(self) -> None:
         self.course = Course()
         self.changes = Changes()
         self.pauses: list[Pause] = []
         self._unreported: list[Change] = []
-        """Changes of ranks whose pauses are not known yet."""
+        """Membership changes for which no pause has been found yet."""
         self._standing: list[Standstill] = []
-        """Pauses whose causes are not known yet."""
+        """Pauses for which no cause has been found yet."""
         self._servers: list[tuple[int, Change]] = []
         """Lost parameter servers and stalled steps, each with the time at which it was reported."""
         self._asked_ns = 0
 
     def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> None:
-        """Adds the workers' commits so far. `settle`: True if no further commits will follow."""
+        """Adds the commits that the workers have made so far. `settle`: True if no further commits
+        will follow."""
         self._standing += self.course.take(tallies, now_ns, settle=settle)
 
     def wants_events(self, now_ns: int) -> bool:
-        """Returns whether the coordinator should be asked for events that explain a pause. Returns
-        True at most once a second."""
+        """Returns whether to request events from the coordinator because a pause is unexplained.
+        Returns True at most once a second."""
         if not self.course.has_begun or now_ns < self._asked_ns + _IDLE_NS:
             return False
         known, idle_ns = (
@@ -198,8 +201,8 @@ class RunAccount:
     def explain(
         self, events: Iterable[JobEvent], endings: Mapping[str, str], now_ns: int
     ) -> list[str]:
-        """Adds the coordinator's events, and returns lines for people about pauses that are now
-        explained. `endings`: as in `Changes.take`."""
+        """Adds events of the coordinator. Returns a human-readable line for each pause that they
+        explain. `endings`: as in `Changes.take`."""
         self._asked_ns = now_ns
         for change in self.changes.take(events, endings):
             if change.generation:
@@ -234,7 +237,9 @@ class RunAccount:
         self._servers = [
             entry for entry in self._servers if now_ns < entry[0] + _SERVER_PATIENCE_NS
         ]
-        if self.course.asynchronous:  # the others do not wait
+        if (
+            self.course.asynchronous
+        ):  # asynchronous workers do not wait for each other, so nothing pauses
             lines += [f"{change.text}; the others continued" for change in self._unreported]
             self._unreported = []
         return lines
@@ -288,8 +293,8 @@ class RunAccount:
 
 
 def _meet(heard_ns: int, standstill: Standstill) -> bool:
-    """Returns whether the loss of a parameter server may be the cause of a pause. `heard_ns`: time
-    at which the loss was reported, which may be late but never early."""
+    """Returns whether the loss of a parameter server may have caused a pause. `heard_ns`: time at
+    which the loss was reported, which may be later than the loss, but not earlier."""
     return (
         standstill.began_ns < heard_ns + _SERVER_NS and heard_ns < standstill.ended_ns + _SERVER_NS
     )

@@ -1,4 +1,4 @@
-"""Membership changes of a run, extracted from its coordinator's events. Pure."""
+"""Extracts the membership changes of a run from its coordinator's events. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 _SIGNAL: Final = "its process ended with signal "
 _LEAVES: Final = ("drained",)
-"""Reasons with which members leave while the run continues."""
+"""Reasons for which members leave while the run continues."""
 _MORE: Final = re.compile(r" and (\d+) more$")
 
 
@@ -29,19 +29,19 @@ class JobEvent(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Cause of a pause: a change of membership, an event of a parameter server, or a stalled
-    step."""
+    """Possible cause of a pause: a change of membership, an event of a parameter server, or a
+    stalled step."""
 
     generation: int
-    """Number of the new generation; 0 if there is no new one."""
+    """Number of the generation that the change led to; 0 if there is none."""
     world_size: int = 0
     """Number of ranks in the new generation."""
     faults: tuple[str, ...] = ()
-    """Lost members and the causes, one line each."""
+    """Lost members with the cause of each loss, one line each."""
     joins: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
     stood: str = ""
-    """Cause of a stalled step without a membership change; empty otherwise."""
+    """Cause of a stalled step that did not change the membership; empty otherwise."""
 
     @property
     def text(self) -> str:
@@ -58,7 +58,8 @@ class Change:
 
 @dataclass(kw_only=True)
 class Changes:
-    """Membership changes of one run. Must receive all events of the job in order."""
+    """Counts and collects the membership changes of one run. It must receive all events of the job
+    in order."""
 
     run: int = 0
     """Number of the run whose events count; 0: all runs."""
@@ -72,10 +73,10 @@ class Changes:
     leaves: int = 0
     """Number of ranks that left on request while the run continued."""
     generation: int = 0
-    """Newest reported generation."""
+    """Newest generation that has been reported."""
     interrupted: frozenset[str] = frozenset()
-    """Ids of this launcher's members at the time when a signal ended its run. They leave because of
-    the signal, so their leaving is no event of the run."""
+    """Ids of the members that this launcher had when a signal ended its run. Their departures are a
+    consequence of the signal and are not counted."""
 
     _lost: list[str] = field(default_factory=list)
     _left: list[str] = field(default_factory=list)
@@ -83,8 +84,8 @@ class Changes:
     _is_over: bool = False
 
     def take(self, events: Iterable[JobEvent], endings: Mapping[str, str]) -> list[Change]:
-        """Processes events of the job in order, and returns the changes that they contain.
-        `endings`: member id -> how the process of one of this launcher's workers ended."""
+        """Processes events of the job in order, and returns the changes that they describe.
+        `endings`: member id -> how the worker's process ended, for this launcher's workers."""
         before = len(self.found)
         for event in events:
             self.newest_event = event.event_id
@@ -101,8 +102,8 @@ class Changes:
                 self.faults += 1
             case "member_quarantined" if attributes.get("rank"):
                 self._lost.append(
-                    f"{attributes.get('who') or f'member {event.member_id}'} was kept out: "
-                    f"{attributes.get('reason', '')}"
+                    f"{attributes.get('who') or f'member {event.member_id}'} was not "
+                    f"admitted: {attributes.get('reason', '')}"
                 )
                 self.faults += 1
             case "step_stands" if not self._is_over:
@@ -132,7 +133,7 @@ class Changes:
     def _formed(self, event: JobEvent) -> None:
         joins = tuple(filter(None, event.attributes.get("joined", "").split(", ")))
         if self._has_begun and (joins or self._lost or self._left or not self.interrupted):
-            self.leaves += len(self._left)  # where all leave, there is no generation after them
+            self.leaves += len(self._left)  # if all members leave, no generation follows
             more = _MORE.search(event.attributes.get("joined", ""))
             self.joins += len(joins) + (int(more[1]) if more else 0)
             self.found.append(
@@ -149,7 +150,7 @@ class Changes:
 
 
 def _how(detail: str) -> str:
-    """Describes a member's end as the rest of a sentence, e.g. "was lost"."""
+    """Describes how a member ended, as the rest of a sentence: for example "was lost"."""
     number = detail.removeprefix(_SIGNAL)
     if number != detail and number.isdigit():
         try:

@@ -1,4 +1,4 @@
-"""Comparison of two past runs, row by row. Pure."""
+"""Compares two past runs, row by row. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Row:
     name: str
     values: tuple[str, str]
     change: str = ""
-    """Relative change from the first run to the second; empty if a change has no meaning."""
+    """Relative change from the first run to the second, such as +3.1%; empty if it would be
+    meaningless."""
 
     @property
     def differs(self) -> bool:

@@ -1,9 +1,9 @@
-"""Progress of a run, derived from its workers' commits: steps, speed, loss, and pauses. Pure.
+"""Course of a run, derived from its workers' commits: steps, speed, loss, and pauses. Pure.
 
-The progress is computed from the tallies of this launcher's workers (`shoal_common.formats.tally`),
-including dead ones, which are passed in repeatedly. Training *pauses* while no worker commits a
+The input are the tallies of this launcher's workers (`shoal_common.formats.tally`), including those
+of dead workers, which are passed in again and again. Training *pauses* while no worker commits a
 step: from the last commit before a membership change to the first commit after it, or for at least
-half a second and several steps' time.
+half a second that is also several times as long as a usual step.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Final
 from shoal_common.formats.tally import LONG_GAP_NS, Span, Tally
 
 _SETTLE_NS: Final = 300_000_000
-"""Delay between the end of a gap and its report. By then the later commits of all workers have been
-read."""
+"""Delay in nanoseconds between the end of a gap and its report. After this delay, the commits that
+all workers have made since have been read."""
 OUTLIES: Final = 4
-"""Length of a gap, in usual steps, from which it counts as a pause."""
+"""A gap counts as a pause if it is at least this many times as long as a usual step."""
 _MOST_POINTS: Final = 2_000
-"""Maximum number of points. When it is reached, neighbors are merged and the sampling rate is
-halved."""
+"""Maximum number of points. When it is reached, neighboring points are merged and the sampling rate
+is halved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standstill:
-    """Period without committed steps."""
+    """Period in which no step was committed."""
 
     began_ns: int
     ended_ns: int
     before: int
     """Generation of the last commit before the period."""
     generation: int
-    """Generation of the first commit after the period; it is the same as before if membership did
-    not change."""
+    """Generation of the first commit after the period. Equal to `before` if the membership did not
+    change."""
     steps: int
-    """Number of committed steps from which training continued."""
+    """Number of committed steps with which training continued."""
     undone: int = 0
     """Number of steps that were committed before the period and repeated afterwards."""
 
@@ -50,24 +50,25 @@ class Standstill:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """State of the run in one short interval."""
+    """State of the run at the end of one short interval."""
 
     at_ns: int
     """Time of the end of the interval."""
     steps: int
-    """Steps of the run at the end of the interval, including steps before this launcher's part."""
+    """Steps of the run at the end of the interval, including those made before this launcher took
+    part."""
     samples: int
     samples_per_s: float
     loss: float
-    """Mean of the losses reported in the interval; NaN if none is finite."""
+    """Mean of the losses reported in the interval; NaN if no finite loss was reported."""
     loss_count: int = 0
     """Number of losses averaged in `loss`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers reported by the workers, by name: means of their last values."""
+    """Other numbers reported by the workers, by name: the mean of the workers' last values."""
 
 
 class Course:
-    """Progress of one run. Times are on the clock `time.monotonic_ns`."""
+    """Course of one run. All times are by `time.monotonic_ns`."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -78,15 +79,17 @@ class Course:
         """Newest generation with a committed step."""
         self._tallies: dict[str, Tally] = {}
         self._pending: dict[str, list[Span]] = {}
-        """Worker -> spans that are not settled yet: at most the newest span of each worker."""
+        """Worker -> spans that are not settled, which are at most the newest span of each
+        worker."""
         self._seen: dict[str, int] = {}
         """Number of processed spans per worker, excluding the newest one."""
         self._until: Span | None = None
-        """Latest settled commit, stored as the end of a span."""
+        """Latest settled commit, represented by the span that it ends."""
         self._began: tuple[int, int, int] | None = None
-        """Time of the first commit, and the run's steps and samples before it."""
+        """Time of the first commit, and the numbers of steps and samples that the run had before
+        it."""
         self._took: tuple[int, int, float, int] | None = None
-        """State at the last point: time, samples, sum of the losses and their number."""
+        """State at the last point: time, samples, sum of the losses, and number of losses."""
         self._per_point = 1
         self._skipped = 0
 
@@ -94,33 +97,33 @@ class Course:
 
     @property
     def has_begun(self) -> bool:
-        """True if a step was committed."""
+        """True if a step has been committed."""
         return bool(self._tallies)
 
     @property
     def asynchronous(self) -> bool:
-        """True if each worker makes its own steps, without the other workers."""
+        """True if each worker makes steps of its own, independently of the others."""
         return any(tally.counts.asynchronous for tally in self._tallies.values())
 
     @property
     def strategy(self) -> str:
-        """Name of the workers' strategy; empty if unknown."""
+        """Name of the strategy that the workers use; empty if unknown."""
         return next((tally.strategy for tally in self._tallies.values() if tally.strategy), "")
 
     def last_of(self, name: str) -> Tally | None:
-        """Returns the last tally of a worker; None if it has committed nothing."""
+        """Returns the last tally of a worker; None if the worker has committed nothing."""
         return self._tallies.get(name)
 
     @property
     def steps_before(self) -> int:
-        """Steps of the run before this launcher's part, e.g. from a checkpoint or from other
-        machines."""
+        """Number of steps that the run had before this launcher took part, e.g. from a checkpoint
+        or from other machines."""
         return 0 if self.asynchronous or self._began is None else self._began[1]
 
     @property
     def steps(self) -> int:
-        """Committed steps of the run, without undone ones. For asynchronous training, counts the
-        steps of this launcher's workers."""
+        """Number of committed steps of the run, without steps that were undone. In asynchronous
+        training, the number of steps of this launcher's workers."""
         if self.asynchronous:
             pushed = sum(tally.own_steps for tally in self._tallies.values())
             return pushed + sum(steps for steps, _ in self._left_behind.values())
@@ -139,8 +142,9 @@ class Course:
 
     @property
     def _left_behind(self) -> dict[int, tuple[int, int]]:
-        """Steps and samples, by key, of batches that a worker pushed but did not live to count, and
-        that another worker found on the servers."""
+        """Steps and samples of batches that a worker pushed before it died and had not counted yet,
+        and that another worker found on the parameter servers. Each value belongs to a key of the
+        tallies."""
         in_doubt = {tally.in_doubt for tally in self._tallies.values()}
         return {
             key: each
@@ -158,8 +162,8 @@ class Course:
 
     @property
     def loss(self) -> float:
-        """Mean of the losses last reported by the workers that committed last; NaN if there is
-        none."""
+        """Mean loss over the workers that committed last, from their latest reports; NaN if there
+        is none."""
         if not self._tallies:
             return math.nan
         losses = [
@@ -169,8 +173,7 @@ class Course:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the other numbers that were last reported by the workers that committed last, by
-        name."""
+        """Means of the other reported numbers over the workers that committed last, by name."""
         reported: dict[str, list[float]] = {}
         for tally in self._current:
             for name, value in tally.metrics.items():
@@ -200,14 +203,14 @@ class Course:
 
     @property
     def _moved(self) -> tuple[float, int]:
-        """Seconds outside of pauses, and the number of intervals between commits in this time."""
+        """Seconds outside of pauses, and the number of intervals between commits in that time."""
         moved = self.seconds - sum(standstill.seconds for standstill in self.standstills)
         undone = sum(standstill.undone for standstill in self.standstills)
         return moved, self.steps - self.steps_before - 1 + undone - len(self.standstills)
 
     def _is_long(self, apart_ns: int) -> bool:
-        """Returns whether the time between two commits is far longer than that of all other
-        steps."""
+        """Returns whether the time between two commits is far longer than between all other
+        commits."""
         moved, intervals = self._moved
         if apart_ns < LONG_GAP_NS or intervals < 2:
             return False
@@ -228,8 +231,8 @@ class Course:
     def take(
         self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False
     ) -> list[Standstill]:
-        """Adds the workers' commits so far, and returns newly detected pauses. `settle`: True if no
-        further commits will follow."""
+        """Adds the commits that the workers have made so far, and returns newly detected pauses.
+        `settle`: True if no further commits will follow."""
         if not tallies:
             return []
         self._tallies.update(tallies)

@@ -1,8 +1,8 @@
-"""Follows a run in progress: reads its workers' tallies several times a second, and asks the
-coordinator for events.
+"""Follows a run in progress: reads its workers' tallies several times a second, and requests events
+from the coordinator.
 
-The follower belongs to the launcher's event loop; requests run on a thread. It makes no decisions,
-and its failures do not fail the run.
+The follower runs on the launcher's event loop; its requests run on a thread. It makes no decisions,
+and its errors do not fail the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOOK_S: Final = 0.2
 _LAST_QUESTION: Final = timedelta(seconds=2)
 
 Ask = Callable[[str], Awaitable[Sequence["JobEvent"]]]
-"""Function that returns the events after the event with a given id. Raises ShoalError."""
+"""Function that returns the events that follow the event with a given id. Raises ShoalError."""
 Show = Callable[[Status], None]
 
 
@@ -35,8 +35,8 @@ class RunFollower:
     """Reads the progress of one run while it is in progress."""
 
     def __init__(self, *, note: Callable[[str], None], show: Show | None = None) -> None:
-        """`note`: function that informs people of events. `show`: function that receives the run's
-        progress."""
+        """`note`: callback that shows a message to the user. `show`: callback that receives the
+        progress of the run."""
         self.account = RunAccount()
         self._note = note
         self._show = show
@@ -44,7 +44,7 @@ class RunFollower:
         self._endings: dict[str, str] = {}
 
     def started(self, member_id: str, tally: Path) -> None:
-        """Adds a started worker. `tally`: file in which the worker counts its commits."""
+        """Adds a worker that was started. `tally`: file in which the worker counts its commits."""
         self._files[member_id] = tally
 
     def ended(self, member_id: str, status: ExitStatus) -> None:
@@ -52,7 +52,8 @@ class RunFollower:
         self._endings[member_id] = f"ended with {status}"
 
     def interrupted(self) -> None:
-        """Records that a signal ends the run on this machine: its workers leave for that reason."""
+        """Records that a signal is ending the run on this machine, which is why its workers
+        leave."""
         self.account.changes.interrupted = frozenset(self._files.keys() - self._endings.keys())
 
     def of_run(self, number: int) -> None:
@@ -60,7 +61,8 @@ class RunFollower:
         self.account.changes.run = number
 
     async def follow(self, ask: Ask) -> None:
-        """Follows the run until cancelled. `ask`: requests events from the coordinator."""
+        """Follows the run until cancelled. `ask`: function that requests events from the
+        coordinator."""
         while True:
             self.look()
             if self.account.wants_events(time.monotonic_ns()):
@@ -68,8 +70,8 @@ class RunFollower:
             await asyncio.sleep(_LOOK_S)
 
     async def finish(self, ask: Ask | None) -> None:
-        """Processes the remaining data after all workers have ended. `ask`: requests events from
-        the coordinator; None if it cannot be asked."""
+        """Reads what is left after all workers have ended. `ask`: function that requests events
+        from the coordinator; None if the coordinator cannot be asked."""
         self.look(settle=True)
         if ask is not None and self.account.course.has_begun:
             try:
@@ -79,8 +81,7 @@ class RunFollower:
                 pass
 
     def look(self, *, settle: bool = False) -> None:
-        """Reads the tallies of all workers. `settle`: True if nothing more will be written to
-        them."""
+        """Reads the tallies of all workers. `settle`: True if the workers write nothing more."""
         tallies = {
             name: tally
             for name, path in self._files.items()
@@ -98,6 +99,6 @@ class RunFollower:
         try:
             events = await ask(self.account.changes.newest_event)
         except ShoalError:
-            events = ()  # the coordinator is unreachable: asked again later
+            events = ()  # the coordinator is unreachable; the next pass asks again
         for line in self.account.explain(events, self._endings, time.monotonic_ns()):
             self._note(line)

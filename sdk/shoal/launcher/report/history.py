@@ -1,5 +1,5 @@
-"""Past runs on disk: one directory per run, below the directory of its job, in which the run's
-launcher stores what it knows. Submitted runs (`launcher.run.submissions`) use the same directories.
+"""Past runs on disk. Each run has a directory below the directory of its job, in which its launcher
+records what it knows. Submitted runs (`launcher.run.submissions`) use the same directories.
 
     run.json       the command, its process, and how the run ended
     events.jsonl   the coordinator's events of the run
@@ -7,8 +7,8 @@ launcher stores what it knows. Submitted runs (`launcher.run.submissions`) use t
     page.html      the status page, with its data
     output.log     the output of launcher and workers; older output is in output.1.log
 
-No process of Shoal needs to be running. Directories have mode 0700. There is no index: the
-directories are read each time, so any number of launchers may write at once.
+Reading the history needs no running process of Shoal. The directories have mode 0700. There is no
+index; directories are listed each time, so any number of launchers may write at once.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ _FORMAT: Final = 1
 _RUNS: Final = 100
 _MIB: Final = 1024
 _HALF_MADE_S: Final = 3600.0
-"""Age up to which a directory without a record may belong to a run that is just starting."""
+"""Age in seconds up to which a directory without a record may belong to a run that is just
+starting."""
 
 
 class Outcome(StrEnum):
-    """Outcome of a run, in the words used by other commands."""
+    """Outcome of a run, in the same words as in other commands."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -58,18 +59,19 @@ class Outcome(StrEnum):
     """The run ended early: its launcher was asked to exit, or its workers were drained or
     evicted."""
     KILLED = "killed"
-    """The run ended without a record, since its launcher was killed."""
+    """The launcher was killed, so the run has no record of its end."""
     RUNNING = "running"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of the history. The oldest ended runs are removed when another run starts."""
+    """Limits of the history. When a run starts, the oldest ended runs beyond the limits are
+    removed."""
 
     runs: int = _RUNS
-    """Maximum number of ended runs; 0: nothing is recorded."""
+    """Maximum number of ended runs that are kept; 0: nothing is recorded."""
     nbytes: int = _MIB << 20
-    """Maximum number of bytes in total. The newest ended run is kept even if it is larger."""
+    """Maximum size of the ended runs in bytes. The newest one is kept even if it is larger."""
 
     @classmethod
     def load(cls, environment: Mapping[str, str]) -> Self:
@@ -80,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnd:
-    """End of one worker process of this launcher."""
+    """Record of the end of one worker process of this launcher."""
 
     rank: int
     host: str
@@ -88,25 +90,28 @@ class WorkerEnd:
     ended: str
     """End of the process: `exit code 0`, `SIGKILL`, ..."""
     steps: int
-    """Committed steps of the run when the worker ended; 0 if it committed none."""
+    """Number of committed steps of the run when the worker ended; 0 if the worker committed
+    none."""
     loss: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Account of an ended run. The counts are those of `RunFigures`; unknown numbers are None."""
+    """Record of the end of a run, with its final counts, which are those of `RunFigures`. Unknown
+    numbers are None."""
 
     ended_unix_s: float
     exit_status: int
     outcome: Outcome
     reason: str
-    """Reason of the outcome, for people; may be empty."""
+    """Human-readable reason for the outcome; may be empty."""
     run: int
-    """Number of the job's run according to its coordinator; 0 if unknown."""
+    """Number that the coordinator gave the run within its job; 0 if unknown."""
     strategy: str
     """Name of the strategy; empty if the script never called `as_distributed`."""
     ranks: int
-    """Largest number of ranks; the number of started workers for a script without Shoal."""
+    """Largest number of ranks during the run. For a script without Shoal, the number of started
+    workers."""
     steps: int
     last_step: int
     steps_in_all: int
@@ -126,27 +131,28 @@ class RunEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """Record of one run in the history."""
+    """One run in the history."""
 
     job_id: str
     number: int
-    """Number of the run in the history of its job id: 1, 2, ..."""
+    """Number of the run in the history, counted per job id from 1."""
     program: str
     arguments: tuple[str, ...]
     """Arguments of the script."""
     settings: Mapping[str, str]
-    """Settings of the run that a comparison may show."""
+    """Settings of the run that `shoal history` compares."""
     host: str
     pid: int
     pid_start_ticks: int
     started_unix_s: float
     end: RunEnd | None
-    """Account of the end; None while the run is in progress, or if its launcher was killed."""
+    """Record of the end of the run. None while the run is in progress, or if its launcher was
+    killed."""
     directory: Path
 
     @property
     def name(self) -> str:
-        """Name of the run in commands: `JOB/NUMBER`."""
+        """Name of the run in commands: JOB/NUMBER."""
         return f"{self.job_id}/{self.number}"
 
     @property
@@ -161,11 +167,13 @@ class RecordedRun:
 
     @property
     def took_s(self) -> float | None:
-        """Seconds from the launcher's start to its end; None if it has not ended or was killed."""
+        """Seconds between the launcher's start and its end. None if the run has not ended, or its
+        launcher was killed."""
         return None if self.end is None else self.end.ended_unix_s - self.started_unix_s
 
     def figures(self) -> RunFigures:
-        """Reads the run's figures with all points. Raises UnknownResourceError."""
+        """Reads the run's figures with all points. Raises UnknownResourceError if they were not
+        recorded."""
         return course_of(json.loads(self._content(COURSE, "figures")))
 
     def events(self) -> list[dict[str, Any]]:
@@ -210,7 +218,7 @@ class Unreadable:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Size and age of a run's directory, for `to_remove`."""
+    """Size and age of the directory of a run, the input of `to_remove`."""
 
     directory: Path
     unix_s: float
@@ -220,8 +228,8 @@ class Stored:
 
 
 def to_remove(stored: Iterable[Stored], limits: Limits) -> list[Stored]:
-    """Returns the runs to be removed: the oldest ended runs beyond the limits. Runs in progress are
-    neither removed nor counted. Pure."""
+    """Returns the runs to remove: the oldest ended runs beyond the limits. Runs in progress neither
+    count towards the limits nor are removed. Pure."""
     ended = sorted((each for each in stored if each.ended), key=lambda each: -each.unix_s)
     kept = total = 0
     for each in ended[: limits.runs]:
@@ -234,7 +242,7 @@ def to_remove(stored: Iterable[Stored], limits: Limits) -> list[Stored]:
 
 def history_directory(environment: Mapping[str, str] | None = None) -> Path:
     """Returns the directory of the history: $XDG_STATE_HOME/shoal/jobs, otherwise
-    ~/.local/state/shoal/jobs. Its contents outlive the user's session.
+    ~/.local/state/shoal/jobs. It persists when the user logs out.
 
     Raises ConfigurationError if there is no home directory.
     """
@@ -245,19 +253,20 @@ def history_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 class History:
-    """Past runs of this user. Stores nothing in memory, so all processes see the same runs."""
+    """Past runs of this user. It keeps nothing in memory, so all processes see the same runs."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or history_directory()
 
     def all(self, job_id: str | None = None) -> list[RecordedRun | Unreadable]:
-        """Returns the runs (of one job), newest first, followed by the runs that cannot be read."""
+        """Returns the runs (of one job), newest first, followed by runs whose records cannot be
+        read."""
         found, unreadable = [], []
         for directory in self._directories(job_id):
             try:
                 found.append(_read(directory))
             except FileNotFoundError:
-                continue  # being removed, or submitted without ever becoming a run
+                continue  # the run is being removed, or was submitted but never started
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 unreadable.append(Unreadable(directory=directory, why=_described(error)))
         return [*sorted(found, key=lambda run: -run.started_unix_s), *unreadable]
@@ -299,8 +308,8 @@ class History:
             return own
 
     def own_submission(self, job_id: str) -> Path | None:
-        """Returns the directory of the submission that this process runs; None if this process runs
-        no submission."""
+        """Returns the directory of the submission that this process runs; None if it was not
+        submitted."""
         own = (socket.gethostname(), os.getpid(), start_ticks(os.getpid()))
         for directory in self._directories(job_id):
             record = _loaded(directory / _SUBMISSION)
@@ -312,13 +321,13 @@ class History:
         return None
 
     def prune(self, limits: Limits) -> None:
-        """Removes the oldest ended runs beyond the limits. Raises no errors; runs that cannot be
-        removed stay."""
+        """Removes the oldest ended runs beyond the limits. Raises no errors: a run that cannot be
+        removed stays."""
         stored = [each for directory in self._directories() if (each := _stored(directory))]
         for each in to_remove(stored, limits):
             shutil.rmtree(each.directory, ignore_errors=True)
             folder = each.directory.parent
-            try:  # a job that has other runs keeps its folder
+            try:  # removes the job's folder unless it contains other runs
                 if [path.name for path in folder.iterdir()] in ([], [".lock"]):
                     (folder / ".lock").unlink(missing_ok=True)
                     folder.rmdir()
@@ -349,7 +358,7 @@ def write_run(run: RecordedRun) -> None:
 
 
 def course_of(content: Mapping[str, Any]) -> RunFigures:
-    """Restores figures from the result of `dataclasses.asdict`, as read from JSON."""
+    """Restores figures from the JSON form of `dataclasses.asdict`."""
     pauses = tuple(
         Pause(
             standstill=Standstill(**pause["standstill"]),
@@ -371,9 +380,7 @@ def _change(content: Mapping[str, Any]) -> Change:
 def _read(directory: Path) -> RecordedRun:
     content = json.loads((directory / RECORD).read_text(encoding="utf-8"))
     if (version := content.pop("format", None)) != _FORMAT:
-        raise ValueError(
-            f"format {version} is not supported; expected {_FORMAT} (written by another release)"
-        )
+        raise ValueError(f"it has format {version}, written by another release; expected {_FORMAT}")
     end = content.pop("end")
     if end is not None:
         workers = tuple(WorkerEnd(**each) for each in end.pop("workers"))
@@ -395,7 +402,7 @@ def _stored(directory: Path) -> Stored | None:
     else:
         lives = _lives(record.get("host"), record.get("pid"), record.get("pid_start_ticks"))
         is_over = bool(record.get("end")) or (directory / _RESULT).exists()
-        # the process of another machine cannot be looked at from here
+        # a process on another machine cannot be checked from here
         elsewhere = record.get("host") != socket.gethostname()
         ended = is_over if elsewhere else not lives
         began = record.get("started_unix_s")
@@ -412,8 +419,8 @@ def _loaded(path: Path) -> dict[str, Any] | None:
 
 
 def _lives(host: object, pid: object, ticks: object) -> bool:
-    """Returns whether a process is running. Returns True for a process of another machine, since
-    this cannot be determined."""
+    """Returns whether a process exists. Returns True for a process on another machine, which cannot
+    be checked."""
     if host != socket.gethostname():
         return True
     return isinstance(pid, int) and ticks is not None and start_ticks(pid) == ticks

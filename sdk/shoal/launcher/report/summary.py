@@ -1,4 +1,4 @@
-"""Final messages of a launcher about failed workers, in torchrun's format."""
+"""Formats a launcher's final messages about failed workers as torchrun does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def failure_summary(
     program: str, failures: Sequence[WorkerExit], survived: Sequence[WorkerExit] = ()
 ) -> str:
     """Describes the first failure, which is the likely cause, with its traceback, and lists later
-    failures, which probably follow from it. `survived`: failures from which the run recovered."""
+    failures, which are probably its consequences. `survived`: failures from which the run
+    recovered."""
     first, *others = failures
     lines = [
         _RULE,
@@ -34,7 +35,7 @@ def failure_summary(
             *(f"  {_moment(failure)} {_later(failure, first)}" for failure in others),
         ]
     if survived:
-        lines += [_LINE, "Failures that were recovered, newest last:"]
+        lines += [_LINE, "Failures from which the run recovered, newest last:"]
         lines += [
             f"  {_moment(failure)} {failure_line(failure)}"
             for failure in survived[-_MOST_SURVIVED:]
@@ -43,8 +44,8 @@ def failure_summary(
 
 
 def survived_summary(survived: Sequence[WorkerExit], *, stopped: bool) -> str:
-    """Returns one line about the failures of workers in a run that nevertheless succeeded or was
-    stopped on request."""
+    """Returns one line about failed workers in a run that nevertheless completed or was stopped on
+    request."""
     names = ", ".join(
         f"{failure.who} (pid {failure.pid}, {failure.status})" for failure in survived
     )
@@ -55,14 +56,15 @@ def survived_summary(survived: Sequence[WorkerExit], *, stopped: bool) -> str:
 
 
 def _later(failure: WorkerExit, first: WorkerExit) -> str:
-    """Returns one line about a later failure. Does not repeat a message of the first failure."""
+    """Returns one line about a later failure. If its error equals that of the first failure, the
+    error is not repeated."""
     if failure.message and failure.message == first.message:
         failure = replace(failure, message="the same error")
     return failure_line(failure)
 
 
 def failure_line(failure: WorkerExit) -> str:
-    """Returns one line about a failure, with worker, location and cause."""
+    """Returns one line about a failure, with the worker, its host and the cause."""
     message = failure.message.strip().partition("\n")[0]
     return f"{failure.who} on {failure.host} (pid {failure.pid}) ended with {failure.status}" + (
         f": {message}" if message else ""

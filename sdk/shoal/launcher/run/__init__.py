@@ -1,2 +1,2 @@
-"""Run on this machine, alone or together with other launchers, from its start to its exit
-status."""
+"""A launcher's part in a run, alone or together with launchers on other machines, from the start to
+the exit status."""

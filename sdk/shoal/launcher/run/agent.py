@@ -1,12 +1,12 @@
-"""Core of `shoal run`: runs a script's workers on this machine, from their start to the run's exit
+"""Core of `shoal run`: runs a script's workers on this machine, from their start to the exit
 status.
 
-The thread that calls `run` owns all state. An asyncio loop on this thread starts the processes,
-detects their ends through pidfds, and acts as `policy` decides. Blocking RPCs run on a small thread
-pool, and output is written by the pump's thread. Neither an absent coordinator nor a stopped
-terminal therefore delays the detection of a death. The `Site` determines where the run takes place,
-alone or together with launchers on other machines. Live workers are stopped only for known reasons,
-never because of missing information.
+The thread that calls `run` owns all state. An asyncio loop on this thread starts processes, detects
+their ends through pidfds, and carries out the decisions of `policy`. Blocking RPCs run on a small
+thread pool, and output is written on the pump's thread, so that neither an absent coordinator nor a
+stopped terminal delays the detection of a death. The `Site` determines whether the run uses its own
+cluster or a coordinator shared with launchers on other machines. Running workers are stopped only
+for a known reason, never because information is missing.
 """
 
 from __future__ import annotations
@@ -58,17 +58,16 @@ _NEWS_TIMEOUT: Final = timedelta(seconds=10)
 _PAUSE_S: Final = 0.5
 _SAME_SIGNAL_S: Final = 1.0
 _LOOK_S: Final = 5.0
-"""Interval between checks for evicted workers."""
+"""Interval in seconds between checks for evicted workers."""
 _QUIET: Final = timedelta(seconds=10)
-"""Time since its last committed step up to which a worker is certainly not hung and needs no
-check."""
+"""A worker that has committed a step within this time is certainly not hung and is not checked."""
 _PUT_OUT_GRACE: Final = timedelta(seconds=20)
-"""Time for which an evicted worker may take to exit by itself. The worker learns of the eviction
-within a second or two."""
+"""Maximum time for an evicted worker to exit by itself. It learns of its eviction within a second
+or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
-"""Delay between a worker's death and the start of its replacement in a fresh interpreter while
-other workers run. Importing torch occupies a second or more of the cores on which the other workers
-form their next generation."""
+"""Delay between the death of a worker and the start of its replacement in a fresh interpreter, if
+other workers are running. The replacement imports torch, which uses the cores for a second or more;
+the other workers need these cores to form their next generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +77,18 @@ class RunResult:
     exit_code: int
     """Exit status, as in docs/exit-status.md."""
     failures: tuple[WorkerExit, ...]
-    """Failures that made the run fail, in the order in which they occurred."""
+    """Failures that made the run fail, ordered by time."""
     survived: tuple[WorkerExit, ...]
-    """Failures from which the run recovered through a replacement or through other workers."""
+    """Failures from which the run recovered, through a replacement or through other workers."""
     stopped: str | None = None
-    """Reason given with the request to stop the job; None if there was no request."""
+    """Reason given for stopping the job; None if nobody asked to stop it."""
     outcome: Outcome
     reason: str
-    """Reason of the outcome, for people; may be empty."""
+    """Human-readable reason for the outcome; may be empty."""
 
 
 class Agent:
-    """Launcher's agent of one run. `run` may be called once, on a thread that lives as long as the
+    """Runs one run on this machine. `run` may be called once, on a thread that lives as long as the
     run."""
 
     def __init__(
@@ -103,9 +102,15 @@ class Agent:
         show: Show | None = None,
         recorder: RunRecorder | None = None,
     ) -> None:
-        """`note`: function that informs people of events. `colour`: True to color the prefixes of
-        workers' lines. `show`: function that receives the run's progress. `recorder`: records the
-        run for the history."""
+        """Args:
+        settings: settings of the run.
+        site: coordinator of the run, and this launcher's place among others.
+        pump: pump that writes the output.
+        note: callback that shows a message to the user.
+        colour: True to color the prefixes of workers' lines.
+        show: callback that receives the progress of the run.
+        recorder: records the run for the history.
+        """
         self._settings = settings
         self._site = site
         self._pump = pump
@@ -135,20 +140,20 @@ class Agent:
         self._node: NodePlacement | None = None
         self._signal: signal.Signals | None = None
         self._notice: Notice | None = None
-        """Notice of the provider that this machine will stop; None if there was none."""
+        """Notice from the cloud provider that this machine will stop; None if there was none."""
         self._signalled_at = 0.0
-        """Time of the first signal, on the loop's clock."""
+        """Time of the first signal, by the event loop's clock."""
         self._replacing: set[asyncio.Task[None]] = set()
-        """Tasks of replacements that are about to start."""
+        """Tasks that are about to start a replacement."""
         self._telling: set[asyncio.Task[None]] = set()
-        """Tasks that report the job's failure to other launchers."""
+        """Tasks that tell other launchers that the job has failed."""
         self._why = ""
-        """Reason why the job ends, according to the coordinator."""
+        """Reason why the job ends, as given by the coordinator."""
         self._holders: int | None = None
         """Number of members that hold the training state, as last reported by the coordinator; None
         before the first report."""
         self._ending = False
-        """True if the run is ending, so that no process is started any more."""
+        """True once the run is ending. No further process is started then."""
 
     @property
     def figures(self) -> RunFigures:
@@ -201,7 +206,7 @@ class Agent:
 
     @property
     def _is_interrupted(self) -> bool:
-        """True if a signal or a preemption notice has ended the run on this machine."""
+        """True if a signal or a preemption notice is ending the run on this machine."""
         return self._signal is not None or self._notice is not None
 
     async def _run(self) -> int:
@@ -231,7 +236,7 @@ class Agent:
                 await self._keep()
 
     async def _keep(self) -> None:
-        """Records the coordinator's information on the run for the history, if the coordinator
+        """Records for the history what the coordinator knows about the run, if the coordinator
         answers."""
         recorder, reporter, run = self._recorder, self._reporter, self._site.run
         if recorder is None or reporter is None:
@@ -265,8 +270,8 @@ class Agent:
         return await self._in_thread(lambda: reporter.events(after))
 
     def _end(self, ending: Ending) -> None:
-        """Stops everything that is still running, in an order in which each process can leave
-        properly."""
+        """Stops everything that is still running, in an order that lets each process leave
+        cleanly."""
         if self._reporter is not None:
             self._reporter.close()
         try:
@@ -323,7 +328,7 @@ class Agent:
             news = await self._in_thread(self._reporter.news)
             if news is not None and news.end is JobEnd.COMPLETED and self._policy.elastic:
                 self._hear(news)
-                return  # the workers are coming to their end by themselves
+                return  # the workers are ending by themselves
             self._ending = True
             await self._stop_workers(self._settings.failure_grace)
             raise
@@ -336,8 +341,8 @@ class Agent:
                 await self._start_over(again=False, left=left)
 
     async def _kill_those_put_out(self, reporter: ExitReporter) -> None:
-        """Kills evicted workers that do not exit. An evicted worker normally exits by itself. A
-        hung one would keep its memory, block its replacement and delay the end of the run."""
+        """Kills evicted workers that do not exit by themselves. A hung one would keep its memory,
+        block its replacement and delay the end of the run."""
         known: dict[Worker, float] = {}
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -349,8 +354,8 @@ class Agent:
                     known.pop(worker, None)  # the worker may be a member again
                 elif now >= known.setdefault(worker, now) + _PUT_OUT_GRACE.total_seconds():
                     self._note(
-                        f"worker {worker.index} (pid {worker.child.pid}) was evicted from the job "
-                        f"but did not exit for {now - known[worker]:.0f} s; killing it"
+                        f"worker {worker.index} (pid {worker.child.pid}) was evicted from the "
+                        f"job {now - known[worker]:.0f} s ago and has not exited; killing it"
                     )
                     worker.child.kill()
 
@@ -363,8 +368,8 @@ class Agent:
                 self._note(f"job {self._settings.job_id}: {missing}")
 
     async def _is_elastic(self) -> bool:
-        """Waits until it is known whether workers of this launcher have joined the job, and returns
-        the result. Until then, live workers are kept."""
+        """Waits until it is known whether this launcher's workers have joined the job, and returns
+        the answer. Running workers are kept until then."""
         while not self._policy.elastic:
             news = (
                 await self._in_thread(self._reporter.news) if self._reporter is not None else None
@@ -416,13 +421,13 @@ class Agent:
             watch.close()
 
     def _on_notice(self, notice: Notice) -> None:
-        """Makes the workers leave, as SIGTERM does, before the machine stops. Only shows a notice
-        that is a warning."""
+        """Makes the workers leave before the machine stops, as SIGTERM does. A notice that is only
+        a warning is just shown."""
         if not notice.leaves or self._ending:
             self._note(notice.text)
             return
         self._notice = notice
-        self._note(f"{notice.text}; the workers here leave at their next step boundary")
+        self._note(f"{notice.text}; the workers on this machine leave at their next step boundary")
         if (reporter := self._reporter) is not None:
             self._spawn(self._in_thread(lambda: reporter.report_leaving(notice.text)))
         self._spawn(self._wind_down(self._leave_grace()))
@@ -436,8 +441,8 @@ class Agent:
         now = asyncio.get_running_loop().time()
         if self._signal is not None:
             if number is not signal.SIGINT and now < self._signalled_at + _SAME_SIGNAL_S:
-                # batch systems and supervisors may signal several processes, each of which forwards
-                # the signal
+                # a batch system or supervisor may signal several processes that all forward the
+                # signal
                 return
             self._note(f"received {number.name} again; killing the workers")
             for worker in self._workers:
@@ -445,7 +450,8 @@ class Agent:
             return
         self._signal, self._signalled_at = number, now
         if self._notice is not None:
-            # The machine that stops sends this signal; its workers are already leaving.
+            # The stopping machine sends this signal. The workers are already leaving because of the
+            # notice.
             self._note(f"received {number.name}; the workers are leaving")
             return
         self._follower.interrupted()
@@ -460,10 +466,10 @@ class Agent:
     # -------------------------------------------------------------------------------------- workers
 
     async def _start_over(self, *, again: bool, left: NodePlacement | None = None) -> None:
-        """Starts all workers: for the first time, or after stopping the running ones.
+        """Starts all workers. On later calls, stops the running ones first.
 
-        `left`: place that is no longer valid. If this launcher has a newer place by now, nothing is
-        done.
+        `again`: True to make the other launchers restart their workers too. `left`: the placement
+        that is no longer valid; if this launcher has a newer one by now, nothing is done.
         """
         async with self._changing:
             if self._ending:
@@ -517,14 +523,14 @@ class Agent:
         self._after_exit(worker, ended, report)
 
     def _drain(self, worker: Worker) -> None:
-        """Schedules the worker's last output before any later note. Does not wait for the output,
-        since the terminal may be stopped."""
+        """Schedules the output of the worker's last lines before any later message. Does not wait
+        for the output, since the terminal may be stopped."""
         for source in worker.sources:
             self._pump.finish(source)
 
     async def _report(self, worker: Worker, status: ExitStatus) -> ExitReport | None:
-        """Reports a worker's exit and returns the coordinator's answer. Returns None if the
-        coordinator cannot answer or the answer no longer matters."""
+        """Reports a worker's exit and returns the coordinator's response. Returns None if the
+        coordinator does not respond, or if its response no longer matters."""
         reporter = self._reporter
         if reporter is None:
             return None
@@ -569,8 +575,9 @@ class Agent:
             self._stopping.set()
             if policy.elastic:
                 self._note(
-                    f"{what}: it raised an exception; restarting would not help, so the job ends "
-                    "(--no-fail-fast, --max-restarts)"
+                    f"{what}: it raised an exception, which a restarted worker would probably "
+                    "raise too, so the job ends; --no-fail-fast lets the other workers "
+                    "continue, --max-restarts allows restarts"
                 )
             self._spawn(self._wind_down(self._settings.failure_grace))
         elif not self._stopping.is_set():
@@ -581,8 +588,8 @@ class Agent:
 
     async def _check_health(self) -> str:
         """Runs the health checks of this machine, and compares its clock with the coordinator's.
-        Returns the failed checks with their reasons; empty if all have passed. A machine that was
-        refused because of its health is then readmitted."""
+        Returns the failed checks with their reasons; empty if all passed. If the job has refused
+        this machine because of its health, and all checks pass, the machine is readmitted."""
         results = await check_machine()
         await self._opened.wait()
         reporter = self._reporter
@@ -598,7 +605,8 @@ class Agent:
         return ""
 
     async def _check_health_again(self) -> str:
-        """Runs the health checks, or waits for those in progress: workers may die together."""
+        """Runs the health checks, or waits for those in progress, so that workers that die together
+        share them."""
         if self._health is None or self._health.done():
             self._health = asyncio.create_task(self._check_health())
         return await asyncio.shield(self._health)
@@ -628,8 +636,8 @@ class Agent:
         pid = self._start(index, restarts=self._policy.replaced(index)).child.pid
         if self._holders == 0:
             self._note(
-                f"{what}; NO WORKER WITH THE TRAINING STATE IS LEFT: pid {pid} needs a checkpoint "
-                "to continue from"
+                f"{what}; NO WORKER THAT HOLDS THE TRAINING STATE IS LEFT: its replacement "
+                f"(pid {pid}) can continue only from a checkpoint"
             )
         else:
             self._note(f"{what}; continuing, replaced by pid {pid}")
@@ -648,13 +656,13 @@ class Agent:
         ):
             if known:
                 self._note(
-                    f"job {job} is not finished: its last workers here left, as they were asked to "
-                    f"(exit status {PUT_OUT})"
+                    f"job {job} is not finished: the last workers on this machine left "
+                    f"because they were asked to (exit status {PUT_OUT})"
                 )
             else:
                 self._note(
-                    f"unknown whether job {job} is finished: its workers here ended, and "
-                    f"{self._site.coordinator} is not responding"
+                    f"cannot tell whether job {job} is finished: its workers on this machine "
+                    f"ended, and the coordinator at {self._site.coordinator} does not respond"
                 )
         if self._telling:
             self._spawn(self._wind_down(timedelta(0)))
@@ -662,8 +670,8 @@ class Agent:
             self._finish_as_known()
 
     def _tell_failure(self, worker: Worker, ended: WorkerExit) -> None:
-        """Reports a worker's failure to the coordinator, which stops all workers of the job, and to
-        the other launchers."""
+        """Tells the coordinator, which stops all workers of the job, and the other launchers that a
+        worker has failed."""
         reporter = self._reporter
         if reporter is None:
             return
@@ -685,8 +693,8 @@ class Agent:
         self._finish_as_known()
 
     async def _hear_the_end(self) -> None:
-        """Waits until other launchers have been informed of a failure and it is known whether the
-        job is finished. Waits for some seconds at most."""
+        """Waits, for some seconds at most, until other launchers know of a failure and it is known
+        whether the job is finished."""
         reporter = self._reporter
         if self._telling:
             await asyncio.wait(self._telling, timeout=_TELL_TIMEOUT.total_seconds())
@@ -717,15 +725,15 @@ class Agent:
         code = self._policy.exit_code(signal_number=stopped_by or 0)
         if self._policy.end is JobEnd.FAILED and self._policy.fatal is None:
             self._note(
-                f"job {self._settings.job_id} failed: {self._why}; starting it again begins a new "
-                "run"
+                f"job {self._settings.job_id} failed: {self._why}; the same command begins a "
+                "new run"
             )
         if not self._finished.done():
             self._finished.set_result(code)
 
     async def _stop_workers(self, grace: timedelta) -> None:
         """Stops all workers: sends SIGTERM, on which elastic workers leave at their next step
-        boundary, and SIGKILL after the grace period."""
+        boundary, and SIGKILL when `grace` has passed."""
         self._policy.stopping()
         self._stopping.set()
         for replacement in self._replacing:

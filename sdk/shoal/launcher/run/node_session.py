@@ -1,9 +1,9 @@
-"""Membership of one launcher among the launchers of its job: a session with the coordinator,
-maintained by a thread.
+"""Membership of one launcher among the launchers of its job: a session with the coordinator, which
+a thread maintains.
 
-The thread reads directives, reconnects, and calls `on_change` after each change. gRPC's own thread
-reads the messages to send. Results are stored in attributes that only the session's thread writes,
-each replaced atomically.
+The thread reads directives, reconnects, and calls `on_change` after each change. gRPC reads the
+messages to send on a thread of its own. Results are attributes that only the session's thread
+writes, each replaced atomically.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ _FIRST_INTERVAL_S: Final = 1.0
 _LEAVE_TIMEOUT_S: Final = 5.0
 _OVER: Final = ("RUN_ENDED", "RUN_UNKNOWN")
 _GENERATION_UNKNOWN: Final = "GENERATION_UNKNOWN"
-"""Reason of an error that means that the coordinator has lost its newest writes, or everything."""
+"""Reason of the error by which the coordinator reports that it has lost its latest writes or all of
+its data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """A launcher's knowledge of its place among the launchers of a job."""
+    """A launcher's knowledge of its place among the launchers of its job."""
 
     generation: int
-    """Newest generation in which the launcher had a place; 0 if there is none yet."""
+    """Newest generation in which the launcher had a place; 0 if it never had one."""
     placement: NodePlacement | None
     """Current place of the launcher; None if it has none."""
     starts: tuple[str, ...] = ()
-    """Key of the current start of each node's workers, in rank order. When keys change, plain
-    workers are restarted. Identical keys in another generation mean that the coordinator had missed
-    a node that was present all the time."""
+    """For each node in rank order, a key that identifies the current start of its workers. If the
+    keys change, workers of plain scripts are restarted. If a new generation has the same keys, the
+    coordinator had only lost sight of a node that was there all the time."""
     why: str = ""
-    """Reason why the launcher has no place, for people."""
+    """Human-readable reason why the launcher has no place."""
 
 
 class NodeSession:
-    """Session of a launcher as a member that always requests a rank. After an eviction (for a long
-    silence) the launcher rejoins as another member."""
+    """Session of a launcher as a member that always wants a rank. After an eviction because of a
+    long silence, the launcher joins again as a new member."""
 
     def __init__(
         self,
@@ -69,23 +70,30 @@ class NodeSession:
         on_change: Callable[[], None],
         on_job_lost: Callable[[], None],
     ) -> None:
-        """Opens the session. `address`: address (host:port) on which the first worker of all nodes
-        will listen if this launcher becomes rank 0.
+        """Opens the session. Both callbacks are called on the session's thread.
 
-        Both callbacks are called on the session's thread. `on_job_lost`: creates the job again if
-        the coordinator no longer knows it; raises ShoalError.
+        Args:
+            client: client of the coordinator.
+            job_id: id of the launchers' job.
+            launcher_id: id of this launcher.
+            address: address (host:port) on which the first worker of all nodes listens if this
+            launcher
+                gets rank 0.
+            on_change: called after each change.
+            on_job_lost: creates the job again if the coordinator no longer knows it; raises
+            ShoalError.
         """
         self.standing = Standing(
             generation=0, placement=None, why="no message from the coordinator yet"
         )
         self.stopped: str | None = None
-        """Reason why the job was stopped; None if it was not."""
+        """Reason why the job was stopped; None if it was not stopped."""
         self.error: ShoalError | None = None
-        """Reason why the session has ended; None while it is open. If `is_closed`, the run has
-        finished elsewhere."""
+        """Error that ended the session; None while it is open. If `is_closed`, the run has finished
+        elsewhere."""
         self.works_in = 0
-        """Generation in which the launcher's workers were started. Set by the launcher and reported
-        in heartbeats."""
+        """Generation in which the launcher's workers were started. The launcher sets it; heartbeats
+        report it."""
         self._client = client
         self._join = pb.Join(
             job_id=job_id,
@@ -101,8 +109,8 @@ class NodeSession:
         self._on_change = on_change
         self._on_job_lost = on_job_lost
         self._outgoing: queue.SimpleQueue[pb.Leave | None] = queue.SimpleQueue()
-        """Messages for the open stream; None in the queue ends the stream. Each stream has its own
-        queue."""
+        """Messages for the open stream; None ends the stream. Each stream has a queue of its
+        own."""
         self._interval_s = _FIRST_INTERVAL_S
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-node-session", daemon=True)
@@ -110,8 +118,8 @@ class NodeSession:
 
     @property
     def is_closed(self) -> bool:
-        """True if the run has finished elsewhere. There are no more places, but there is no reason
-        to stop either."""
+        """True if the run has finished elsewhere. No launcher gets a place any more, but running
+        workers need not be stopped either."""
         return self.error is not None and self.error.reason in _OVER
 
     def leave(self, reason: pb.Leave.Reason, detail: str) -> None:
@@ -138,7 +146,7 @@ class NodeSession:
             self._leaving.wait(_PAUSE_S)
 
     def _attend(self) -> None:
-        """Serves one stream from beginning to end. Raises the reason for the end of the stream."""
+        """Serves one stream until it ends. Raises the error that ended it."""
         try:
             for directive in self._client.join_session(self._messages(self._outgoing)):
                 self._heard(directive)
@@ -156,7 +164,7 @@ class NodeSession:
         self._come_back(str(error))
 
     def _come_back(self, why: str) -> None:
-        """Makes the next stream join as another member."""
+        """Makes the next stream join as a new member."""
         self._join.member_id = str(uuid.uuid4())
         self.standing = Standing(generation=0, placement=None, why=why)
 
@@ -185,8 +193,8 @@ class NodeSession:
                 self.stopped = directive.drain.reason or "this launcher was drained"
 
     def _ask_ranks(self, generation: pb.Generation) -> Sequence[pb.Rank]:
-        """Returns the members of a generation whose table is too large to be sent in full. Returns
-        nothing if a newer generation exists, which will be announced next.
+        """Requests the members of a generation whose table is too large to be announced in full.
+        Returns nothing if a newer generation exists, which is announced next.
 
         Raises:
             UnavailableError, DeadlineError: the coordinator does not answer; it will announce the
@@ -201,7 +209,7 @@ class NodeSession:
         return list(answer.ranks)
 
     def _messages(self, outgoing: queue.SimpleQueue[pb.Leave | None]) -> Iterator[pb.MemberMessage]:
-        """Yields the messages of one stream. Iterated by gRPC."""
+        """Yields the messages to send on one stream. gRPC iterates over it."""
         join = pb.Join()
         join.CopyFrom(self._join)
         join.last_generation = self.standing.generation
@@ -214,8 +222,9 @@ class NodeSession:
                 yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 continue
             if leave is not None:
-                # The generation of its workers is reported first: with this generation's number,
-                # the end of an older one would stop members that arrived since.
+                # Reports the generation of its workers first. Under the number of the current
+                # generation, the end of workers of an older one would stop members that have
+                # arrived since.
                 yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 yield pb.MemberMessage(leave=leave)
             return

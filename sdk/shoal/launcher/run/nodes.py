@@ -1,10 +1,10 @@
-"""A run on several machines, at a coordinator shared by all launchers: `shoal run --rdzv-endpoint`.
+"""A run at a coordinator that launchers on several machines share: `shoal run --rdzv-endpoint`.
 
 torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR) must agree on all machines before any worker
-starts. The launchers are therefore members of a separate job, `<job>.nodes`, and receive their node
-ranks from its generations. A generation with other launchers, or with newly started workers of a
-launcher, restarts all plain workers. Elastic workers receive their ranks from the job itself and
-keep running.
+starts. The launchers are therefore members of a separate job, `<job>.nodes`, and get their node
+ranks from its generations. If a new generation has other launchers, or a launcher has restarted its
+workers, all workers of plain scripts are restarted. Elastic workers get their ranks from the job
+itself and keep running.
 
 A coordinator that is absent or has lost its data ends nothing: the launchers wait for it and create
 lost jobs again.
@@ -51,21 +51,21 @@ _CALL_DEADLINE: Final = timedelta(seconds=2)
 _RETRY_S: Final = 0.2
 _LOOK_S: Final = 5.0
 _REMINDER_S: Final = 10.0
-"""Interval between messages about missing launchers."""
+"""Interval in seconds between messages about missing launchers."""
 _EXPLAIN_AFTER_S: Final = 2.0
-"""Time after which an unresponsive coordinator is probed for the cause."""
+"""Time in seconds after which the reason is determined why a coordinator does not respond."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
-"""Time for which plain workers continue while their launcher has no place. After a network failure,
-all launchers may return to their places."""
+"""Time for which workers of a plain script continue while their launcher has no place among the
+launchers. After a network failure, all launchers may get their places back."""
 _DEFAULT_MASTER_PORT: Final = 29500
 _RUN_ENDING: Final = "RUN_ENDING"
 
 
 class SharedSite:
-    """Site of a run at a coordinator shared with other launchers. Implements `site.Site`."""
+    """Site of a run whose coordinator is shared with other launchers. Implements `site.Site`."""
 
     def __init__(self, settings: RunSettings, *, note: Callable[[str], None]) -> None:
-        """`note`: function that informs people of events, called on any thread. Raises
+        """`note`: callback that shows a message to the user; called on any thread. Raises
         ConfigurationError for unusable addresses and certificates."""
         assert settings.endpoint is not None
         if settings.master_address is not None and settings.node_rank is None:
@@ -78,7 +78,7 @@ class SharedSite:
         self._settings = settings
         self._note = note
         self._own = self._find_own() if settings.local_address or settings.listen_address else None
-        """Explicitly given addresses of this machine. None if they are not given and must be
+        """Addresses of this machine as given by flags. None if they were not given and are
         determined once the coordinator is reachable."""
         self._client = CoordinatorClient(member_channel(settings.endpoint))
         self._nodes_job = JobSettings(
@@ -91,17 +91,17 @@ class SharedSite:
         self._session: NodeSession | None = None
         self._port: ReservedPort | None = None
         self._placed: tuple[str, ...] = ()
-        """Value of `Standing.starts` for the place in which the workers were last started."""
+        """Value of `Standing.starts` when the workers were last started."""
         self._received: Standing | None = None
-        """Latest standing returned to the agent by `moved` and `place`; None before the first
+        """Latest standing that `moved` or `place` has returned to the agent; None before the first
         place."""
         self._left_alone = False
-        """True if the session was refused while workers ran. The workers continue, and changes of
-        launchers are not noticed."""
+        """True if the coordinator refused the session while workers ran. The workers continue, but
+        launchers that join or leave are no longer noticed."""
         self._before = ""
-        """Outcome of the previous run, for people; empty if unknown."""
+        """Human-readable outcome of the previous run; empty if unknown."""
         self._give_up_at = 0.0
-        """End of the wait for other launchers, on the loop's clock."""
+        """Time at which the wait for other launchers ends, by the event loop's clock."""
 
     def begin(self, start_service: StartService) -> None:
         self._loop = asyncio.get_running_loop()
@@ -192,11 +192,11 @@ class SharedSite:
                 )
             except ShoalError as error:
                 self._note(
-                    f"could not tell the launchers of other machines that this one failed: {error}"
+                    f"could not tell the launchers on other machines that this one failed: {error}"
                 )
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
-        """Returns None, since a shared coordinator serves the page itself and outlives the run."""
+        """Returns None: a shared coordinator serves the page itself and outlives the run."""
         return None
 
     def close(self, ending: Ending) -> None:
@@ -214,7 +214,7 @@ class SharedSite:
 
     @property
     def _settled(self) -> bool:
-        """True if the places of launchers were fixed in advance by flags."""
+        """True if flags determine the places of all launchers in advance."""
         return self._settings.master_address is not None
 
     def _settled_place(self) -> NodePlacement:
@@ -242,7 +242,7 @@ class SharedSite:
 
     @property
     def _run_name(self) -> str:
-        """Name of the run, for people."""
+        """Human-readable name of the run."""
         return (
             f"run {self.run.number} of job {self._settings.job_id}"
             if self.run is not None
@@ -250,7 +250,7 @@ class SharedSite:
         )
 
     async def _enter_run(self) -> None:
-        """Enters the job's current or next run, and requests a place among its launchers."""
+        """Enters the job's current or next run, and joins its launchers."""
         self._client.run, self.run = None, None
         settings = self._settings
         if settings.run:
@@ -263,7 +263,7 @@ class SharedSite:
                 and settings.run
                 and await asyncio.to_thread(self._is_completed, settings.run)
             ):
-                raise RunCompletedError(f"{error}; nothing is left to do") from error
+                raise RunCompletedError(f"{error}, so there is nothing to do") from error
             raise
         self._client.run = made.run
         self.run = Run(number=made.run.number, began_unix_ms=made.run.began_unix_ms)
@@ -280,8 +280,8 @@ class SharedSite:
 
     def _check_run_before(self, number: int) -> None:
         """Raises PreconditionError if launchers report that the previous run is still in progress.
-        The coordinator would end a run without members, and workers of a plain script are not
-        members."""
+        The coordinator cannot know: workers of a plain script are not members, and it would end a
+        run that has no members."""
         try:
             before = self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
             nodes = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
@@ -317,8 +317,8 @@ class SharedSite:
     async def _create(
         self, job: JobSettings, *, number: int = 0, resume: bool = False, follow: bool = False
     ) -> pb.CreateJobResponse:
-        """Creates a job at the coordinator, which may start later than its launchers. Waits until
-        all members of an ended run have left."""
+        """Creates a job at the coordinator, which may start later than its launchers. If a run has
+        ended, waits until all its members have left."""
         began, answered = self._loop.time(), False
         said_at = began - _REMINDER_S
         explain_at = began + _EXPLAIN_AFTER_S
@@ -375,7 +375,7 @@ class SharedSite:
         )
 
     def _join(self) -> None:
-        """Joins the launchers' job with a new incarnation of this launcher."""
+        """Joins the launchers' job as a new member."""
         own = self._own or self._find_own()
         if self._port is None and self._settings.master_port is None:
             # only reserves the port, on which the worker of rank 0 will listen on all interfaces
@@ -391,15 +391,15 @@ class SharedSite:
         )
 
     async def _join_anew(self, why: str) -> None:
-        """Rejoins the launchers' job. To the other launchers this looks like a death: they stop
-        their workers and wait for a new generation, as this launcher does."""
+        """Joins the launchers' job again as a new member. To the other launchers this looks like a
+        death: they stop their workers and wait for a new generation, as this launcher does."""
         assert self._session is not None
         await asyncio.to_thread(self._session.leave, pb.Leave.REASON_FAILED, why)
         self._join()
 
     def _create_lost(self) -> None:
-        """Creates the jobs again after the coordinator has lost its data. Every launcher tries;
-        only the first one creates them. Raises ShoalError."""
+        """Creates the jobs again after the coordinator has lost its data. Every launcher tries
+        this, and the first one succeeds. Raises ShoalError."""
         created = self._client.create_job(self._job().message(), deadline=_CALL_DEADLINE).created
         if not self._settled:
             created |= self._client.create_job(
@@ -413,7 +413,7 @@ class SharedSite:
 
     def _look_for_job(self) -> None:
         with contextlib.suppress(ShoalError):
-            # e.g. the coordinator is unreachable: asked again later
+            # e.g. the coordinator is unreachable; the next pass tries again
             try:
                 self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
             except UnknownResourceError:
@@ -432,8 +432,8 @@ class SharedSite:
             job = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
         except ShoalError as error:
             return (
-                f"{what}: could not get their number from the coordinator at {self.coordinator} "
-                f"({error})"
+                f"{what}; the coordinator at {self.coordinator} could not be asked how many "
+                f"have joined ({error})"
             )
         hosts = sorted(member.host for member in job.members)
         least = self._settings.nodes.least
@@ -467,8 +467,8 @@ class SharedSite:
             if standing.placement is None:
                 await self._wait_for_change()
             elif standing.starts == self._placed:
-                # The workers here were stopped, and the place is unchanged: for the others too,
-                # they must be new ones.
+                # The workers on this machine were stopped while the place is unchanged. The other
+                # launchers must learn that the next workers are new ones.
                 await self._join_anew("its workers are being restarted")
             else:
                 self._received, self._placed = standing, standing.starts
@@ -482,8 +482,8 @@ class SharedSite:
             )
 
     async def _wait_for_change(self, *, timeout_s: float | None = None) -> None:
-        """Waits for a change reported by the session, or for the timeout. Each waiter checks the
-        state before it waits, so that waiters can share the event."""
+        """Waits until the session reports a change, or for the timeout. Callers check the state
+        before they wait, so several can wait for the same event."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -497,15 +497,16 @@ class SharedSite:
             and session.stopped is None
             and ending is not Ending.STOPPED
         ):
-            # With a fixed number of launchers none is dispensable: nobody should wait for this one.
+            # With a fixed number of launchers all are needed, so the others need not wait for this
+            # one.
             with contextlib.suppress(ShoalError):
                 self._stop_those_that_wait(
                     "have finished" if ending is Ending.FINISHED else "failed"
                 )
 
     def _tell_end(self, ending: Ending) -> None:
-        """Reports the outcome of a plain script's run, whose workers are not members and cannot
-        report it. The coordinator ignores the report for other runs."""
+        """Reports the outcome of a plain script's run. Its workers are not members of the job and
+        cannot report it themselves. The coordinator ignores a report about another run."""
         if ending is Ending.STOPPED or (ending is Ending.FAILED and not self._settings.nodes.fixed):
             return
         came_to = pb.JOB_ENDING_COMPLETED if ending is Ending.FINISHED else pb.JOB_ENDING_FAILED
@@ -517,20 +518,20 @@ class SharedSite:
             )
 
     def _stop_those_that_wait(self, what: str) -> None:
-        """Stops launchers that wait for this one. If this launcher finished while all had their
-        places, the job is finished, and the other launchers finish by themselves."""
+        """Makes launchers that wait for this one stop waiting. If this launcher finished while all
+        launchers had their places, the job is finished, and the others finish by themselves."""
         job_id = self._nodes_job.job_id
         if self._client.get_job(job_id).phase != pb.JOB_PHASE_FINISHED:
             self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")
 
 
 def _secured(obstacle: Obstacle | None) -> bool:
-    """Returns whether the coordinator was reached and only the credentials are wrong."""
+    """Returns whether the coordinator can be reached, but does not accept the credentials."""
     return obstacle is not None and obstacle.permanent
 
 
 def _previous_run_text(made: pb.CreateJobResponse) -> str:
-    """Returns a description of the previous run's outcome, for people."""
+    """Returns a human-readable description of the previous run's outcome."""
     if not made.HasField("previous"):
         return ""
     past = made.previous

@@ -1,7 +1,8 @@
-"""Records a run for the history (`launcher.report.history`), during the run and at its end.
+"""Records a run for the history (`launcher.report.history`), while it is in progress and when it
+ends.
 
-The recorder decides nothing. A record that cannot be written does not fail the run; the first
-problem becomes a line for people.
+The recorder decides nothing. A failure to write a record does not fail the run; the first one
+becomes a message to the user.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ LOG_BYTES: Final = 16 << 20
 """Size at which the output of a run continues in a second file. At most two files are kept; the
 older one is dropped."""
 _MOST_WORKERS: Final = 256
-"""Maximum number of ended workers in a record; the last ones are kept."""
+"""Maximum number of ended workers in a record. If there are more, the latest ones are kept."""
 _COLOURED_PREFIX: Final = re.compile(rb"^\x1b\[\d+m(\[\d+\]:)\x1b\[0m ", re.MULTILINE)
 
 
@@ -56,9 +57,10 @@ class RunRecorder:
     """Recorder of one run. Belongs to the launcher's main thread, except for the writer."""
 
     def __init__(self, run: RecordedRun, *, keeps_output: bool) -> None:
-        """`keeps_output`: True if no other process writes the run's output to its directory."""
+        """`keeps_output`: True if the recorder must store the run's output because no other process
+        does."""
         self.problems: list[str] = []
-        """Problems as lines for people; at most one."""
+        """Problems as messages to the user; at most one."""
         self._run = run
         self._keeps_output = keeps_output
         self._workers: list[tuple[str, WorkerExit]] = []
@@ -69,10 +71,12 @@ class RunRecorder:
 
     @classmethod
     def begin(cls, settings: RunSettings) -> Self | None:
-        """Creates the record of a run that starts in this process, and removes the oldest records.
+        """Creates the record of a run that this process starts, and removes the oldest records.
+
         Returns None if nothing is recorded, because SHOAL_HISTORY_RUNS is 0 or the job id is
-        invalid. Raises ConfigurationError for an invalid setting. A directory that cannot be
-        written becomes a problem."""
+        invalid. Raises ConfigurationError for an invalid setting. If the directory cannot be
+        written, that is noted in `problems`.
+        """
         limits = Limits.load(os.environ)
         if not limits.runs or not is_job_id(settings.job_id):
             return None
@@ -89,8 +93,8 @@ class RunRecorder:
         return recorder
 
     def writer(self, write: Writer) -> Writer:
-        """Returns a writer that also records the output: complete lines, with prefixes in plain
-        text."""
+        """Returns a writer that passes output on to `write` and records it: complete lines, whose
+        prefixes are recorded without colors."""
         if not self._keeps_output:
             return write
         log = self._log = _Log(self._run.directory)
@@ -106,8 +110,10 @@ class RunRecorder:
         self._workers = [*self._workers, (member_id, ended)][-_MOST_WORKERS:]
 
     def keep(self, *, events: Sequence[pb.Event], page: str | None, run: int, ranks: int) -> None:
-        """Records the coordinator's information at the end. `run`: number of this run at the
-        coordinator. `ranks`: largest number of ranks."""
+        """Records what the coordinator knows about the run at its end.
+
+        `run`: number of the run at the coordinator. `ranks`: largest number of ranks.
+        """
         from google.protobuf.json_format import MessageToDict
 
         self._number, self._ranks = run, ranks
@@ -127,7 +133,8 @@ class RunRecorder:
         figures: RunFigures,
         course: Course,
     ) -> None:
-        """Records the end of the run. `reason`: reason of the outcome, for people; may be empty."""
+        """Records the end of the run. `reason`: human-readable reason for the outcome; may be
+        empty."""
         if self._closed:
             return
         if figures.points:
@@ -210,7 +217,7 @@ class _Log:
             self._file.write(plain)
             self._size += len(plain)
         except OSError:
-            self._failed = True  # the output is on the terminal, and the log is short
+            self._failed = True  # the terminal shows the output; the log only lacks some of it
 
     def close(self) -> None:
         if self._file is not None:
@@ -237,7 +244,7 @@ def _record(settings: RunSettings, directory: Path) -> RecordedRun:
 
 
 def _settings(settings: RunSettings) -> Mapping[str, str]:
-    """Returns the flags in which two runs may differ. Flags that are not set are missing."""
+    """Returns the flags in which two runs may differ, by name. Omits flags that are not set."""
     nodes = settings.nodes
     values: dict[str, Any] = {
         "workers": settings.workers,

@@ -1,9 +1,9 @@
-"""Reports workers' exits to the coordinator and asks it about the job. The launcher learns of a
-worker's death first, through waitpid.
+"""Reports the exits of workers to the coordinator, and asks it about the job. The launcher learns
+of a worker's death before the coordinator does, through waitpid.
 
 Calls block and are made on threads of the launcher. A reporter has no state except its client.
-Unknown facts are None or JobEnd.UNKNOWN, which implies nothing else: a coordinator that is absent,
-or has lost its data, says nothing about live members.
+Unknown facts are None or JobEnd.UNKNOWN, from which nothing follows: a coordinator that is absent,
+or has lost its data, says nothing about running workers.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class JobNews:
 
     end: JobEnd
     why: str
-    """Reason of the job's end, for people."""
+    """Human-readable reason why the job ended."""
     holders: int
-    """Number of members that have a rank or have committed a step, and therefore hold the training
-    state or parts of it. While the job waits for more workers, no member has a rank."""
+    """Number of members that hold the training state or a part of it, because they have a rank or
+    have committed a step. While the job waits for more workers, no member has a rank."""
     refused: str
     """Reason why the job refuses this machine; empty if it does not."""
     unhealthy: bool
@@ -64,11 +64,11 @@ class JobNews:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReport:
-    """Answer of the coordinator to the report of a worker's exit."""
+    """The coordinator's response to the report of a worker's exit."""
 
     was_member: bool
     rank: int
-    """Last rank of the worker; -1 if it had none or the rank is unknown."""
+    """Last rank of the worker; -1 if the worker had none or its rank is unknown."""
     job: JobNews
 
 
@@ -91,10 +91,17 @@ class ExitReporter:
         failure: str = "",
         finished: bool = False,
     ) -> ExitReport | None:
-        """Reports a worker's exit. Blocks until the coordinator has received the report: for a
-        millisecond, or for up to a minute while it is absent or does not know the job. Returns None
-        after a timeout or a refusal. `key`: the member's key. `failure`: if not empty, the job
-        fails for this reason. `finished`: True if the worker reported that its script finished."""
+        """Reports a worker's exit. Blocks until the coordinator has received the report, usually
+        for a millisecond, or for up to a minute while the coordinator is absent or does not know
+        the job. Returns None after that time, or if the coordinator rejects the report.
+
+        Args:
+            member_id: id of the worker as a member.
+            status: how its process ended.
+            key: the member's key.
+            failure: if not empty, the job fails for this reason.
+            finished: True if the worker has recorded that its script finished.
+        """
         deadline = time.monotonic() + _PATIENCE.total_seconds()
         while True:
             try:
@@ -131,21 +138,21 @@ class ExitReporter:
         )
 
     def report_leaving(self, reason: str) -> None:
-        """Reports that this machine will be taken away. Blocks for at most 2 s. Raises no error,
-        since the report only informs people."""
+        """Reports that this machine will be taken away. Blocks for at most 2 s. Raises no error:
+        nothing depends on the report, which is shown to users."""
         self._report_machine(pb.MACHINE_CONDITION_LEAVING, reason)
 
     def report_health(self, failure: str) -> None:
-        """Reports the result of this machine's health checks: `failure`, or that all have passed if
-        it is empty. Blocks for at most 2 s. Raises no error, as `report_leaving`."""
+        """Reports a failed health check of this machine or, if `failure` is empty, that all checks
+        passed. Blocks for at most 2 s. Raises no error, like `report_leaving`."""
         if failure:
             self._report_machine(pb.MACHINE_CONDITION_UNHEALTHY, failure)
         else:
             self._report_machine(pb.MACHINE_CONDITION_HEALTHY, "all health checks passed")
 
     def clock_offset(self) -> tuple[timedelta, timedelta] | None:
-        """Returns the time of the coordinator's clock minus that of this machine's, and the
-        uncertainty. Returns None if the coordinator could not be asked. Blocks for at most 2 s."""
+        """Returns the coordinator's clock minus this machine's clock, and the uncertainty of this
+        difference. Returns None if the coordinator could not be asked. Blocks for at most 2 s."""
         before_s = time.time()
         try:
             job = self._client.get_job(self._job_id, member_id=NOBODY, deadline=_CALL_DEADLINE)
@@ -166,8 +173,8 @@ class ExitReporter:
             )
 
     def is_put_out(self, member_id: str) -> bool:
-        """Returns whether the coordinator has evicted a member, so that nobody waits for its
-        process. Blocks for at most 2 s."""
+        """Returns whether the coordinator has evicted a member, so that no other member waits for
+        its process. Blocks for at most 2 s."""
         try:
             return bool(
                 self._client.get_job(
@@ -178,9 +185,9 @@ class ExitReporter:
             return False
 
     def missing_servers(self) -> str:
-        """Returns a line about missing parameter servers without which training cannot start.
-        Returns an empty string if none is missing or the coordinator could not be asked. Blocks for
-        at most 2 s."""
+        """Returns a line about parameter servers that are missing and without which training cannot
+        start; empty if none is missing or the coordinator could not be asked. Blocks for at most 2
+        s."""
         try:
             job = self._client.get_job(self._job_id, member_id=NOBODY, deadline=_CALL_DEADLINE)
         except ShoalError:
@@ -188,8 +195,8 @@ class ExitReporter:
         return job.waits_for if job.servers_awaited else ""
 
     def events(self, after: str) -> list[pb.Event]:
-        """Returns the job's events after the event with id `after`; "": from the beginning. Blocks
-        for at most 2 s. Raises ShoalError."""
+        """Returns the events of the job that follow the event with id `after`; all events if
+        `after` is empty. Blocks for at most 2 s. Raises ShoalError."""
         return list(
             self._client.watch_events(self._job_id, after_event_id=after, deadline=_CALL_DEADLINE)
         )

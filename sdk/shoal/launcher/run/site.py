@@ -1,5 +1,5 @@
-"""Environment of a run as its agent sees it: the run's own cluster (`standalone`), or a coordinator
-shared with other launchers (`nodes`)."""
+"""Surroundings of a run, as seen by its agent: either the run's own cluster (`standalone`), or a
+coordinator shared with other launchers (`nodes`)."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ if TYPE_CHECKING:
 
 
 MACHINE_REFUSED: Final = "MACHINE_REFUSED"
-"""Reason of the error with which a job refuses a machine."""
+"""Reason of the error by which a job refuses a machine."""
 
 
 class RunCompletedError(PreconditionError):
-    """The requested run has already completed, so nothing is left to do. This is not a failure."""
+    """Raised if the requested run has already completed, so that there is nothing to do. Not a
+    failure."""
 
     default_reason = "RUN_ENDED"
 
 
 class Ending(Enum):
-    """Outcome of a run as reported to other launchers."""
+    """Outcome of a run at this launcher, as told to the other launchers."""
 
     FINISHED = auto()
     """The script finished."""
     FAILED = auto()
     STOPPED = auto()
-    """The run was ended by a signal, or because its workers were asked to leave, evicted or killed.
-    This launcher leaves, and the job may continue elsewhere."""
+    """A signal ended the run, or its workers were asked to leave, evicted or killed. This launcher
+    leaves; the job may continue elsewhere."""
 
 
 class Site(Protocol):
-    """Environment of a run, with its coordinator and its place among launchers."""
+    """Surroundings of a run: its coordinator, and this launcher's place among other launchers."""
 
     coordinator: str
     """Address of the coordinator (host:port), passed to the workers."""
     run: Run | None
-    """Run of the job, once the site is open; None if the job can have only one."""
+    """The run of the job, known once the site is open; None if the job can have only one run."""
 
     def begin(self, start_service: StartService) -> None:
-        """Starts slow operations. Called first, on the loop's thread. `start_service`: function
-        that starts processes of parameter servers."""
+        """Starts operations that take long. Called first, on the event loop's thread.
+        `start_service`: starts processes of parameter servers."""
         ...
 
     async def open(self, launcher_id: str) -> ExitReporter:
@@ -61,25 +62,29 @@ class Site(Protocol):
         ...
 
     async def place(self, *, again: bool) -> NodePlacement:
-        """Returns this launcher's place for the next start of all its workers; may be called before
-        the site is open. Waits for other launchers. `again`: True if the other launchers must
-        restart their workers too. Raises ShoalError."""
+        """Returns this launcher's place for the next start of all its workers. Waits for other
+        launchers. May be called before the site is open. Raises ShoalError.
+
+        `again`: True if the other launchers must restart their workers too.
+        """
         ...
 
     async def moved(self) -> None:
-        """Waits until the last place is no longer valid because launchers have joined or left."""
+        """Waits until launchers join or leave, so that the last place is no longer valid."""
         ...
 
     def fail(self, reason: str) -> None:
-        """Informs the other launchers that the job has failed on this machine and therefore
-        everywhere. Blocks for at most some seconds; never raises an error."""
+        """Tells the other launchers that the job has failed on this machine, and therefore
+        everywhere. Blocks for some seconds at most; never raises an error."""
         ...
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
-        """Returns the status page of the run with its data included. Returns None if the site
-        has no page or it does not answer. `known`: values of the job that its coordinator no
-        longer has after its members have left. Blocks for some seconds at most; called once the
-        site is open."""
+        """Returns the status page of the run with its data included; None if the site has no page
+        or the coordinator does not answer. Called once the site is open. Blocks for some seconds at
+        most.
+
+        `known`: values of the job that its coordinator no longer has after the members have left.
+        """
         ...
 
     def close(self, ending: Ending) -> None:

@@ -1,6 +1,6 @@
-"""Run on one machine with its own cluster: `shoal run --standalone`.
+"""A run on one machine with its own cluster: `shoal run --standalone`.
 
-Workers start at the same time as the cluster. They need the coordinator only after importing torch,
+Workers and cluster start at the same time. Workers need the coordinator only after importing torch,
 which takes longer than starting the cluster.
 """
 
@@ -61,8 +61,8 @@ class StandaloneSite:
         await self._keeper.keep()
 
     async def place(self, *, again: bool) -> NodePlacement:
-        """Returns a place at once. Each start receives a new port, since the previous one may still
-        be in use."""
+        """Returns a place without waiting. Each call returns a new port, since the previous one may
+        still be in use."""
         self._release_port()
         port = self._settings.master_port
         if port is None:
@@ -76,11 +76,11 @@ class StandaloneSite:
         )
 
     async def moved(self) -> None:
-        """Never returns, since there is no other launcher."""
+        """Never returns, since there are no other launchers."""
         await asyncio.Event().wait()
 
     def fail(self, reason: str) -> None:
-        """Does nothing, since no other launcher must be informed."""
+        """Does nothing, since there are no other launchers."""
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
         return self._cluster.saved_page(known)
@@ -95,9 +95,12 @@ class StandaloneSite:
 
 
 def job_of(settings: RunSettings) -> JobSettings:
-    """Returns the job's settings for a run on one machine. At the start all workers are awaited
-    during the grace period. Later a single remaining worker may continue, unless --min-workers
-    requires more. If the command line requests no parameter servers, a script may request one."""
+    """Returns the settings of the job for a run on one machine.
+
+    At the start, the grace period lets all workers join. Later, training continues even with a
+    single worker, unless --min-workers requires more. If the command line requests no parameter
+    servers, a script may still get one.
+    """
     return JobSettings(
         job_id=settings.job_id,
         min_workers=settings.min_survivors,

@@ -1,9 +1,9 @@
-"""Background runs: launchers whose output and result are in files that any process of this user on
-this host can follow (docs/explanation/launcher-and-deployment.md#batch-systems).
+"""Runs in the background: any process of this user on this host can follow a launcher through the
+files with its output and result (docs/explanation/launcher-and-deployment.md#batch-systems).
 
 Each run has a directory below the directory of its job: `submission.json` describes the command and
 its process, `output.log` contains all output, and `result.json` the outcome. The launcher's process
-writes the result itself (`shoal.cli.submitted`); a killed launcher leaves none.
+writes the result itself (`shoal.cli.submitted`), so a launcher that was killed leaves none.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Submission:
 
     job_id: str
     run: int
-    """Number of the submission of this job id on this host: 1, 2, ..."""
+    """Number of the submission, counted per job id on this host from 1."""
     arguments: tuple[str, ...]
-    """Arguments after `shoal run`."""
+    """Arguments of the command, after `shoal run`."""
     coordinator: str | None
     """Address of a shared coordinator (host:port); None: the run has its own."""
     host: str
@@ -69,18 +69,18 @@ class Submission:
 
     @property
     def is_running(self) -> bool:
-        """True if the launcher's process exists, possibly after recording its outcome."""
+        """True if the launcher's process exists. It may already have recorded its outcome."""
         return start_ticks(self.pid) == self.pid_start_ticks
 
     @property
     def has_ended(self) -> bool:
-        """True if no process of the submission is running and its log is complete."""
+        """True if no process of the submission is running, so that its log is complete."""
         return self.outcome() is not None
 
     def outcome(self) -> Outcome | None:
-        """Returns the outcome of the submission; None while it is running. The outcome of a killed
-        launcher has no exit status."""
-        # read before the result, since a launcher writes its result before it ends
+        """Returns the outcome of the submission; None while it is running. If the launcher was
+        killed, the outcome has no exit status."""
+        # must be read before the result, since a launcher writes its result before it ends
         running = self.is_running
         content = _read(self.directory / _RESULT)
         if content is not None:
@@ -146,7 +146,7 @@ class Outcome:
 
 
 class Submissions:
-    """Submissions of this user on this host. Stores nothing in memory, so all processes see the
+    """Submissions of this user on this host. It keeps nothing in memory, so all processes see the
     same submissions."""
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -203,7 +203,8 @@ class Submissions:
         self._history.prune(Limits.load(os.environ))
         if started is None or started.run != run:
             raise UnavailableError(
-                f"job {job_id!r} was started, but {own / _RECORD} is missing",
+                f"job {job_id!r} was started, but its record {own / _RECORD} is missing; it "
+                "may have been removed",
                 reason="SUBMIT_FAILED",
             )
         return started
@@ -274,8 +275,8 @@ def _start(
     directory: Path | None,
     known: Mapping[str, Any],
 ) -> None:
-    """Starts a launcher and blocks until its process exists. The process started here forks the
-    launcher and ends at once."""
+    """Starts a launcher and blocks until its process exists. For this, starts a process that forks
+    the launcher and ends at once."""
     command = [
         sys.executable,
         "-P",

@@ -1,1 +1,2 @@
-"""Worker processes of one launcher: settings, environment, output, starts and restarts."""
+"""The worker processes of one launcher: their settings, environment and output, and when they are
+started and restarted."""

@@ -1,5 +1,5 @@
 """Environment of a worker process: torchrun's variables, so that scripts for torchrun run
-unchanged, and Shoal's variables."""
+unchanged, and Shoal's own."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from shoal_common.formats.runs import Run
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlacement:
-    """Position of this launcher's workers among the workers of all nodes, for one start of all
-    workers."""
+    """Position of this launcher's workers among those of all nodes. It is valid for one start of
+    all workers."""
 
     node_rank: int
     node_count: int
     master_address: str
     master_port: int
-    """Free port on the node of rank 0, where its first worker will listen."""
+    """Free port on the node of rank 0, on which the first worker of that node listens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlacement:
-    """Position of one worker process among all workers, for one start."""
+    """Position of one worker process among all workers. It is valid for one start of all
+    workers."""
 
     index: int
     """Local rank of the worker."""
     workers: int
-    """Number of workers on this node; all nodes have the same number."""
+    """Number of workers on this node, which is the same on all nodes."""
     node: NodePlacement
 
     @property
@@ -48,15 +49,16 @@ class WorkerIdentity:
     """Identity of one worker process, as known to the coordinator."""
 
     coordinator: str
-    """host:port"""
+    """Address of the coordinator (host:port)."""
     job_id: str
     run: Run | None
-    """Run of the job to which the launcher belongs; None: the newest run."""
+    """Run of the job in which the worker takes part; None: the newest run."""
     member_id: str
     member_key: str
     launcher_id: str
     member_file: Path
-    """File in which the worker records that it is a member, and that it has finished."""
+    """File in which the worker records that it has joined the job, and that its script has
+    finished."""
     tally_file: Path
     """File in which the worker counts its commits."""
     metrics_listen: str | None
@@ -64,10 +66,10 @@ class WorkerIdentity:
     record_directory: Path | None
     allow_restart_from_scratch: bool
     local_address: str | None = None
-    """Value of `--local-addr`, the address at which others reach this machine; None if not
+    """Value of `--local-addr`: the address at which other machines reach this one; None if not
     given."""
     listen_address: str | None = None
-    """Value of `--listen-addr`, the address on which this machine's workers listen; None if not
+    """Value of `--listen-addr`: the address on which workers on this machine listen; None if not
     given."""
 
 
@@ -80,7 +82,7 @@ def torchrun_variables(
     max_restarts: int,
     error_file: Path,
 ) -> dict[str, str]:
-    """Returns torchrun's variables with their usual meanings."""
+    """Returns torchrun's variables, with the meanings that torchrun gives them."""
     node = placement.node
     return {
         "RANK": str(placement.rank),
@@ -132,15 +134,16 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
 
 
 def machine_name(environment: Mapping[str, str]) -> str:
-    """Returns the name with which this machine's workers join: SHOAL_HOST, or the host name."""
+    """Returns the name of this machine under which its workers join: SHOAL_HOST, or the host
+    name."""
     return environment.get("SHOAL_HOST") or socket.gethostname()
 
 
 def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> dict[str, str]:
-    """Returns the part of the launcher's own environment that workers inherit.
+    """Returns the variables of the launcher's environment that workers inherit.
 
-    With several workers per node and OMP_NUM_THREADS unset, each worker gets one thread, as under
-    torchrun. `local`: True if the cluster belongs to this launcher, uses neither tokens nor
+    If a node has several workers and OMP_NUM_THREADS is not set, each worker gets one thread, as
+    under torchrun. `local`: True if the cluster belongs to this launcher, uses neither tokens nor
     certificates, and is reached only from this machine.
     """
     of_others = ("SHOAL_TOKEN", "SHOAL_TLS_", "SHOAL_LOCAL_ADDR", "SHOAL_LISTEN_ADDR")
@@ -172,8 +175,8 @@ _OWN_PREFIXES: Final = ("SHOAL_", "TORCHELASTIC_")
 
 
 def is_own_of_worker(name: str) -> bool:
-    """Returns whether a variable may differ between the workers of a run. No code reads such a
-    variable before a script runs."""
+    """Returns whether a variable may have different values in the workers of a run. No code reads
+    such a variable before the script runs."""
     return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
@@ -187,22 +190,23 @@ def interface_variables(environment: Mapping[str, str], interface: str | None) -
 
 
 def visible_slices(environment: Mapping[str, str]) -> list[str]:
-    """Returns the GPU slices (NVIDIA's MIG) listed in CUDA_VISIBLE_DEVICES. Returns none if the
-    variable lists none, or also lists full devices."""
+    """Returns the GPU slices (NVIDIA's MIG) listed in CUDA_VISIBLE_DEVICES; none if the variable
+    also lists complete devices, or no slices."""
     listed = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return listed if all(each.startswith("MIG-") for each in listed) else []
 
 
 def slice_variables(environment: Mapping[str, str], *, index: int) -> dict[str, str]:
-    """Returns the variable that makes a single slice visible to worker `index`, if the launcher
-    sees several. CUDA gives a process only the first slice listed."""
+    """Returns the variable that makes only one slice visible to worker `index`, if the launcher
+    sees several slices. CUDA would otherwise give every process the first slice listed."""
     slices = visible_slices(environment)
     return {"CUDA_VISIBLE_DEVICES": slices[index % len(slices)]} if slices else {}
 
 
 def metrics_listen(environment: Mapping[str, str], *, index: int, enabled: bool) -> str | None:
-    """Returns the address for the metrics of worker `index`: SHOAL_METRICS_LISTEN with the index
-    added to a fixed port, otherwise any loopback port. Returns None if metrics are disabled."""
+    """Returns the address at which worker `index` serves metrics: SHOAL_METRICS_LISTEN with `index`
+    added to its port, or any loopback port if the variable is not set. Returns None if metrics are
+    disabled."""
     if not enabled:
         return None
     host, _, port = environment.get("SHOAL_METRICS_LISTEN", "127.0.0.1:0").rpartition(":")

@@ -1,9 +1,9 @@
-"""Merges the output of many processes on one terminal: complete lines, each with its rank as
-prefix, and one file per process.
+"""Merges the output of many processes on one terminal, as complete lines that begin with the
+worker's rank, and writes it to one file per process.
 
 One thread, the pump, reads all pipes and writes all output, so a stopped terminal (Ctrl-S, `less`)
-blocks only the workers' output. The pump owns the sources; `attach` and `finish` may be called from
-any thread and pass work to the pump.
+blocks only the output of the workers. The pump owns the sources; `attach` and `finish` may be
+called from any thread and pass work to the pump.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ERASE_LINE: Final = b"\x1b[K"
 
 
 class Stream(IntEnum):
-    """One of the launcher's own output streams. The value is the file descriptor."""
+    """One of the launcher's output streams. The value is the file descriptor."""
 
     OUT = 1
     ERR = 2
@@ -45,14 +45,14 @@ Writer = Callable[[Stream, bytes], None]
 
 class LineSplitter:
     """Splits a stream of bytes into lines. A carriage return ends a line too, so that progress bars
-    are shown while they move."""
+    are shown as they change."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that `data` completes, with their line ends. Splits lines of more than
-        1 MiB."""
+        """Returns the lines that `data` completes, including their line ends. Splits lines of more
+        than 1 MiB."""
         lines = (self._rest + data).splitlines(keepends=True)
         # A final carriage return may be the first half of \r\n.
         self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
@@ -69,12 +69,12 @@ class LineSplitter:
 
 @dataclass(kw_only=True)
 class Source:
-    """One pipe of one process, and the destinations of its lines."""
+    """A pipe of one process, and where its lines go."""
 
     pipe: IO[bytes]
     stream: Stream
     prefix: bytes
-    """Prefix of each line on the console."""
+    """Text before each line on the console."""
     console: bool
     """True if the lines appear on the console."""
     file: Path | None
@@ -84,22 +84,24 @@ class Source:
 
 
 def rank_prefix(rank: int, *, colour: bool) -> bytes:
-    """Returns the prefix of a worker's lines, e.g. `[3]: `. `colour`: True for a terminal, on which
-    each rank has its own color."""
+    """Returns the text before a worker's lines, e.g. `[3]: `. `colour`: True to give each rank a
+    color of its own, for a terminal."""
     if not colour:
         return b"[%d]: " % rank
     return b"\x1b[%dm[%d]:\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
 
 
 class TerminalStuckError(DeadlineError):
-    """The terminal does not accept output, because it was stopped (Ctrl-S) or nobody reads it."""
+    """Raised if the terminal does not accept output, because it is stopped (Ctrl-S) or nobody reads
+    it."""
 
     default_reason = "TERMINAL_STUCK"
 
 
 class ConsoleWriter:
-    """Writes to this process's standard output and error, bypassing Python's buffers. A stream
-    whose reader has gone is dropped, since losing the terminal must not end the training."""
+    """Writes to this process's standard output and error, bypassing Python's buffers. If the reader
+    of a stream has gone, output to it is dropped, since losing the terminal must not end the
+    training."""
 
     def __init__(self) -> None:
         self._gone: set[Stream] = set()
@@ -144,18 +146,21 @@ class OutputPump:
         self.order(lambda: self._register(source))
 
     def finish(self, source: Source) -> None:
-        """Copies the remaining contents of an ended process's pipe, and closes the pipe.
+        """Copies what is left in an ended process's pipe, and closes the pipe.
 
-        Does not wait for the pipe's end, since a descendant of the dead process may keep it open.
+        Does not wait for the pipe to be closed by its writers, since a descendant of the dead
+        process may keep it open.
         """
         self.order(lambda: self._end(source))
 
     def say(self, text: str) -> None:
-        """Writes the launcher's own lines to standard error, after all output ordered before."""
+        """Writes a line of the launcher itself to standard error, after all output scheduled so
+        far."""
         self.order(lambda: self._write(Stream.ERR, text.encode()))
 
     def order(self, order: Callable[[], None]) -> None:
-        """Makes the pump's thread call `order`, after everything that was ordered before."""
+        """Schedules a call of `order` on the pump's thread, after everything that was scheduled
+        before."""
         self._orders.put(order)
         os.eventfd_write(self._wakeup, 1)
 
@@ -180,7 +185,9 @@ class OutputPump:
                 if key.data is None:
                     os.eventfd_read(self._wakeup)
                     self._obey()
-                elif not key.data.pipe.closed:  # may have been closed by an order in this iteration
+                elif (
+                    not key.data.pipe.closed
+                ):  # a call in this iteration may have closed the source
                     self._move(key.data)
 
     def _obey(self) -> None:
@@ -204,8 +211,8 @@ class OutputPump:
             self._release(source)
 
     def _move(self, source: Source) -> bool:
-        """Copies the result of one read. Returns False if no more data is available now. Releases
-        the source at its end."""
+        """Reads from the source once and copies the data. Returns False if no more data is
+        available now. Releases the source at the end of its pipe."""
         try:
             data = os.read(source.pipe.fileno(), _READ_SIZE)
         except BlockingIOError:
@@ -236,5 +243,7 @@ class OutputPump:
             source.log = None
             log.close()
             self._write(
-                Stream.ERR, f"shoal: {source.file} receives no more output: {error}\n".encode()
+                Stream.ERR,
+                f"shoal: cannot write to {source.file}, which receives no more output: "
+                f"{error}\n".encode(),
             )

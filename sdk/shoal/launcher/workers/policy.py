@@ -1,14 +1,13 @@
-"""Decides how a launcher reacts to the end of a worker, and which exit status the launcher has. A
-pure state machine that maps exits to actions, without a clock or processes.
+"""Decides how a launcher reacts to the end of a worker, and with which exit status it exits. A pure
+state machine that maps exits to actions, without clocks or processes.
 
 Workers of a plain script form a unit, as under torchrun: if one fails, the others are stopped, and
 either all workers are restarted or none.
 
-Elastic workers (workers that joined the job) are replaced individually while the others continue,
-provided that the cause may not recur: a signal or an eviction. A worker that *raised* an exception
-would most likely raise it again, and so would the other workers: unless --max-restarts allows a
-restart, the job has failed. The known state of the job decides whether a run without failures has
-finished.
+Elastic workers (those that have joined the job) are replaced one by one while the others continue,
+if the cause may not recur: a signal or an eviction. A worker that *raised* an exception would
+probably raise it again, and so would the others; the job then fails, unless --max-restarts allows a
+restart. If no worker has failed, the state of the job decides whether the run is finished.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shoal_common.exit_status import PREEMPTED, PUT_OUT
 from shoal.launcher.processes.process import ExitStatus
 
 ELASTIC_RESTARTS: Final = 3
-"""Number of replacements of an elastic worker that was killed by a signal or evicted, if
+"""Number of times that an elastic worker is replaced after it was killed by a signal or evicted, if
 --max-restarts is not given."""
 
 
@@ -31,7 +30,7 @@ _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGKILL)
 
 
 class Action(Enum):
-    """Reaction to the exit of a worker."""
+    """Reaction of the launcher to the exit of a worker."""
 
     NONE = auto()
     """Do nothing: the other workers continue, or there are none."""
@@ -44,17 +43,17 @@ class Action(Enum):
 
 
 class JobEnd(Enum):
-    """State of a job, as known to its launcher."""
+    """State of a job with respect to its end, as far as its launcher knows."""
 
     UNKNOWN = auto()
-    """The coordinator could not be asked, or does not know the job. Implies nothing about live
-    members."""
+    """The coordinator could not be asked, or does not know the job. Nothing follows for running
+    workers."""
     NONE = auto()
     """The job continues, or waits for workers."""
     COMPLETED = auto()
     """The script finished."""
     STOPPED = auto()
-    """The job was asked to stop (StopJob), and its script finishes."""
+    """The job was asked to stop (StopJob), and its script is finishing."""
     FAILED = auto()
 
     @property
@@ -68,31 +67,31 @@ class WorkerExit:
     """Record of the end of a worker process."""
 
     index: int
-    """Index of the worker at its launcher: 0 .. workers-1."""
+    """Local rank of the worker: 0 .. workers-1."""
     rank: int
-    """Last rank in the job, if it is known; otherwise `started_as`."""
+    """Last rank of the worker in the job, if known; otherwise `started_as`."""
     started_as: int
-    """Rank assigned at the start of the worker, shown in the prefix of its output."""
+    """Rank with which the worker was started. It is shown before each line of its output."""
     pid: int
     status: ExitStatus
     host: str
     unix_s: float
-    """Time of the worker's exception; without one, the end of its process."""
+    """Time at which the worker raised its exception or, without one, at which its process ended."""
     message: str = ""
-    """Text of the uncaught exception in one or more lines; empty if there was none or it was not
+    """Text of the uncaught exception, in one or more lines; empty if there was none or it was not
     recorded."""
     traceback: str = ""
 
     @property
     def who(self) -> str:
-        """Description of the worker, for people."""
+        """Human-readable name of the worker."""
         return f"rank {self.rank}" + (
             f" (output [{self.started_as}])" if self.rank != self.started_as else ""
         )
 
     @property
     def left(self) -> bool:
-        """True if the worker ended successfully, or left on request and reported it. False if
+        """True if the worker succeeded, or left because it was asked to and reported that. False if
         SIGTERM killed it."""
         return self.status.ok or (
             self.status.code == PREEMPTED and not self.status.signal and not self.message
@@ -100,8 +99,8 @@ class WorkerExit:
 
     @property
     def raised(self) -> bool:
-        """True if the worker's script failed with an exception or its own exit code, however the
-        process then ended. False if the worker was evicted."""
+        """True if the worker's script failed with an exception or an exit code of its own, however
+        the process then ended. False if the worker was evicted."""
         return (
             not self.left
             and self.status.code != PUT_OUT
@@ -110,7 +109,7 @@ class WorkerExit:
 
 
 class RestartPolicy:
-    """State of the restarts of one launcher's workers."""
+    """Decides about the restarts of one launcher's workers."""
 
     def __init__(
         self,
@@ -120,23 +119,27 @@ class RestartPolicy:
         fail_fast: bool = True,
         fail_on_stop: bool = False,
     ) -> None:
-        """`workers`: number of processes. `max_restarts`: number of restarts, in total for a plain
-        script, per worker for an elastic one; None: 0, or ELASTIC_RESTARTS for elastic workers that
-        did not raise an exception. `fail_fast`: False if the other workers continue after one has
-        raised an exception. `fail_on_stop`: True if a run that was asked to stop does not count as
-        finished."""
+        """Args:
+        workers: number of processes.
+        max_restarts: maximum number of restarts: in total for a plain script, per worker for
+        elastic
+            workers. None: 0, or ELASTIC_RESTARTS for elastic workers that did not raise an
+            exception.
+        fail_fast: True to end the job when an elastic worker has raised an exception.
+        fail_on_stop: True if a run that was asked to stop counts as not finished.
+        """
         self.restarts = 0
-        """Number of restarts of all workers so far."""
+        """Number of times that all workers have been restarted."""
         self.elastic = False
-        """True if a worker has joined the job. All workers then count as elastic until the end of
-        the run."""
+        """True once a worker has joined the job. From then on, all workers of the run count as
+        elastic."""
         self.end = JobEnd.UNKNOWN
-        """Latest known state of the job."""
+        """Last known state of the job."""
         self.fatal: WorkerExit | None = None
         """First elastic worker that raised an exception and is not replaced; None if there is
         none."""
         self.survived: list[WorkerExit] = []
-        """Failures from which the run recovered through a replacement, a restart or other
+        """Failures from which the run recovered, through a replacement, a restart or other
         workers."""
         self.refused = ""
         """Reason why the job refuses this machine, so that no worker is replaced; empty if it does
@@ -149,13 +152,13 @@ class RestartPolicy:
         self._stopping = False
 
     def replaced(self, index: int) -> int:
-        """Returns the number of times that a worker was replaced."""
+        """Returns how often a worker has been replaced."""
         return self._replaced[index]
 
     @property
     def failures(self) -> list[WorkerExit]:
-        """Failures from which the run did not recover: first failures of scripts, then failures of
-        processes, each ordered by time."""
+        """Failures from which the run did not recover. Failures of scripts come before those of
+        processes; both are ordered by time."""
         return sorted(
             self._failures, key=lambda failure: (failure.status.code == PUT_OUT, failure.unix_s)
         )
@@ -166,8 +169,8 @@ class RestartPolicy:
         self._stopping = False
 
     def stopping(self) -> None:
-        """Records that the launcher has asked all workers to exit. Their exits then decide
-        nothing."""
+        """Records that the launcher has asked all workers to exit. Their exits no longer cause a
+        reaction."""
         self._stopping = True
 
     def joined(self) -> None:
@@ -175,23 +178,23 @@ class RestartPolicy:
         self.elastic = True
 
     def heard(self, end: JobEnd) -> None:
-        """Records the job's state according to the coordinator. An ended job does not start again,
-        and an unknown state changes nothing."""
+        """Records the state of the job as reported by the coordinator. An unknown state changes
+        nothing, and a job that has ended stays ended."""
         if end is not JobEnd.UNKNOWN and (end.is_over or not self.end.is_over):
             self.end = end
 
     def finished(self) -> None:
-        """Records that a worker finished its script as a member that had not been asked to stop.
-        The job is then completed, whether or not others know it."""
+        """Records that a member which had not been asked to stop has finished its script. The job
+        is then completed, whether or not the coordinator knows."""
         if not self.end.is_over:
             self.end = JobEnd.COMPLETED
 
     def exited(self, worker: WorkerExit, *, elastic: bool) -> Action:
-        """Decides how to react to a worker that has ended. `elastic`: True if the worker had joined
+        """Returns the reaction to the exit of a worker. `elastic`: True if the worker had joined
         the job."""
         self.elastic |= elastic
         if self._stopping:
-            # Workers that fail by themselves while the others are being stopped are reported too.
+            # Also reports workers that fail by themselves while the others are being stopped.
             of_itself = bool(worker.message) or worker.status.signal not in _STOP_SIGNALS
             if self._failures and not worker.left and of_itself:
                 self._failures.append(worker)
@@ -202,7 +205,7 @@ class RestartPolicy:
         action = (
             self._after_elastic_failure(worker) if self.elastic else self._after_plain_failure()
         )
-        # Once other workers have finished the script, they make up for one that was killed.
+        # If other workers have finished the script, the death of a killed one does no harm.
         made_up_for = action is Action.REPLACE or (
             self.elastic and self.end is JobEnd.COMPLETED and not worker.raised
         )
@@ -211,8 +214,8 @@ class RestartPolicy:
         return action
 
     def _outlive(self) -> None:
-        """Marks failures as recovered because a worker succeeded or all workers were restarted. The
-        failure of an elastic worker that raised an exception stays."""
+        """Marks failures as recovered, because a worker succeeded or all workers were restarted.
+        The failure of an elastic worker that raised an exception remains."""
         self.survived += [failure for failure in self._failures if failure is not self.fatal]
         self._failures = [self.fatal] if self.fatal is not None else []
 
@@ -238,7 +241,7 @@ class RestartPolicy:
 
     @property
     def fails_job(self) -> bool:
-        """True if the other launchers of the job must be informed of `fatal`."""
+        """True if the other launchers of the job must be told about `fatal`."""
         return self.fatal is not None and self._fail_fast
 
     @property
@@ -248,7 +251,7 @@ class RestartPolicy:
 
     def exit_code(self, *, signal_number: int = 0) -> int:
         """Returns the exit code of the run after its last worker has ended. `signal_number`: signal
-        that asked the launcher to exit; 0 if there was none."""
+        by which the launcher was asked to exit; 0 if there was none."""
         if self.fatal is not None:
             return self.fatal.status.code
         if self.refused and not self.end.is_over and not signal_number:

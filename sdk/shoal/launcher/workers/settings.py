@@ -1,7 +1,7 @@
-"""Settings of a run, parsed and validated from the values of torchrun's flags.
+"""Settings of a run: parses and validates the values of torchrun's flags.
 
-The command line itself is in `shoal.cli`. Mistakes raise a ConfigurationError that names the flag,
-its value and the remedy.
+The command line itself is in `shoal.cli`. A mistake raises a ConfigurationError that names the
+flag, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _PLAIN_GRACE: Final = timedelta(seconds=30)
 _ELASTIC_GRACE: Final = timedelta(minutes=5)
 _COUNT_DEVICES: Final = "import torch; print(torch.cuda.device_count())"
 _DRIVERS: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
-"""Files whose existence shows that there is a CUDA driver: on Linux, on WSL 2 under Windows, and on
-a Jetson."""
+"""Files that exist only if there is a CUDA driver: on Linux, on WSL 2 under Windows, and on a
+Jetson."""
 
 
 @dataclass(frozen=True)
 class NodeRange:
-    """Value of `--nnodes`: minimum and maximum number of launchers of the job, one per machine."""
+    """Value of `--nnodes`: minimum and maximum number of launchers, one per machine."""
 
     least: int
     most: int
@@ -78,9 +78,11 @@ def parse_workers(text: str) -> int:
 
 
 def cuda_devices() -> int:
-    """Returns the number of CUDA devices according to torch, or the number of slices listed in
-    CUDA_VISIBLE_DEVICES, since torch sees only one slice per process. torch runs in a separate
-    process, and only if there is a driver, since importing it is slow."""
+    """Returns the number of CUDA devices that torch sees or, if CUDA_VISIBLE_DEVICES lists GPU
+    slices, their number, since torch sees only one slice per process.
+
+    torch runs in a separate process, and only if there is a driver, because importing it is slow.
+    """
     if slices := visible_slices(os.environ):
         return len(slices)
     if not any(driver.exists() for driver in _DRIVERS):
@@ -105,7 +107,7 @@ def _cores() -> int:
 
 
 class Streams(IntFlag):
-    """Set of a worker's output streams, by torchrun's numbers."""
+    """Set of a worker's output streams, encoded with torchrun's numbers."""
 
     NONE = 0
     OUT = 1
@@ -131,14 +133,14 @@ def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Destinations of the workers' output in addition to the console."""
+    """Destinations of the workers' output in addition to, or instead of, the console."""
 
     directory: Path | None = None
-    """Base directory of the log files; each run has a subfolder. None: no files."""
+    """Base directory of the log files, in which each run has a subdirectory; None: no files."""
     redirects: Mapping[int, Streams] | Streams = Streams.NONE
-    """Streams written only to files."""
+    """Streams that are written only to files."""
     tee: Mapping[int, Streams] | Streams = Streams.NONE
-    """Streams written to files and to the console."""
+    """Streams that are written both to files and to the console."""
     console_ranks: frozenset[int] | None = None
     """Local ranks shown on the console; None: all."""
 
@@ -146,8 +148,8 @@ class LogSettings:
     def parse(
         cls, *, directory: Path | None, redirects: str, tee: str, console_ranks: str
     ) -> LogSettings:
-        """Parses the values of the flags. A directory alone stores all output; redirects or tee
-        alone get their own directory in /tmp."""
+        """Parses the values of the flags. If only a directory is given, all output is stored in it.
+        If only redirects or tee are given, a directory is created in /tmp."""
         to_files, to_both = parse_streams("--redirects", redirects), parse_streams("--tee", tee)
         if directory is not None and not to_files and not to_both:
             to_both = Streams.BOTH
@@ -181,49 +183,47 @@ class RunSettings:
     command: tuple[str, ...]
     """Command line of each worker process."""
     program: str
-    """Script or module, for people."""
+    """Name of the script or module, shown to users."""
     job_id: str
     workers: int
     """Number of worker processes on this machine."""
     nodes: NodeRange = NodeRange(1, 1)
     min_workers: int | None = None
-    """Smallest number of workers with which training continues once it has started; None: the
+    """Smallest number of workers with which training continues after it has begun; None: the
     default of `min_survivors`."""
     endpoint: str | None = None
     """Address of a running coordinator (host:port); None: the run starts its own cluster."""
     servers: int = 0
-    """Number of parameter servers of the job. They are started by this run if there is no
-    `endpoint`."""
+    """Number of parameter servers of the job. Without an `endpoint`, this run starts them."""
     server_backups: int = 0
-    """Number of backups per server, 0 or 1. They are started by this run if there is no
-    `endpoint`."""
+    """Number of backups per server, 0 or 1. Without an `endpoint`, this run starts them."""
     max_servers: int = 0
-    """Maximum number of parameter servers; 0: as many as `servers`. Servers beyond `servers` are
-    started by other programs."""
+    """Maximum number of parameter servers; 0: `servers`. Servers beyond `servers` are started by
+    other programs."""
     run: int = 0
-    """Number of the only run of the job to take part in; 0: the current run, otherwise the next
+    """Number of the run in which to take part; 0: the current run or, if there is none, the next
     one."""
     resume: bool = False
-    """True to resume the newest run if it failed or was stopped."""
+    """True to continue the newest run if it failed or was stopped."""
     max_restarts: int | None = None
-    """Number of restarts; None: the default of `policy`."""
+    """Maximum number of restarts; None: the default of `policy`."""
     fail_fast: bool = True
-    """True if an elastic worker that raised an exception and is not restarted ends the job."""
+    """True to end the job if an elastic worker raises an exception and is not restarted."""
     fail_on_stop: bool = False
     """True if a run that was asked to stop ends with the status of an unfinished run."""
     allow_restart_from_scratch: bool = False
-    """True if workers may start at step 0 although every process with the training state is gone
+    """True if workers may start at step 0 although all processes with the training state have died
     and no checkpoint was loaded."""
     join_grace: timedelta | None = None
-    """Time for which a generation waits for more workers than the minimum; None: 30 s for a fixed
-    number of nodes, otherwise 5 s."""
+    """Time for which a generation waits for more workers than the minimum; None: 30 s if the number
+    of nodes is fixed, otherwise 5 s."""
     join_timeout: timedelta = timedelta(minutes=10)
-    """Time for which the launchers wait for each other."""
+    """Maximum time for which the launchers wait for each other."""
     shutdown_timeout: timedelta | None = None
-    """Time from SIGTERM to SIGKILL; None: the default of `shutdown_grace`."""
+    """Time between SIGTERM and SIGKILL; None: the default of `shutdown_grace`."""
     node_rank: int | None = None
-    """Rank of this launcher, fixed in advance together with `master_address`; None: the launchers
-    agree on their ranks."""
+    """Rank of this launcher, if it is fixed by a flag together with `master_address`; None: the
+    launchers agree on their ranks."""
     master_address: str | None = None
     master_port: int | None = None
     local_address: str | None = None
@@ -241,11 +241,12 @@ class RunSettings:
     progress: bool = True
     """True to show the run's progress."""
     preemption_notice: NoticeSource = NoticeSource.NONE
-    """Source of the notices that this machine will be taken away."""
+    """Cloud provider whose preemption notices are watched for."""
     health_checks: bool = False
-    """True to check this machine's health before its workers start, and after a failure."""
+    """True to check this machine's health before its workers start, and after a worker has
+    failed."""
     plot: Path | None = None
-    """File for the final plot, a .png or .svg; None: no plot."""
+    """File for the plot drawn at the end, a .png or .svg; None: no plot."""
 
     def __post_init__(self) -> None:
         if self.endpoint is None and self.nodes != NodeRange(1, 1):
@@ -311,23 +312,25 @@ class RunSettings:
             )
 
     def shutdown_grace(self, *, elastic: bool) -> timedelta:
-        """Returns the time from SIGTERM to SIGKILL after the launcher was asked to exit. Elastic
-        workers continue to their next step boundary and may then write a checkpoint. Callers that
-        cannot wait that long (batch systems) send SIGKILL by themselves."""
+        """Returns the time between SIGTERM and SIGKILL after the launcher was asked to exit.
+
+        Elastic workers continue to their next step boundary and may then write a checkpoint. A
+        caller that cannot wait that long (a batch system) sends SIGKILL itself.
+        """
         if self.shutdown_timeout is not None:
             return self.shutdown_timeout
         return _ELASTIC_GRACE if elastic else _PLAIN_GRACE
 
     @property
     def failure_grace(self) -> timedelta:
-        """Time from SIGTERM to SIGKILL after the run has failed."""
+        """Time between SIGTERM and SIGKILL after the run has failed."""
         return self.shutdown_grace(elastic=False)
 
     @property
     def min_survivors(self) -> int:
-        """Smallest number of workers with which training continues once it has started. The default
-        is one if the number of machines is fixed, as on one machine. MIN:MAX gives the minimum
-        itself."""
+        """Smallest number of workers with which training continues after it has begun. The default
+        is 1 if the number of machines is fixed, as on one machine. With `--nnodes MIN:MAX` it is
+        the number of workers on MIN machines."""
         return self.min_workers or (1 if self.nodes.fixed else self.nodes.least * self.workers)
 
     @property

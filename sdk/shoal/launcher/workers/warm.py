@@ -1,11 +1,11 @@
-"""Starts workers by forking a warm process, or in fresh interpreters if forking is impossible.
+"""Starts workers by forking a warm process or, if that is impossible, in fresh interpreters.
 
 The warm process (`shoal.warm`) starts with the run, imports torch while the launcher does other
-work, and forks each worker in milliseconds. In both cases a worker is a child of the launcher
+work, and then forks each worker in milliseconds. In both cases a worker is a child of the launcher
 (`process.Child`). If the warm process dies, workers start in fresh interpreters until the next warm
 process is ready.
 
-All objects belong to the thread of the event loop.
+All objects belong to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _EXIT_TIMEOUT: Final = timedelta(seconds=10)
 _MOST_LAST_WORDS: Final = 4096
 _SHORT_LIFE_S: Final = 5.0
 _MOST_SHORT_LIVES: Final = 3
-"""Maximum number of warm processes that die soon after they were ready. No further warm process is
-started after that."""
+"""Number of warm processes that may die soon after they were ready. After that many, no further one
+is started."""
 _OF_WORKERS: Final = frozenset(
     {
         "GLOO_SOCKET_IFNAME",
@@ -51,16 +51,16 @@ _OF_WORKERS: Final = frozenset(
 """Variables that workers receive but services do not, or with other values. The forked process
 applies them."""
 _ADOPTING: Final = threading.Lock()
-"""Lock held while this process is a subreaper, so that launchers in several threads do not disable
-it for each other."""
+"""Lock held while this process is a subreaper, so that a launcher on another thread does not end
+that state too early."""
 
 
 class WarmProcessError(Exception):
-    """A worker could not be forked. The message contains the reason."""
+    """Raised if a worker could not be forked. The message contains the reason."""
 
 
 class WarmWorkers:
-    """Starts the workers of one run, forked from a warm process if possible."""
+    """Starts the workers of one run, by forking a warm process if possible."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class WarmWorkers:
 
         Args:
             command: command line of each worker.
-            environment: variables common to all workers.
+            environment: variables that all workers have in common.
             wanted: False to start all workers in fresh interpreters.
-            note: function that informs people of events.
+            note: callback that shows a message to the user.
         """
         self._environment = dict(environment)
         self._note = note
@@ -103,8 +103,8 @@ class WarmWorkers:
             self._settled.set()
 
     async def settled(self) -> None:
-        """Waits until the first warm process can fork, or it is certain that none will. Waits for
-        at most 3 minutes."""
+        """Waits until the first warm process can fork, or it is certain that it never will; at most
+        3 minutes."""
         try:
             async with asyncio.timeout(_IMPORT_TIMEOUT.total_seconds()):
                 await self._settled.wait()
@@ -146,8 +146,11 @@ class WarmWorkers:
         apart_from: frozenset[str] = frozenset(),
         log: IO[bytes] | None = None,
     ) -> Child | None:
-        """Forks a process from the warm process; returns None if there is no warm process.
-        `apart_from`: variables that may differ. Raises WarmProcessError."""
+        """Forks a process from the warm process; returns None if there is no warm process. Raises
+        WarmProcessError.
+
+        `apart_from`: variables that may differ from those of the warm process.
+        """
         process = self._process
         if process is None:
             return None
@@ -155,7 +158,9 @@ class WarmWorkers:
             name for name, _ in _shared(environment).items() ^ _shared(self._environment).items()
         } - apart_from
         if differing:
-            raise WarmProcessError(f"their environment has a different {min(differing)}")
+            raise WarmProcessError(
+                f"their value of {min(differing)} differs from that of the warm process"
+            )
         try:
             return process.fork(command, environment, log)
         finally:
@@ -163,7 +168,7 @@ class WarmWorkers:
                 self._process = None
 
     async def close(self) -> None:
-        """Ends the warm process. Workers continue."""
+        """Ends the warm process. Workers keep running."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -211,7 +216,7 @@ class _WarmProcess:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Starts the process. Raises OSError."""
         self.answers = True
-        """True if the process may still answer requests."""
+        """True while the process may still respond to requests."""
         self._connection, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-u", _PROGRAM, str(theirs.fileno()), str(os.getpid())]
@@ -224,12 +229,12 @@ class _WarmProcess:
             )
         self._connection.settimeout(_FORK_TIMEOUT.total_seconds())
         self._printed = b""
-        """End of the output of the warm process. It is read during the imports, since a full pipe
-        would block the process."""
+        """Last part of the output of the warm process. It is read during the imports, because a
+        full pipe would block the process."""
 
     async def problem(self) -> str:
-        """Waits until the process can fork, and returns an empty string. If the process cannot
-        fork, returns the reason."""
+        """Waits until the process can fork. Returns an empty string, or the reason if it cannot
+        fork."""
         loop = asyncio.get_running_loop()
         said = asyncio.Event()
         loop.add_reader(self._connection, said.set)
@@ -251,7 +256,8 @@ class _WarmProcess:
             self._read_output(stream)
         if self._printed and not problem:
             problem = (
-                "importing torch and Shoal printed output, which each worker must print itself"
+                "importing torch and Shoal printed output, which would be missing from the "
+                "workers' output"
             )
         lines = self._printed.decode(errors="replace").strip().splitlines()
         return f"{problem} ({lines[-1]})" if problem and lines else problem
@@ -259,8 +265,11 @@ class _WarmProcess:
     def fork(
         self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None = None
     ) -> Child:
-        """Forks a worker. `log`: file for its output; None: pipes. Raises WarmProcessError, in
-        which case there is no worker, and OSError if descriptors are exhausted."""
+        """Forks a worker. `log`: file for its output; None: pipes.
+
+        Raises WarmProcessError, in which case no worker exists, and OSError if no file descriptors
+        are left.
+        """
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             their_gate, gate = _pipe(given, given)
             out, theirs_out = _pipe(kept, given) if log is None else (None, log)
@@ -280,7 +289,7 @@ class _WarmProcess:
                     answer, _ = receive(self._connection)
             except (EOFError, OSError) as problem:
                 self.answers = False
-                # The warm process may be forking a worker, which ends when it finds its gate
+                # The warm process may still fork a worker. The worker ends when it finds its gate
                 # closed.
                 self.child.kill()
                 raise WarmProcessError(
@@ -309,8 +318,8 @@ class _WarmProcess:
             stream.close()
 
     async def _end(self) -> ExitStatus:
-        """Returns the status of a warm process that has closed its socket. Kills the process if it
-        does not end."""
+        """Returns the exit status of a warm process that has closed its socket. If the process does
+        not end by itself, kills it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_TIMEOUT.total_seconds()):
                 return await self.child.wait()
@@ -343,11 +352,12 @@ def _pipe(
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Makes the kernel reparent workers to this process when their parent, a child of the warm
-    process, ends. Raises WarmProcessError.
+    """Makes this process a subreaper within the block: when the parent of a worker, a child of the
+    warm process, ends, the kernel makes the worker a child of this process. Raises
+    WarmProcessError.
 
-    Other processes orphaned during these milliseconds are reparented too, and stay in the process
-    table until this process ends.
+    Other processes that lose their parent in these milliseconds become children of this process
+    too, and stay in the process table until this process ends.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with _ADOPTING:

@@ -1,5 +1,5 @@
-"""Decides which commands a warm process can run, from the command, the environment and the script's
-text. Imports and runs nothing of the command."""
+"""Decides whether a warm process can run a command, from the command, the environment and the text
+of the script. Imports and runs nothing of the command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 _NO_TORCH: Final = {*sys.stdlib_module_names, "shoal_common", "shoal_protos"}
-"""Packages that do not import torch."""
+"""Names of packages that do not import torch."""
 _FOLLOWED: Final = (
     "COVERAGE_PROCESS_START",
     "COVERAGE_PROCESS_CONFIG",
@@ -47,11 +47,11 @@ _READ_BY_IMPORTS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Decision on whether workers of a command are forked from a warm process."""
+    """Decision whether workers of a command are forked from a warm process."""
 
     warm: bool
     reason: str = ""
-    """Reason why workers are not forked although users may expect it; otherwise empty."""
+    """Reason why workers are not forked although a user may expect it; otherwise empty."""
 
 
 def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
@@ -67,37 +67,37 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     source = _module_file(command[3]) if command[2] == "-m" else Path(command[2])
     if source is None:
         return Verdict(warm=True)
-    if not source.is_file():  # reading a pipe here would leave nothing for the worker
+    if not source.is_file():  # reading a pipe here would take its contents away from the worker
         return Verdict(warm=False)
     if command[2] != "-m" and (command[2].endswith(".pyc") or zipfile.is_zipfile(command[2])):
         return Verdict(warm=False)
     try:
         tree = _parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        # the interpreter reports the error better, or can compile the script
+        # a fresh interpreter reports the error better, or is able to compile the script
         return Verdict(warm=False)
     if all(name in _NO_TORCH for name in _imports(tree)):
-        return Verdict(warm=False)  # importing torch is what would take the time
+        return Verdict(warm=False)  # without an import of torch, forking would save no time
     if setting := next(
         (name for name in _settings(tree) if name.startswith(_READ_BY_IMPORTS)), None
     ):
         return Verdict(
             warm=False,
-            reason=f"{source} sets {setting}, which must happen before torch is imported",
+            reason=f"{source} sets {setting}, which has an effect only before torch is imported",
         )
     return Verdict(warm=True)
 
 
 def folder_of(command: Sequence[str]) -> str:
     """Returns the first entry that a fresh interpreter would add to sys.path for a command; empty
-    if it would add none."""
+    if none."""
     if command[1] == "-P":
         return ""
     return str(Path.cwd()) if command[2] == "-m" else str(Path(command[2]).resolve().parent)
 
 
 def _module_file(name: str) -> Path | None:
-    """Returns the source file of `python -m name`; None if it cannot be determined without running
+    """Returns the source file of `python -m name`; None if it cannot be found without running
     code."""
     path = [str(Path.cwd()), *sys.path]
     parts = name.split(".")

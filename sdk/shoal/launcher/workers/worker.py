@@ -1,5 +1,5 @@
-"""Worker processes of one launcher: starts them and tracks their state. `policy` decides about
-restarts."""
+"""Worker processes of one launcher: starts them and tracks their state. `policy` decides whether
+they are restarted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from shoal.launcher.workers.settings import RunSettings, Streams
 from shoal.launcher.workers.warm import WarmWorkers
 
 _REMINDER_S: Final = 10.0
-"""Interval between messages about remaining workers."""
+"""Interval in seconds between messages about workers that have not ended."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,7 +50,7 @@ class Worker:
     rank: int
     member_id: str
     member_key: str
-    """Secret that proves to the coordinator that reports about the worker come from its
+    """Secret that proves to the coordinator that a report about the worker comes from its
     launcher."""
     child: Child
     error_file: Path
@@ -59,24 +59,24 @@ class Worker:
     """File in which the worker counts its commits (`shoal_common.formats.tally`)."""
     sources: tuple[Source, ...]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Event that is set when the worker's exit has been processed."""
+    """Event that is set once the launcher has processed the worker's exit."""
     has_succeeded: bool = False
     """True if the worker's process has ended with status 0."""
 
     @property
     def has_joined(self) -> bool:
-        """True if the worker has recorded that it is a member of the job. The script is then
-        elastic, even if the coordinator cannot be asked."""
+        """True if the worker has recorded that it has joined the job. This shows that the script is
+        elastic, even while the coordinator cannot be asked."""
         return bool(self._said())
 
     @property
     def has_finished(self) -> bool:
-        """True if the worker has recorded that its script finished without a request to leave or to
-        stop."""
+        """True if the worker has recorded that its script finished without having been asked to
+        leave or stop."""
         return self._said() == "finished"
 
     def may_hang(self, quiet: timedelta) -> bool:
-        """Returns whether the worker is a member of its job, has not finished its script, and has
+        """Returns whether the worker has joined its job, has not finished its script, and has
         committed no step for the time `quiet`."""
         if self._said() != "joined":
             return False
@@ -87,7 +87,7 @@ class Worker:
         )
 
     def exit_record(self, status: ExitStatus, *, rank: int = -1) -> WorkerExit:
-        """Returns the description of the worker's end. `rank`: last rank according to the
+        """Returns a description of how the worker ended. `rank`: last rank according to the
         coordinator; -1 if unknown."""
         raised = _account(self.error_file)
         return WorkerExit(
@@ -110,7 +110,7 @@ class Worker:
 
 
 class WorkerStarter:
-    """Starts workers of one run. Belongs to the launcher's main thread."""
+    """Starts the workers of one run. Belongs to the launcher's main thread."""
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class WorkerStarter:
         note: Callable[[str], None],
         colour: bool,
     ) -> None:
-        """`coordinator`: address (host:port) passed to the workers. `directory`: directory for
-        error files. `note`: function that informs people of events."""
+        """`coordinator`: address (host:port) that is passed to the workers. `directory`: directory
+        for error files. `note`: callback that shows a message to the user."""
         self.launcher_id = uuid.uuid4().hex
         self.run: Run | None = None
-        """Run in which the workers are started; None: the newest, of a job that can have only
+        """Run in which the workers take part; None: the newest run of a job that can have only
         one."""
         self._settings = settings
         self._coordinator = coordinator
@@ -227,8 +227,8 @@ class WorkerStarter:
         }
 
     def _interface_variables(self) -> dict[str, str]:
-        """Returns the variables that make torch's own groups (in plain scripts and under NCCL) use
-        the interface of `--local-addr`, unless configured otherwise."""
+        """Returns the variables that make torch's own process groups (in plain scripts and under
+        NCCL) use the interface of `--local-addr`. Omits variables that the user has already set."""
         settings = self._settings
         if settings.endpoint is None or not settings.local_address:
             return {}
@@ -243,8 +243,8 @@ class WorkerStarter:
 
     @property
     def _record_directory(self) -> Path | None:
-        """Directory for records of samples. It is separate for each run, since samples count once
-        per run."""
+        """Directory for records of samples. Each run has a separate one, since every sample must be
+        counted once per run."""
         base = self._settings.record_directory
         return base if base is None or self.run is None else base / f"run-{self.run.number}"
 
@@ -274,8 +274,8 @@ class WorkerStarter:
 async def all_ended(
     workers: Collection[Worker], timeout: timedelta, *, note: Callable[[str], None]
 ) -> bool:
-    """Waits until `workers`, from which ended workers are removed, is empty. Returns False if some
-    are left after `timeout`. Lists them every 10 s."""
+    """Waits until `workers`, a set from which ended workers are removed, is empty. Lists the
+    remaining ones every 10 s. Returns False if some remain after `timeout`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout.total_seconds()
     while waits := [asyncio.ensure_future(worker.ended.wait()) for worker in workers]:
@@ -291,7 +291,7 @@ async def all_ended(
 
 
 def named(workers: Iterable[Worker]) -> str:
-    """Returns a list of the workers, for people."""
+    """Returns a human-readable list of the workers."""
     return ", ".join(
         f"rank {worker.rank} (pid {worker.child.pid})"
         for worker in sorted(workers, key=lambda worker: worker.index)
@@ -300,7 +300,7 @@ def named(workers: Iterable[Worker]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Account:
-    """Record that a worker wrote of the exception that ended it."""
+    """A worker's record of the exception that ended it."""
 
     message: str = ""
     traceback: str = ""
@@ -309,8 +309,8 @@ class _Account:
 
 
 def _account(error_file: Path) -> _Account:
-    """Reads a record in the format of torch's `@record`, with Shoal's rank and time. Returns an
-    empty record if the file is missing or has another format."""
+    """Reads a record in the format of torch's `@record`, extended by Shoal's rank and time. Returns
+    an empty record if the file is missing or has another format."""
     try:
         content = json.loads(error_file.read_text(errors="replace"))
         message = content["message"]

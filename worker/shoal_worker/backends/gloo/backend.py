@@ -91,7 +91,7 @@ class GlooBackend(CommunicationBackend):
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
         """Implements `CommunicationBackend.all_reduce_short` with messages that the training thread
-        sends and receives itself, whereas Gloo's all-reduce uses Gloo's threads."""
+        sends and receives itself. Gloo's own all-reduce would involve Gloo's threads."""
         group = self.process_group
         assert isinstance(group, InterruptibleGroup)
         group.all_reduce_short(tensor)

@@ -37,8 +37,8 @@ _DEVICE_ATTEMPTS: Final = 10
 _MOST_NAMED: Final = 8
 _NUMBERS: Final = itertools.count()
 _LISTENER_LOCK: Final = threading.Lock()
-"""Held while a Gloo device is created, so that its listening socket can be recognized as the only
-new one."""
+"""Lock held while a Gloo device is created, so that the device's listening socket is the only new
+one and can be recognized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,11 @@ def connect_gloo(
     timeout: timedelta,
     sums_with: Callable[[ShortSums], None] | None = None,
 ) -> GlooGroup:
-    """Connects to all peers; blocks. Ranks publish their listening addresses in the store to
-    identify connections.
+    """Connects to all peers; blocks. Ranks publish their listening addresses in the store, so that
+    each rank can recognize the group's connections among its sockets.
 
     `sums_with`: function that receives the short sums before they are connected; given on all ranks
-    or on none. The group then has connections for short sums.
-    """
+    or on none. The group then has connections for short sums."""
     deadline = time.monotonic() + connect_timeout.total_seconds()
     device, listener = _make_device(hostname)
     names = PrefixStore("listener", store)
@@ -137,8 +136,8 @@ def _check_families(names: Store, world_size: int) -> None:
 
 
 def _listen(host: str, rank: int, world_size: int) -> ShortSums | None:
-    """Listens for short sums. Returns None if the address does not allow that, such as an address
-    that is valid on one link only. The group then has no short sums."""
+    """Listens for short sums. Returns None if the address does not allow that, for example because
+    it is valid only on one link. The group then has no short sums."""
     with _LISTENER_LOCK:  # otherwise this listener could be taken for Gloo's
         try:
             return ShortSums(host, rank, world_size)
@@ -154,7 +153,9 @@ def _connect_sums(
     try:
         sums.connect(doors, deadline=deadline, timeout=timeout)
     except OSError as error:
-        raise GroupEndedError(f"connecting {len(doors)} ranks failed: {error}") from error
+        raise GroupEndedError(
+            f"connecting {len(doors)} ranks for short sums failed: {error}"
+        ) from error
 
 
 def _connect_native(
@@ -283,7 +284,7 @@ class FormingGroup:
             sums.shut_down()
 
     def _let_go(self) -> None:
-        """Closes the finished group unless `wait` has returned it, and drops the error."""
+        """Closes the connected group unless `wait` has returned it, and drops the stored error."""
         with self._changed:
             group, self._group, self._error = self._group, None, None
         if group is not None:
@@ -307,7 +308,7 @@ class FormingGroup:
         )
 
     def _listening(self, names: Store) -> str:
-        """Returns the ranks' listening addresses for messages."""
+        """Returns the ranks' listening addresses as text for error messages."""
         named = [str(rank) for rank in range(min(self._world_size, _MOST_NAMED))]
         addresses = [
             stored.decode().partition("|")[0].rpartition(" ") for stored in names.multi_get(named)
@@ -322,7 +323,7 @@ class FormingGroup:
         )
 
     def _translated(self, error: Exception) -> Exception:
-        # A timeout of the store, Shoal's or torch's: it has waited for a key of an absent rank.
+        # A timeout of the store, Shoal's or torch's: it has waited for the key of an absent rank.
         if isinstance(error, DeadlineError) or (
             isinstance(error, dist.DistStoreError) and "timeout" in str(error).lower()
         ):
@@ -336,8 +337,8 @@ class FormingGroup:
 
 
 def _make_device(hostname: str | None) -> tuple[Any, Listener]:
-    """Returns a Gloo device and its listening socket, which must be the only new one. Tries again
-    if another thread opened a socket meanwhile."""
+    """Creates a Gloo device. Returns it with its listening socket, which is recognized as the only
+    new one of this process. Tries again if another thread opened a socket meanwhile."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _LISTENER_LOCK:
             before = listeners()
@@ -346,8 +347,9 @@ def _make_device(hostname: str | None) -> tuple[Any, Listener]:
         if len(new) == 1:
             return device, new[0]
     raise InternalError(
-        "Gloo's listening socket could not be identified among this process's sockets in "
-        f"{_DEVICE_ATTEMPTS} attempts"
+        "could not identify Gloo's listening socket among this process's sockets in "
+        f"{_DEVICE_ATTEMPTS} attempts, because other threads opened sockets at the same time; "
+        "initialize the group again"
     )
 
 

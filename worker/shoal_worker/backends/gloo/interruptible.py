@@ -4,16 +4,16 @@ Breaking a group's connections does not end all waits on them. When a connection
 middle of a message, Gloo notifies the operations queued before and after that message, but not the
 operation that is transferring it (in Pair::signalException): that operation sleeps until the
 group's timeout. So callers wait for Shoal's work instead of Gloo's. Shoal's work completes with
-Gloo's, or a moment after `abort` whatever Gloo does. The moment is for the notified operations,
-which may write into their tensors until they end. An operation that sleeps (native_threads.py)
-never writes again; it is left to its timeout, and the group is destroyed afterwards.
+Gloo's, or a moment after `abort` whatever Gloo does. This moment allows the notified operations to
+end, because they may write into their tensors until then. An operation that sleeps
+(native_threads.py) never writes again. It is left to sleep until its timeout, and the group is
+destroyed afterwards.
 
 Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers bypass
 Gloo (short_sums.py).
 
 Threads: one thread issues collectives, which complete in Gloo's threads. Any thread may call
-`abort`.
-"""
+`abort`."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ _MOST_SCRATCH: Final = 2
 
 _MANY: Final = 64
 _WORKS_END_S: Final = 60.0
-"""Time limit of waiting for `end_works`, which normally ends much earlier."""
+"""Maximum time to wait for `end_works`, which normally returns much earlier."""
 
 _open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
-"""Groups that have not been shut down. The end of the process shuts them down."""
+"""Groups that have not been shut down. They are shut down when the process ends."""
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
-"""Size of the gathered result from which an all-gather is done by broadcasts or by an exchange
-(docs/explanation/backends.md#gloo-faster-collectives)."""
+"""Size of the gathered result from which on an all-gather is replaced by broadcasts or by an
+exchange (docs/explanation/backends.md#gloo-faster-collectives)."""
 
 _Numbers = TypeVar("_Numbers")
 _Sum = TypeVar("_Sum")
@@ -86,7 +86,7 @@ class InterruptibleGroup(ForwardingGroup):
         ended: Callable[[str], None] | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """`waits`: recorder of the waits for the group's works."""
+        """`waits`: recorder of the time that this rank waits for collectives."""
         native, sockets, sums = formed.process_group, formed.sockets, formed.sums
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
@@ -106,7 +106,7 @@ class InterruptibleGroup(ForwardingGroup):
         self._works_ended = threading.Event()
         """Set once the group is aborted and its pending works have ended."""
         self._lock = threading.Lock()
-        """Guards the reason, the unfinished works and the flag of the shutdown."""
+        """Guards the reason, the unfinished works, and whether the group was shut down."""
         self._scratch = ScratchMemory(most=_MOST_SCRATCH)
         self._closer = weakref.finalize(self, formed.close)
         self.waiter = Waiter()
@@ -299,21 +299,21 @@ class InterruptibleGroup(ForwardingGroup):
         except ShoalError:
             raise  # the caller notifies the other ranks and then ends the group
         except BaseException:
-            self.abort("a sum was interrupted")  # the next sum would read its rest
+            self.abort("a sum was interrupted")  # the next sum would read the rest of this one
             raise
 
     # Methods that torch expects of a process group written in Python.
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # DCP saves in the background only with a group that takes CPU tensors
+        # DCP saves in the background only with a group that accepts CPU tensors
         return self._live()._device_types
 
     # Tracking of collectives.
 
     def _gathers_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
-        """Returns whether a gather by broadcasts or by an exchange is possible and faster than
-        Gloo's. Mismatched tensors are left to Gloo, which refuses them."""
+        """Returns whether broadcasts or an exchange can replace Gloo's all-gather and are faster.
+        Returns False for mismatched tensors, which Gloo then refuses."""
         return (
             self.size() > 1
             and self.size() * input.nbytes >= BROADCASTS_FROM_BYTES
@@ -327,8 +327,9 @@ class InterruptibleGroup(ForwardingGroup):
     def _gather_at_once(
         self, parts: Sequence[torch.Tensor], input: torch.Tensor, value: Any
     ) -> Work:
-        """Writes each rank's `input` into the part of that rank, on all ranks. This rank copies its
-        own input while the inputs of the other ranks arrive."""
+        """All-gathers by broadcasts: writes each rank's `input` into that rank's part of the
+        output, on all ranks. This rank copies its own input while the inputs of the other ranks
+        arrive."""
         mine, given = parts[self.rank()].data, input.data
         if not given.is_contiguous():
             given = mine.copy_(given.reshape(mine.shape))
@@ -353,7 +354,7 @@ class InterruptibleGroup(ForwardingGroup):
         return works
 
     def _exchange(self, parts: Sequence[torch.Tensor], given: torch.Tensor, value: Any) -> Work:
-        """Exchanges the inputs of two ranks in one collective."""
+        """All-gathers between two ranks: exchanges their inputs in a single collective."""
         peer = 1 - self.rank()
         sizes = [0, 0]
         sizes[peer] = given.numel()
@@ -423,7 +424,7 @@ class InterruptibleGroup(ForwardingGroup):
         """Records a work that Gloo has begun."""
         with self._lock:
             if len(self._unfinished) >= _MANY:
-                # Works that nobody waited for.
+                # works for which nobody has waited
                 self._unfinished = {
                     known for known in self._unfinished if not known.native_completed
                 }
@@ -468,9 +469,9 @@ class InterruptibleGroup(ForwardingGroup):
                 self._idle.set()
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
-        """Returns the reason if `error` ended the group: all later collectives then fail as well,
-        and peers must be notified now instead of at their timeout. Returns None for other errors,
-        such as an unsupported dtype, which leave the group intact."""
+        """Returns the reason for the group's end if `error` has ended it. All later collectives
+        then fail too, and peers must be notified now, not only when their timeout expires. Returns
+        None for other errors, such as an unsupported dtype, which leave the group intact."""
         if self.reason is None and "gloo/transport" in str(error):
             self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
         return self.reason

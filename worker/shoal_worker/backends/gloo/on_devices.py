@@ -26,7 +26,7 @@ from torch.distributed import Work
 
 
 class Order(Protocol):
-    """Order of a device's computations before, during and after one collective."""
+    """Keeps a device's computations before, during and after one collective in the right order."""
 
     def finishing(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context to be entered once Gloo's work is complete. Operations queued inside
@@ -41,7 +41,7 @@ class Order(Protocol):
 
 class StreamOrder:
     """Stream order of a collective that is being issued on the calling thread's current stream of
-    `device`. An `Order`."""
+    `device`. Implements `Order`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,8 +95,8 @@ def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ArrivingElsewhere(Work):
-    """A message that Gloo receives into host memory. `wait` copies the message to its
-    destination."""
+    """A message that Gloo receives into host memory, for a destination on a device. `wait` copies
+    it there."""
 
     def __init__(self, received: Any, host: torch.Tensor, into: torch.Tensor) -> None:
         """`received`: the transfer into `host`. `into`: destination of the message."""

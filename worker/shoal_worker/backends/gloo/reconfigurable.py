@@ -75,7 +75,7 @@ class ReconfigurableGroup(ForwardingGroup):
         self._lock = threading.Lock()
         """Guards all attributes below."""
         self._reason = _NEVER
-        """Reason why no group of ranks exists; unused while one exists."""
+        """Reason why there is currently no group of ranks; unused while there is one."""
         self._forming: FormingGroup | None = None
         self._group: InterruptibleGroup | None = None
 
@@ -164,7 +164,8 @@ class ReconfigurableGroup(ForwardingGroup):
             return self._group
 
     def _end(self, reason: str) -> None:
-        """Ends the current group and blocks until Gloo no longer writes into its tensors."""
+        """Ends the current group, and blocks until Gloo no longer writes into the tensors of its
+        collectives."""
         with self._lock:
             group, self._group, self._reason = self._group, None, reason
         if group is not None:
@@ -173,8 +174,8 @@ class ReconfigurableGroup(ForwardingGroup):
             group.shutdown()
 
     def _connect(self, number: int, handles: Sequence[str], deadline: float) -> InterruptibleGroup:
-        # Ranks with other handles meet elsewhere. This uses a separate store: the connecting thread
-        # may hold the other store's lock while it waits.
+        # Ranks with other handles meet elsewhere. A separate store is used because the connecting
+        # thread may hold the other store's lock while it waits.
         members = hashlib.sha256("\n".join(handles).encode()).hexdigest()[:16]
         own: Store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
         store = PrefixStore(f"reconfigure/{number}/{members}", own)

@@ -47,14 +47,17 @@ _FEW: Final = 4
 """Maximum number of ranks that send to all other ranks at once: a message costs less than a round
 in which the training thread sleeps."""
 _HELLO: Final = struct.Struct("<16sI")
-"""The door's token and the rank that connects."""
+"""Format of the message with which a rank identifies itself on a new connection: the token of the
+door, and the rank."""
 _HEADER: Final = struct.Struct("<II")
-"""Number of sums including the current one, and number of bytes that follow."""
+"""Format of a message's header: number of the sum, counted from 1, and number of bytes that
+follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Door:
-    """Address of a rank, with a token that only ranks of the group know."""
+    """Address at which a rank listens for short sums, with a token that only ranks of the group
+    know."""
 
     host: str
     port: int
@@ -72,7 +75,7 @@ class Door:
 
 @dataclass(frozen=True, kw_only=True)
 class _Swap:
-    """The messages that a rank sends and receives in one round."""
+    """Messages that a rank sends and receives in one round of a sum."""
 
     to: socket.socket
     to_rank: int
@@ -83,8 +86,8 @@ class _Swap:
 
 
 class ShortSums:
-    """One rank's side of the short sums. Call `connect` first, then issue the sums in the same
-    order on all ranks, and finally call `close`."""
+    """Short sums of one rank with the other ranks of its group. Call `connect` first, then issue
+    the sums in the same order on all ranks, and finally call `close`."""
 
     def __init__(self, host: str, rank: int, size: int) -> None:
         """Listens on `host`, a numeric address. Raises OSError."""
@@ -104,7 +107,7 @@ class ShortSums:
         self._number = 0
         self._summing = threading.Lock()
         """Held during a sum, so that no thread closes a socket while it is being read; another file
-        could otherwise get its descriptor."""
+        could otherwise be opened under the same descriptor."""
         _LIVE.add(self)
 
     def connect(self, doors: Mapping[int, Door], *, deadline: float, timeout: timedelta) -> None:
@@ -186,8 +189,8 @@ class ShortSums:
         return total
 
     def _gather(self, mine: bytes) -> bytes:
-        """Returns the bytes of all ranks, beginning with this rank and continuing with the ranks
-        after it."""
+        """Exchanges bytes with all ranks. Returns the bytes of all ranks in rank order, beginning
+        with this rank and wrapping around."""
         known, row = mine, len(mine)
         with self._summing:
             self._number += 1
@@ -206,7 +209,7 @@ class ShortSums:
         """Ends waits here and on the connected ranks. Never blocks; idempotent."""
         self._given_up = True
         for connection in [self._listener, *self._sockets]:
-            with contextlib.suppress(OSError):  # broken already, not connected yet, or closed
+            with contextlib.suppress(OSError):  # already broken, not yet connected, or closed
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -217,7 +220,7 @@ class ShortSums:
 
     def close_copies(self) -> None:
         """Closes a forked child's copies of the sockets without ending the connections. Otherwise
-        the child would keep the connections open after this rank's death."""
+        the child would keep the connections open after this rank has died."""
         for connection in [self._listener, *self._sockets]:
             connection.close()
 
@@ -252,7 +255,7 @@ class ShortSums:
                     assert isinstance(connection, socket.socket)
                     if connection is self._listener:
                         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                            # it has already disconnected
+                            # the stranger has already disconnected
                             stranger, _ = self._listener.accept()
                             stranger.setblocking(False)
                             self._sockets.append(stranger)
@@ -301,7 +304,7 @@ class ShortSums:
                 message += more
                 if len(message) >= _HEADER.size:
                     self._check(swap, _HEADER.unpack_from(message), size)
-        except BlockingIOError:  # the socket's timeout is the kernel's: see _wait_in_kernel
+        except BlockingIOError:  # the kernel enforces the socket's timeout: see _wait_in_kernel
             raise self._late(swap.source_rank) from None
         return message[_HEADER.size :]
 
@@ -323,8 +326,8 @@ class ShortSums:
 
 def _wait_in_kernel(connection: socket.socket, timeout: timedelta) -> None:
     """Sets the time limit of reads and writes of `connection`, which then raise BlockingIOError.
-    Python's own timeouts would poll before each read and write. After a signal that the script
-    handles, the kernel restarts the time limit."""
+    Python's own timeouts would poll before each read and write. If the script handles a signal
+    meanwhile, the kernel starts the time limit again."""
     connection.settimeout(None)
     seconds, microseconds = divmod(max(1, round(timeout.total_seconds() * 1e6)), 10**6)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

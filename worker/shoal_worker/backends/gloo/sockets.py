@@ -7,8 +7,8 @@ module finds the sockets of a group and keeps a copy (dup) of each. Shutting a c
 connection itself: local waits fail, and the peer notices.
 
 One thread per group watches the copies and reports an ended connection after a delay. The whole
-group is then broken, so it fails on all ranks. The delay allows a rank to leave in good order: it
-may have completed the last collective a little before its peers.
+group is then broken, so it fails on all ranks. The delay allows for a rank that leaves in good
+order, having completed the last collective a little before its peers.
 
 Listening sockets are not touched, and neither is any socket outside the group (gRPC, Redis). Linux
 only (/proc/self/fd, epoll).
@@ -82,11 +82,11 @@ _U64: Final = struct.Struct("=Q")
 _BYTES_ACKED_AT: Final = 120
 _BUSY_TIME_AT: Final = 168
 _TCP_INFO_BYTES: Final = 176
-"""Offsets in the kernel's struct tcp_info (linux/tcp.h), which only grows at its end."""
+"""Offsets in the kernel's struct tcp_info (linux/tcp.h), to which new fields are only appended."""
 
 _SCANNING: Final = threading.Lock()
-"""Held during a scan of all sockets. A scan copies each socket for a moment, and another scan must
-not find these copies."""
+"""Lock held during a scan of all sockets. A scan copies each socket for a moment, and another scan
+must not find these copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ def listeners() -> dict[int, Listener]:
 
 
 class GroupSockets:
-    """Copies of one group's connections: accepted by the group's listener, or opened to the
-    listener of a peer."""
+    """Copies of one group's connections: those accepted by the group's listener, and those opened
+    to a peer's listener."""
 
     def __init__(self, listener: Listener, peers: Collection[Endpoint]) -> None:
         self._copies: list[socket.socket] = []
@@ -200,8 +200,8 @@ class GroupSockets:
         os.close(self._stop)
 
     def let_go_in_child(self, null: int) -> None:
-        """Closes a forked child's copies of the connections. The file descriptor `null` replaces
-        their descriptors, because Gloo's objects in the child still refer to these."""
+        """Closes a forked child's copies of the connections. Replaces their descriptors by the file
+        descriptor `null`, because Gloo's objects in the child still refer to these numbers."""
         for copy in self._copies:
             copy.close()
         for descriptor, inode in self._originals:
@@ -219,7 +219,7 @@ def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) 
                 poll.register(copy.fileno(), select.EPOLLRDHUP)
         del copies
         ended = [descriptor for descriptor, _ in poll.poll()]
-    stopping = select.poll()  # select() takes no descriptor above 1023
+    stopping = select.poll()  # select() does not accept descriptors above 1023
     stopping.register(stop, select.POLLIN)
     if stop in ended or stopping.poll(GRACE_S * 1000):
         return
@@ -249,7 +249,7 @@ def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _sent(copy: socket.socket) -> Traffic:
-    """Returns the traffic of a connection. Raises OSError."""
+    """Reads the traffic of a connection from the kernel. Raises OSError."""
     info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(info) < _TCP_INFO_BYTES:  # a kernel before 4.10
         return Traffic(acknowledged_bytes=0, busy_s=0.0)

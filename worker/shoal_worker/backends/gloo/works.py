@@ -36,18 +36,20 @@ _ONE_PIECE_BYTES: Final = 1024
 
 _MOMENT_OF_A_MESSAGE_S: Final = 0.25
 """Longest time for which `end_works` waits for a message. Gloo's loop writes the bytes of the
-message, and never sleeps while the kernel has some."""
+message into the tensor, and never sleeps while the kernel still has some of them.
+"""
 
 _MOMENT_AT_EXIT_S: Final = 1.0
-"""Time for which the process's exit waits for the thread that waits for messages. A wait in the
-middle of a message does not end."""
+"""Maximum time for which the exit of the process waits for the thread that waits for messages. That
+thread may never end if it waits in the middle of a message.
+"""
 
 _WHILE: Final = timedelta(milliseconds=10)
 """Time for which a wait remains in C++ before it checks whether the group was ended."""
 
 
 class Owner(Protocol):
-    """The group that issued a work."""
+    """Interface of the group that issued a work, as the work uses it."""
 
     waits: Waits
     waiter: Waiter
@@ -55,8 +57,9 @@ class Owner(Protocol):
     """Time limit of a message."""
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
-        """Returns the reason why the group has ended, or None if it has not. Called for each
-        failure."""
+        """Returns the reason why the group has ended, or None if it has not. Called with each
+        failure of a work.
+        """
         ...
 
     def raise_if_lost(self, name: str, error: RuntimeError) -> None:
@@ -83,8 +86,8 @@ class InterruptibleWork(Work):
         finish: Callable[[], Any] | None,
         order: on_devices.Order | None = None,
     ) -> None:
-        """`finish`: function called once Gloo's work is complete; returns the value of the future.
-        `order`: order of the device's computations before and after the work.
+        """`finish`: function called once Gloo's work is complete; it returns the value of the
+        work's future. `order`: order of the device's computations before and after the work.
         """
         super().__init__()
         self._name = name
@@ -179,11 +182,12 @@ class InterruptibleWork(Work):
         _complete(settled)
 
     def _wait_for_native(self) -> None:
-        """Waits briefly in C++. This is the fastest way to notice that Gloo has completed the work,
-        but it does not notice that the work was ended."""
+        """Waits briefly in C++. This is the fastest way to notice that Gloo has completed the work.
+        It does not notice that the group has ended the work.
+        """
         native = self._native
         if native is None:
-            return  # another thread has just settled it
+            return  # another thread has just settled the work
         try:
             native.wait(_WHILE)
         except RuntimeError:  # "Operation timed out!", or a failure of the work
@@ -231,8 +235,9 @@ class InterruptibleWork(Work):
     def _settle(
         self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None
     ) -> torch.futures.Future[None] | None:
-        """Settles the work; only the first call has an effect. Returns the future, which the caller
-        completes without holding any lock, since completing it runs other code's callbacks."""
+        """Settles the work; only the first call has an effect. Returns the work's future. The
+        caller completes it without holding any lock, because this runs callbacks of other code.
+        """
         with self._lock:
             if self._over:
                 return None
@@ -271,7 +276,7 @@ class Transfer(Work):
         self._group = group
         self._tensors = tensors
         self._over: threading.Event | None = None
-        """Set when the caller may continue; created by `wait`."""
+        """Event that is set when the caller may continue; created by `wait`."""
         self._failure: tuple[type[Exception], str] | None = None
         self._lock = threading.Lock()
         """Guards the failure, which is written before the event is set."""
@@ -305,8 +310,9 @@ class Transfer(Work):
         """Does nothing: the waiter's thread already follows the transfer."""
 
     def await_native(self, seconds: float) -> None:
-        """Waits for Gloo for a limited time, since the connection's remaining data may still be
-        written into the tensor."""
+        """Waits for Gloo for a limited time, because it may still be writing the connection's
+        remaining data into the tensor.
+        """
         if self._over is not None:
             self._over.wait(min(seconds, _MOMENT_OF_A_MESSAGE_S))
 
@@ -317,13 +323,13 @@ class Transfer(Work):
     def _wait_apart(self, limit: timedelta) -> bool:
         if self._over is None:
             self._over = threading.Event()
-            # from here on, an end of the group sets the event; if it has ended already, the event
-            # is set
+            # from here on, the end of the group sets the event; if the group has already ended, the
+            # event is set
             self._group.issued(self)
             if self._over.is_set() or not self._group.waiter.wait_for(
                 lambda: self._wait_in_gloo(limit)
             ):
-                self.native_completed = True  # no thread waits for it in Gloo
+                self.native_completed = True  # no thread waits for this transfer in Gloo
                 self._settle((GroupEndedError, "the process group was shut down"))
                 self._group.finished(self)
         self._over.wait()
@@ -401,7 +407,7 @@ class Waiter:
 def _wait_in_turn(waits: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (wait := waits.get()) is not None:
         wait()
-        del wait  # it would keep a tensor
+        del wait  # the reference would keep a tensor in memory
 
 
 def _complete(settled: torch.futures.Future[None] | None) -> None:
@@ -412,7 +418,7 @@ def _complete(settled: torch.futures.Future[None] | None) -> None:
 def end_works(
     works: Sequence[InterruptibleWork | Transfer], reason: str, drain: Callable[[], None]
 ) -> None:
-    """Ends the works once Gloo has completed them or its threads sleep.
+    """Ends works of an aborted group, once Gloo has completed them or its threads are asleep.
 
     `drain`: function that reads the remaining data of the broken connections. Gloo's loop then has
     nothing left to write into a tensor.

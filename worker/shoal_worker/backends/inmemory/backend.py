@@ -51,7 +51,7 @@ class InMemoryGroup(PythonGroup):
         self.room.leave(self.rank(), "has left the group")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of later waits."""
+        """Sets the time limit of later waits for other ranks."""
         self._timeout = timeout
 
     def _issue(self, call: Collective) -> Work:
@@ -97,7 +97,7 @@ class _InMemoryWork(Work):
 
 
 class CollectiveWork(_InMemoryWork):
-    """One rank's side of a collective."""
+    """Work of a collective, on one of its ranks."""
 
     def __init__(self, room: Room, meeting: Meeting, rank: int, timeout: timedelta) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class SendWork(_InMemoryWork):
 
 
 class ReceiveWork(_InMemoryWork):
-    """A message that is to be received."""
+    """Work of a message that is to be received."""
 
     def __init__(self, room: Room, reception: Reception, rank: int, timeout: timedelta) -> None:
         super().__init__()
@@ -180,8 +180,8 @@ class ReceiveWork(_InMemoryWork):
 
 
 class InMemoryBackend(CommunicationBackend):
-    """A group of threads. The store only identifies the threads of one group, so a
-    `torch.distributed.HashStore` suffices."""
+    """Group whose ranks are threads of this process. The store only identifies which threads form a
+    group, so a `torch.distributed.HashStore` suffices."""
 
     name: ClassVar[str] = "inmemory"
     averages_natively: ClassVar[bool] = True
@@ -207,7 +207,8 @@ class InMemoryBackend(CommunicationBackend):
         return group
 
     def shutdown(self) -> None:
-        """Leaves the group without disturbing ranks that no longer need this rank. Idempotent."""
+        """Leaves the group. Other ranks fail only in a collective that needs this rank.
+        Idempotent."""
         if self._room is not None:
             self._room.leave(self.rank, "has shut its backend down")
         with self._lock:

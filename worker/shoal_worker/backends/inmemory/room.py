@@ -34,7 +34,7 @@ _ROOMS: Final[weakref.WeakValueDictionary[str, Room]] = weakref.WeakValueDiction
 
 
 class Meeting:
-    """One collective of all ranks."""
+    """One collective, from the arrival of the first rank to that of the last."""
 
     def __init__(self, number: int, first: int) -> None:
         self.number = number
@@ -54,7 +54,8 @@ class Reception:
         self.done = False
 
     def takes(self, source: int, destination: int, tag: int) -> bool:
-        """Returns whether a message matches this reception."""
+        """Returns whether a message from `source` to `destination` with `tag` is one for which this
+        reception waits."""
         return self.rank == destination and self.tag == tag and self.source in (None, source)
 
     def __str__(self) -> str:
@@ -148,8 +149,8 @@ class Room:
         self.end(UnmatchedCollectiveError(text))
 
     def end(self, error: Ending) -> None:
-        """Makes all pending and later calls fail with such an error, on all ranks. The first error
-        is kept."""
+        """Makes all pending and later calls fail with an error like `error`, on all ranks. If the
+        room has already ended, the first error is kept."""
         with LOCK:
             if self.ended is None:
                 self.ended = error
@@ -216,7 +217,8 @@ class Room:
             self._deliver(message, reception)
 
     def receive(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> Reception:
-        """Requests the next message with this tag from `source` (None: from any rank)."""
+        """Registers that `rank` receives the next message with this tag from `source` (None: from
+        any rank). Does not block."""
         with LOCK:
             self._check(rank)
             reception = Reception(rank, source, tag, tensor)
@@ -256,8 +258,8 @@ class Room:
             self.check_live()
 
     def check_live(self) -> None:
-        """Raises a copy of the error that ended the room, since an error belongs to the thread that
-        raises it."""
+        """Raises a copy of the error that ended the room, if it has ended. Each thread needs its
+        own copy, because raising an error modifies it."""
         if self.ended is not None:
             raise type(self.ended)(str(self.ended))
 
@@ -356,7 +358,8 @@ def room_for(store: Store, rank: int, size: int, name: str) -> Room:
             "the ranks of an in-memory group are threads of one process (shoal.launch); for "
             "several processes use backend='gloo'"
         )
-    # A group may be created again over the same store: every rank's nth entry is to the same room.
+    # A group may be created again over the same store: the nth entry of every rank leads to the
+    # same room.
     entry = store.add(f"entries of rank {rank}", 1)
     with LOCK:
         room = _ROOMS.setdefault(f"{agreed}/{entry}", Room(name, size))

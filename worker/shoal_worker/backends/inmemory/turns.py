@@ -6,12 +6,12 @@ random generators. With turns each rank has its own generators, no two ranks use
 cache at once, and every run is the same. If all ranks wait, the deadlock is detected at once. The
 price is speed: ranks do not compute in parallel.
 
-A rank passes its turn on while it waits in an in-memory group and while an errand runs
-(`run_aside`). A rank that waits for another rank in any other way (a threading.Event, a sleep until
-a file exists) keeps its turn. The ranks that wait for that rank then report it at their deadline.
+A rank passes its turn on while it waits in an in-memory group, and while another thread does work
+for it (`run_aside`). A rank that waits for another rank in any other way (a threading.Event, a
+sleep until a file exists) keeps its turn. The ranks that wait for that rank then report it at their
+deadline.
 
-Threads: all state is guarded by `LOCK`, the single lock of all in-memory ranks of the process.
-"""
+Threads: all state is guarded by `LOCK`, the single lock of all in-memory ranks of the process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Waitable(Protocol):
 
     @property
     def has_outsiders(self) -> bool:
-        """True if threads that take no turns can end a wait on the object."""
+        """True if threads that do not take turns can end a wait on the object."""
         ...
 
     def end_for(self, reason: str) -> None:
@@ -75,7 +75,8 @@ class Turns:
         self._first_states = _random_states()
         self._running: int | None = None
         self._free_for_all = False
-        """True once a rank has kept its turn for too long. From then on no rank waits for turns."""
+        """True once a rank has kept its turn for too long. From then on ranks no longer wait for
+        their turns."""
         self._parked: dict[int, _Parked] = {}
         self._mine = [threading.Condition(LOCK) for _ in range(size)]
         self._started: set[int] = set()
@@ -141,8 +142,8 @@ class Turns:
             return _CHANGED.wait_for(ready, max(0.0, deadline - time.monotonic()))
 
     def look(self) -> None:
-        """Resumes a rank after a change outside of the turns, if no rank has the turn and one can
-        continue."""
+        """Gives the turn to a rank that can continue, if no rank has it. Called after a change made
+        by a thread that does not take turns."""
         if self._running is None and len(self._started) == self._size:
             self._running = self._next(self._size - 1)
             self._wake()
@@ -167,7 +168,7 @@ class Turns:
             )
             text = f"deadlock, all running ranks are waiting: {waiting}{self._ended()}"
             for room in rooms:
-                room.end_deadlocked(text)  # and so calls `look`
+                room.end_deadlocked(text)  # and then calls `look`
 
     def _wake(self) -> None:
         if self._running is not None:
@@ -186,7 +187,7 @@ class Turns:
 
 
 def own_turns() -> Turns | None:
-    """Returns the turns in which the calling thread takes part."""
+    """Returns the `Turns` in which the calling thread takes part; None if it takes part in none."""
     turns: Turns | None = getattr(_current, "turns", None)
     return turns
 
@@ -204,7 +205,7 @@ def wait(on: Waitable, ready: Callable[[], bool], timeout: float, what: str) -> 
 
 
 class _Errand:
-    """Work that another thread, which takes no turns, does for a rank."""
+    """Work that is done for a rank by another thread, which does not take turns."""
 
     has_outsiders = True
 
@@ -231,14 +232,13 @@ class _Errand:
 
 def run_aside(work: Callable[[], T], what: str) -> T:
     """Runs `work` on another thread while the other ranks take turns, and returns the result of
-    `work`. Use it to wait for other ranks without a group.
+    `work`. Used by ranks that wait for each other outside of a group.
 
     `work`: function with its own deadline that touches nothing that two ranks might touch at once.
     `what`: description of the wait; completes "rank 0 waits ...".
 
     Raises:
-        GroupEndedError: another rank has failed. `work` continues unattended.
-    """
+        GroupEndedError: another rank has failed. `work` continues unattended."""
     turns = own_turns()
     if turns is None:
         return work()
@@ -263,8 +263,8 @@ def run_aside(work: Callable[[], T], what: str) -> T:
 
 
 def changed(turns: Turns | None) -> None:
-    """Notifies threads with and without turns that a condition may have changed. The caller must
-    hold the lock."""
+    """Notifies all waiting threads, whether they take turns or not, that a condition may have
+    changed. The caller must hold the lock."""
     _CHANGED.notify_all()
     if turns is not None:
         turns.look()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MPIBackend(CommunicationBackend):
-    """All ranks of MPI's world, on CPU tensors, over a separate communicator.
+    """Backend over all ranks of MPI's world, for CPU tensors, with a separate communicator.
 
     `abort` notifies the other ranks by a message, which they read while they wait and when they
     issue an operation. MPI cannot cancel pending operations: they are abandoned, their buffers are
@@ -131,7 +131,8 @@ class MPIBackend(CommunicationBackend):
 
 
 def own_seat(timeout: timedelta) -> Seat:
-    """Returns this process's seat in MPI's world for one of Shoal's sessions. Starts MPI.
+    """Starts MPI and returns this process's place in MPI's world, from which a session can be
+    created.
 
     Raises:
         ConfigurationError: mpi4py or the MPI library is missing.

@@ -1,10 +1,10 @@
 """A torch process group over one MPI communicator.
 
-If the parts of a tensor list are adjacent, data travels as bytes from and into the tensors' own
-memory. MPI chooses the order of its own reductions (all-reduce, reduce). Half precision, which MPI
-does not support, is sent as float32 and rounded once. A reduce-scatter is an all-to-all after which
-each rank sums its parts in rank order, as with Gloo; it sends half precision unchanged.
-Importing this module starts MPI.
+If the tensors of a list are adjacent in memory, MPI reads and writes that memory directly;
+otherwise they are copied first. MPI chooses the order of its own reductions (all-reduce, reduce).
+Half precision, which MPI does not support, is sent as float32 and rounded once. A reduce-scatter is
+an all-to-all after which each rank sums its parts in rank order, as with Gloo; it sends half
+precision unchanged. Importing this module starts MPI.
 
 Threads: one thread issues collectives, which complete in that thread or in works.py. Any thread may
 call `abort`.
@@ -73,7 +73,7 @@ _OPS_OF_BOOLEANS: Final = {**_OPS, "SUM": MPI.MAX, "PRODUCT": MPI.MIN}
 
 
 class Packed:
-    """The tensors of `parts` as one contiguous run of bytes."""
+    """The tensors `parts` as one contiguous run of bytes, for MPI to send from or receive into."""
 
     def __init__(self, parts: Sequence[torch.Tensor], *, filled: bool) -> None:
         """`filled`: True if the parts contain values to be sent; False if values are to be
@@ -191,7 +191,7 @@ def _type_of(tensor: torch.Tensor) -> Any:
 # -------------------------------------------------------------------------------- the process group
 
 _ABORT_TAG: Final[Any] = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-"""Tag of the messages that report why a group has ended."""
+"""Tag of the messages by which a rank tells the others why the group has ended."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,8 @@ class MPIGroup(PythonGroup):
             self.reason = reason
         message = reason.encode()
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
-        # It may be that no rank receives these messages. They are short enough to be sent without a
-        # receiver, and are kept as long as the group.
+        # Possibly no rank receives these messages. They are short enough to be sent without a
+        # receiver, and are kept in memory as long as the group.
         self._abort_messages = [
             (message, self._comm.Isend([message, MPI.BYTE], peer, _ABORT_TAG)) for peer in peers
         ]
@@ -246,7 +246,7 @@ class MPIGroup(PythonGroup):
             self._comm.Free()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of later waits."""
+        """Sets the time limit of later waits for other ranks."""
         self._timeout = timeout
 
     @property
@@ -259,7 +259,7 @@ class MPIGroup(PythonGroup):
         its end."""
         if self.reason is None:
             status = MPI.Status()
-            # received at once: another thread may probe as well
+            # received at once, because another thread may probe as well
             message_waiting = self._comm.Improbe(MPI.ANY_SOURCE, _ABORT_TAG, status)
             if message_waiting is not None:
                 message = bytearray(status.Get_count(MPI.BYTE))

@@ -1,4 +1,4 @@
-"""Works of an MPI group. A work tests its MPI requests repeatedly.
+"""Works of an MPI group. A work completes by repeatedly testing its MPI requests.
 
 MPI moves data only while it is called. So waits poll with growing pauses, and meanwhile check
 whether the group has ended or their deadline has passed. While futures are outstanding, one thread
@@ -32,7 +32,7 @@ _POLLING_PAUSE_S: Final = 0.0002
 
 
 class Owner(Protocol):
-    """The group that issued a work."""
+    """Interface of the group that issued a work, as the work uses it."""
 
     @property
     def timeout(self) -> timedelta:
@@ -92,7 +92,7 @@ class MPIWork(Work):
         while not self.advance():
             tests += 1
             if tests < _EAGER_TESTS:
-                time.sleep(0)  # the awaited rank may share this processor
+                time.sleep(0)  # the awaited rank may run on the same processor
             else:
                 time.sleep(min(_LONGEST_PAUSE_S, 1e-5 * tests))
             if time.monotonic() > deadline:

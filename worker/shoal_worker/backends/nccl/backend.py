@@ -279,8 +279,8 @@ def within(
     while given_up() is None:
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"connecting with NCCL took longer than {limit.total_seconds():g} s, although all "
-                "ranks had arrived",
+                "all ranks arrived, but NCCL did not connect them within "
+                f"{limit.total_seconds():g} s",
                 reason="CONNECT_TIMEOUT",
             )
         try:

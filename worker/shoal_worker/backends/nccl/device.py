@@ -69,7 +69,7 @@ _SPLITS: Final = (2, 18, 0)
 
 
 class Native(Protocol):
-    """A native group to be ended: a ProcessGroupNCCL."""
+    """Interface of ProcessGroupNCCL that is needed to end a group."""
 
     def abort(self) -> None:
         """Ends the group's kernels and blocks until they have ended. May be called while the group
@@ -84,19 +84,20 @@ class Native(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Division of a group into parts: the group `whole` and the number of the new part. All ranks
-    of `whole` split at the same time."""
+    """One part of a division of a group: the group `whole` that is divided, and the number of the
+    new part. All ranks of `whole` split at the same time."""
 
     whole: Native
     part: int
 
 
 class Life(Protocol):
-    """The part of `ending.Ending` that a device needs while it connects a native group."""
+    """Subset of the interface of `ending.Ending` that a device needs while it connects a native
+    group."""
 
     def covers(self, native: Native) -> None:
-        """Registers a native group as soon as it has been created, so that `begin` of
-        `ending.Ending` aborts it."""
+        """Registers a native group as soon as it has been created, so that `Ending.begin` can abort
+        it."""
         ...
 
     def check_wanted(self, native: Native) -> None:
@@ -130,8 +131,8 @@ class Device(Protocol):
 
     @property
     def splits(self) -> bool:
-        """True if groups should be split off others and the library supports that; equal on all
-        ranks with the same environment."""
+        """True if new groups should be split off existing ones and the library supports that. The
+        same on all ranks with the same environment."""
         ...
 
     @property
@@ -168,7 +169,8 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """The calling thread's current CUDA device: call torch.cuda.set_device first. A `Device`."""
+    """Implements `Device` for the calling thread's current CUDA device. Call torch.cuda.set_device
+    first."""
 
     kind: ClassVar[str] = "cuda"
 

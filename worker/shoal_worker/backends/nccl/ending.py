@@ -14,7 +14,8 @@ torch has one mutex per communicator. An abort holds the mutex until NCCL has re
 finalization and a split hold it until all ranks have joined. `Work.is_completed()` takes the mutex
 too (torch 2.11: NCCLComm::isAborted) and keeps the GIL. Called meanwhile, it would stop all Python
 threads for as long as NCCL takes, including heartbeats and the clock of this module. So only this
-module queries works (`has_ended`), under the lock under which an end begins, and never afterwards.
+module queries works (`has_ended`). It does so under the lock that is held when an end begins, and
+never after an end has begun.
 
 If all ranks leave at once, which their hosts agree on first, communicators are finalized instead:
 NCCL closes its connections while all ranks are present. Meanwhile torch holds the locks that an
@@ -64,7 +65,9 @@ class Ending:
         self._device = device
         self._limit_s = limit.total_seconds()
         self._held_s = 0.0
-        """Additional seconds that an abort may currently take."""
+        """Additional time in seconds that an abort may currently take, because torch holds a mutex
+        that it needs.
+        """
         self._finalize_limit_s = finalize_limit.total_seconds()
         self._end_process = end_process
         self._lock = threading.Lock()
@@ -127,8 +130,10 @@ class Ending:
             return self._natives[-1] if self._natives else None
 
     def check_wanted(self, native: Native) -> None:
-        """Aborts `native` if the end began while its blocking communicator connected, since torch
-        had nothing to abort earlier. Raises GroupEndedError once the abort has returned."""
+        """Aborts `native` if the end began while its blocking communicator connected, because torch
+        had nothing that could be aborted earlier. Raises GroupEndedError once the abort has
+        returned.
+        """
         with self._lock:
             wanted = not self._began
         if not wanted:
@@ -167,7 +172,8 @@ class Ending:
         )
 
     def at_rest(self, within: timedelta) -> bool:
-        """Returns whether the device finishes all queued operations, of any group, within `within`.
+        """Waits for at most `within` until the device has finished all queued operations, of any
+        group. Returns whether it has.
 
         Only then may a group be finalized: only an abort ends a kernel that waits for a lost peer,
         and no abort can follow a finalization.
@@ -176,7 +182,8 @@ class Ending:
 
         def look() -> None:
             with contextlib.suppress(RuntimeError):
-                # a device that has failed is not at rest; ending the group reports the failure
+                # a device that has failed does not count as idle; the end of the group reports the
+                # failure
                 self._device.synchronize()
                 done.set()
 
@@ -216,15 +223,17 @@ class Ending:
                 # would abort it, so it must not run either.
                 native_threads.keep(native)
                 _log.warning(
-                    "a group on %s could not be finalized: %s", self._device.where, cause_of(error)
+                    "could not shut down an NCCL group on %s in order: %s",
+                    self._device.where,
+                    cause_of(error),
                 )
         done.set()
 
     def _finish(self, done: threading.Event) -> None:
         if not done.wait(self._finalize_limit_s):
             _log.warning(
-                "a group on %s was not finalized within %g s, although all its ranks had "
-                "announced that they were leaving; it was abandoned",
+                "abandoned an NCCL group on %s, which did not shut down within %g s, although "
+                "all its ranks were leaving",
                 self._device.where,
                 self._finalize_limit_s,
             )

@@ -1,5 +1,5 @@
-"""A process group whose collectives run on a device's streams. A step that relies on their results
-can be committed safely.
+"""Process group whose collectives run on a device's streams. It ensures that a step is committed
+only if all of its collectives have really completed.
 
 NCCL's `wait` returns when the kernel is queued, not when it has run, and an abort ends kernels
 without an error: what they leave in their tensors looks like a result. A step may be applied only
@@ -234,7 +234,7 @@ class DeviceGroup(ForwardingGroup):
         self.ending: Final = ending
         self._ended = ended
         self.ordered: Final = OrderedWorks(timeout, self.overdue)
-        """Works for which streams wait but the host has not waited yet."""
+        """Works passed to `order`: streams wait for them, but the host has not waited yet."""
 
     def abort(self, reason: str = "the process group was aborted") -> None:
         """Ends the group: pending and later works raise GroupEndedError(reason). Later calls do not

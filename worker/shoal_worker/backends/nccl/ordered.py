@@ -1,5 +1,5 @@
-"""Works for which a device's streams wait but the host does not: the works that the host has yet to
-check, and their time limit.
+"""Keeps the works for which a device's streams wait but the host has not waited yet, and enforces
+their time limit.
 
 The host may check late or be blocked: reading a loss waits in CUDA for all operations queued before
 it, including a collective of a stalled rank. So a thread watches the oldest unfinished work and
@@ -7,8 +7,7 @@ reports when it exceeds its time limit. The thread starts with the first work an
 group.
 
 Threads: the issuing thread adds and takes works, the watching thread reads them, and any thread may
-call `close`. The lock guards the works.
-"""
+call `close`. The lock guards the works."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _LONGEST_LOOK_S: Final = 1.0
 
 
 class OrderedWork(Protocol):
-    """A collective on a device, as `OrderedWorks` uses it."""
+    """Interface of a collective on a device, as used by `OrderedWorks`."""
 
     @property
     def name(self) -> str:
@@ -43,7 +42,8 @@ class OrderedWork(Protocol):
 
 
 class OrderedWorks:
-    """The works of one group, in the order in which its device runs them."""
+    """Works of one group that the host has yet to check, in the order in which the device runs
+    them."""
 
     def __init__(self, allowed: timedelta, overdue: Callable[[str, timedelta], None]) -> None:
         """`overdue`: function called with the name and the limit, on the watching thread, when a
@@ -57,12 +57,12 @@ class OrderedWorks:
 
     @property
     def any_left(self) -> bool:
-        """True if the host has yet to check some works."""
+        """True if there are works that the host has yet to check."""
         return bool(self._works)
 
     def add(self, work: OrderedWork) -> None:
-        """Adds a work for which a stream waits. Checks earlier works that have run, removes them,
-        and raises their errors."""
+        """Adds a work for which a stream waits. Also checks and removes earlier works that have
+        already run, and raises their errors."""
         while self._works and self._works[0].ended:
             with self._lock:
                 first = self._works.popleft()

@@ -12,8 +12,8 @@ from shoal_worker.backends.nccl.device import Device
 
 
 def check_own_device(device: Device, store: Store, rank: int, size: int) -> None:
-    """Publishes this rank's device and waits for all ranks. Raises on all ranks if two ranks use
-    the same device, or if only some ranks would split groups.
+    """Publishes this rank's device and waits for all ranks. If two ranks use the same device, or
+    only some ranks would split groups, all ranks raise an error.
 
     Raises:
         ConfigurationError: two ranks use one device (DEVICE_SHARED), or ranks differ in

@@ -1,5 +1,5 @@
-"""The batches of a stream for evaluation, dealt to ranks. Their number is known only at the end of
-the stream.
+"""Deals the batches of a stream to ranks for evaluation. The number of batches is known only at the
+end of the stream.
 
 A batch belongs to one source: the stream, or a shard of a `ShardedStream`. With at least as many
 sources as ranks, one rank reads each source. With fewer sources, several ranks read the same
@@ -23,18 +23,19 @@ _SHIFT: Final = 32
 """Number of bits by which a source's number is shifted in the numbers of its batches; the lower
 bits are the batch's index in the source."""
 _FIRST: Final = -1
-"""Key of the first item of the first source, among the keys of fully read sources."""
+"""Key under which the first item of the first source is reported, next to the keys of fully read
+sources."""
 
 
 class Part(NamedTuple):
-    """A rank's part of one source. If the required batches are counted from 0, the part consists of
-    the batches whose count is `place` modulo `sharing`."""
+    """A rank's part of one source. Of the required batches, numbered 0, 1, 2, ..., the part
+    consists of those whose number is `place` modulo `sharing`."""
 
     source: int
     place: int
     sharing: int
     held: Collection[int]
-    """Numbers of batches that are not required."""
+    """Numbers of batches that need not be computed."""
     first_only: bool = False
     """True if the rank reads only the first item, for comparison with the other ranks."""
 
@@ -68,7 +69,8 @@ class StreamedEvaluation:
         self._ends: dict[int, tuple[int, int]] = {}
         """Number and fingerprint of the items of each fully read source."""
         self._first: int | None = None
-        """Fingerprint of the first source's first item, if the item had to be compared."""
+        """Fingerprint of the first source's first item, if it had to be compared with other
+        ranks'."""
 
     @property
     def ended(self) -> str:
@@ -83,7 +85,7 @@ class StreamedEvaluation:
         return json.dumps(counts)
 
     def anew(self) -> StreamedEvaluation:
-        """Returns the same batches, with nothing read yet."""
+        """Returns a new object for the same batches, which has read nothing yet."""
         other = copy.copy(self)
         other._ends, other._first = {}, None
         return other
@@ -163,7 +165,7 @@ class StreamedEvaluation:
             missing += number not in part.held
             key = (self._seed, 0, part.source, place)
             with seeded(key):
-                # and one more item, so that a worker knows how far to read ahead
+                # and one more item, so that a worker knows how far it may read ahead
                 reader.fill(start + self._size + 1)
                 stop = min(start + self._size, reader.stop)
                 if wanted and stop > start:

@@ -27,8 +27,8 @@ import xxhash
 
 _BITS: Final = 48
 _HEAD: Final = 4096
-"""Maximum number of bytes of one string or array, and of items of one container, that a fingerprint
-covers."""
+"""Maximum number of bytes of one string or array, and maximum number of items of one container,
+that a fingerprint covers."""
 _DEEPEST: Final = 16
 
 
@@ -40,8 +40,8 @@ def fingerprint(item: Any) -> int:
 
 
 def chained(before: int, after: int) -> int:
-    """Returns the fingerprint of a sequence. `before`: fingerprint of all items but the last.
-    `after`: fingerprint of the last item. An empty sequence has the fingerprint 0."""
+    """Returns the fingerprint of a sequence. `before`: fingerprint of the sequence without its last
+    item. `after`: fingerprint of the last item. An empty sequence has the fingerprint 0."""
     return xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + after.to_bytes(8, "little")) >> (
         64 - _BITS
     )
@@ -103,8 +103,8 @@ def _add_array(state: Any, array: np.ndarray[Any, Any]) -> None:
 
 _SIGNS: Final = np.random.default_rng(0).choice([-1.0, 1.0], size=(3, _HEAD))
 _NEARLY: Final = 0.01
-"""Maximum relative difference between the ranks' numbers of one item: far larger than rounding
-errors, far smaller than differences between items."""
+"""Maximum relative difference between the numbers that ranks have for the same item. It is far
+larger than rounding errors, and far smaller than differences between items."""
 
 
 class Probe:
@@ -112,7 +112,7 @@ class Probe:
 
     @staticmethod
     def of(item: Any) -> list[float]:
-        """Returns this rank's contribution to the sum: random-sign sums of the numbers, the
+        """Computes this rank's contribution to the sum: sums of the numbers with random signs, the
         magnitude of the numbers, and the squares of these values."""
         values = np.zeros(0)
         for each in _fractions(item, 0):
@@ -162,7 +162,7 @@ def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
-    """Returns the members of a collection that are part of its fingerprint."""
+    """Returns the members of a collection that its fingerprint covers."""
     if not isinstance(value, Mapping):
         return list(value[:_HEAD])
     return [

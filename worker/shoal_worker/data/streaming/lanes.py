@@ -1,5 +1,5 @@
-"""Converts a list of shards into steps: assigns shards to lanes, and items of each lane to a step.
-Pure functions of their arguments.
+"""Divides a list of shards into steps: assigns shards to lanes, and items of each lane to a step.
+Everything here is a pure function of its arguments.
 
 A step's global batch is divided into *lanes*, whose number follows from the sizes alone. A lane
 reads one shard after another. At any time a rank owns some lanes and reads only their shards. A
@@ -9,8 +9,7 @@ exhausted, the remaining lanes contribute more, so that every step but the last 
 The number of items in a shard is known only after reading it. A step is therefore determined in
 rounds (`Allotment`): each owner reads what its lanes need, all owners exchange the results, and
 every rank makes the same decision about what is read next. One round is usually sufficient; another
-round is needed where a shard ends. The result depends on the shards and sizes, not on the ranks.
-"""
+round is needed where a shard ends. The result depends on the shards and sizes, not on the ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class Place(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Result of a round for one lane, reported by the lane's owner."""
+    """What a lane's owner reports after a round."""
 
     items: int
     """Number of items read; at most the number requested."""
@@ -62,14 +61,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsRead:
-    """Committed position within an epoch, by shard."""
+    """Committed position within an epoch: the reading position in each shard."""
 
     lanes: tuple[Place | None, ...]
     """Position of each lane in its shard; None: the lane has read its last shard to the end."""
     next_shard: int = 0
-    """First shard, in the epoch's order, that no lane has received."""
+    """First shard, in the epoch's order, that was not assigned to a lane yet."""
     waiting: tuple[Place, ...] = ()
-    """Partially read shards without a lane, left over when the run continued with fewer lanes."""
+    """Partially read shards that belong to no lane, because the run continued with fewer lanes."""
 
     def is_over(self, shards: int) -> bool:
         """Returns whether none of the epoch's shards is left, as far as is known without opening a
@@ -77,7 +76,7 @@ class ShardsRead:
         return self.next_shard >= shards and not self.waiting and not any(self.lanes)
 
     def with_lanes(self, lanes: int) -> ShardsRead:
-        """Returns the same position for another number of lanes."""
+        """Converts the position to another number of lanes."""
         kept, given_up = (
             self.lanes[:lanes],
             [place for place in self.lanes[lanes:] if place is not None],
@@ -108,13 +107,13 @@ class ShardsRead:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(
-                f"the loader's state of its shards is invalid: {error!r}"
+                f"the positions in shards that the loader's state contains are invalid: {error!r}"
             ) from error
 
 
 def _place(values: Sequence[Any]) -> Place:
     shard, offset, fingerprint = map(_count, values[:3])
-    following, state = values[3:] or (None, None)  # earlier releases did not write them
+    following, state = values[3:] or (None, None)  # earlier releases did not save these values
     if not isinstance(state, (str, type(None))):
         raise ValueError(f"got {state!r}, but expected the state of a reader")
     return Place(
@@ -145,11 +144,11 @@ class _Lane:
 
 
 class Allotment:
-    """The items of one step, determined round by round. Every rank keeps an identical copy."""
+    """Determines the items of one step, round by round. Every rank keeps an identical copy."""
 
     def __init__(self, read: ShardsRead, *, shards: int, sizes: Sequence[int]) -> None:
-        """Starts a step. `shards`: number of shards in the epoch. `sizes`: number of items of each
-        lane, as long as enough items are left."""
+        """Starts a step. `shards`: number of shards in the epoch. `sizes`: number of items that
+        each lane contributes, as long as enough items are left."""
         self.settled = False
         """True if the step has all its items: as many as requested, or all remaining items."""
         self._shards = shards
@@ -175,8 +174,8 @@ class Allotment:
         )
 
     def hear(self, reports: Sequence[Report | None]) -> None:
-        """Processes one round's reports, by lane. A report is None if the lane had nothing to
-        read."""
+        """Processes the reports of a round, one for each lane. A report is None if the lane had
+        nothing to read."""
         for lane, (one, report) in enumerate(zip(self._lanes, reports, strict=True)):
             if report is None or self.to_read(lane) is None:
                 continue
@@ -198,7 +197,7 @@ class Allotment:
         return self._lanes[lane].at
 
     def hear_states(self, states: Sequence[str | None]) -> None:
-        """Records the states of the shards' readers at the positions after the step, by lane.
+        """Records for each lane the state of its shard's reader at the position after the step.
         Called once `settled` is True."""
         for one, state in zip(self._lanes, states, strict=True):
             if one.at is not None:
@@ -209,12 +208,13 @@ class Allotment:
         return self._lanes[lane].segments
 
     def counts(self) -> list[int]:
-        """Returns the number of items of each lane."""
+        """Returns the items of a lane in this step, in order: runs of items, each from one
+        shard."""
         return [lane.have for lane in self._lanes]
 
     @property
     def after(self) -> ShardsRead:
-        """Position in the epoch after the step is committed."""
+        """Position in the epoch once this step is committed."""
         return ShardsRead(
             lanes=tuple(lane.at for lane in self._lanes),
             next_shard=self._next,
@@ -232,14 +232,14 @@ class Allotment:
             self._total - sum(lane.have for lane in self._lanes),
             [lane for lane in self._lanes if lane.at is not None],
         )
-        if missing and going_on:  # no shard is left for lanes without enough items
+        if missing and going_on:  # no shard is left for lanes that have too few items
             each, more = divmod(missing, len(going_on))
             for lane in self._lanes:
                 lane.want = lane.have
             for number, lane in enumerate(going_on):
                 lane.want += each + (number < more)
         elif not going_on:
-            # the epoch ends here if nothing is left
+            # if nothing is left, the epoch ends here
             self._give_shard(self._lanes[0])
         self.settled = not self._has_reading
 

@@ -33,8 +33,8 @@ from shoal_worker.state.digest import STREAMED
 
 
 class PositionSupply(StreamSupply):
-    """Deals a stream by position: every rank reads the whole stream and skips the items of other
-    ranks."""
+    """Supply of a stream's steps by position: every rank reads the whole stream and skips the items
+    of other ranks."""
 
     def __init__(
         self, stream: Any, progress: LoaderProgress, *, balance: Balance, **sizes: Any
@@ -42,11 +42,11 @@ class PositionSupply(StreamSupply):
         super().__init__(stream, progress, **sizes)
         self._balance = balance
         self._epoch = -1
-        """Epoch of the mark and the reader."""
+        """Epoch to which the mark and the reader belong."""
         self._mark = Mark()
-        """Mark of the cursor."""
+        """Mark at the position of the cursor."""
         self._started_epoch = -1
-        """Epoch last passed to the stream."""
+        """Epoch that was passed to the stream's `set_epoch` last."""
         self._reader: Reader | None = None
         self._described: tuple[DealtStep | None, Mark, dict[str, Any]] | None = None
 
@@ -72,8 +72,8 @@ class PositionSupply(StreamSupply):
                 states_at=range(cursor.samples, NO_END, self._batch_size),
             )
         except BaseException:
-            # including Ctrl-C: an iterator that raised cannot continue, and the next one begins at
-            # the mark
+            # Also for Ctrl-C: an iterator that raised an error cannot continue, and the next one
+            # begins at the mark.
             self._close_readers()
             raise
         plan = self.plan(cursor.epoch)
@@ -179,8 +179,8 @@ class PositionSupply(StreamSupply):
         self._epoch, self._mark = state["epoch"], mark
 
     def _committed_mark(self) -> Mark:
-        """Returns the mark of the cursor. The script may have moved the cursor to the beginning of
-        another epoch."""
+        """Returns the mark at the position of the cursor. The script may have moved the cursor to
+        the beginning of another epoch."""
         cursor = self._progress.cursor
         return (
             self._mark

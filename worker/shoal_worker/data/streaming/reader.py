@@ -1,18 +1,17 @@
 """Reads one source in order from any committed position. A source is a stream, or one shard of a
 list.
 
-Items are kept until the caller drops them, so that a lost step requires no reading. A reader opened
-within a source seeks if the source (or its iterator) has `state_dict` and `load_state_dict` and its
-state at that position was saved. Otherwise the reader iterates from the source's beginning and
-skips earlier items. Fingerprints verify both: if a seek leads to another item, the reader skips
-instead, and if a source gives other items than before, the reader raises an error, since samples
-would be lost or seen twice.
+Items are kept until the caller drops them, so that a lost step can be repeated without reading them
+again. A reader opened within a source seeks if the source (or its iterator) has `state_dict` and
+`load_state_dict` and its state at that position was saved. Otherwise the reader iterates from the
+source's beginning and skips earlier items. Fingerprints verify both: if a seek leads to another
+item, the reader skips instead, and if a source gives other items than before, the reader raises an
+error, since samples would be lost or seen twice.
 
 The random generators of torch, NumPy and Python are seeded before each item by its position. The
 random numbers drawn by a source therefore do not depend on how the reader reached the position.
 
-This module does not depend on ranks and steps. Used by one thread.
-"""
+This module does not depend on ranks and steps. Used by one thread."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ _UNCHANGING: Final = frozenset({int, float, complex, bool, str, bytes, type(None
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A position in a source, with the data needed to return to the position and to verify it."""
+    """Position in a source, with the data that are needed to return to it and to verify it."""
 
     position: int = 0
     """Number of items before the position."""
@@ -58,8 +57,8 @@ class Mark:
 
 
 class Reader(abc.ABC):
-    """Reads a source from a mark on and keeps the items until they are dropped. This process or a
-    data worker does the reading."""
+    """Interface of a reader, which reads a source from a mark on and keeps the items until they are
+    dropped. The reading takes place in this process or in a data worker."""
 
     def __init__(self, at: Mark) -> None:
         self.first = at.position
@@ -80,10 +79,10 @@ class Reader(abc.ABC):
     @abc.abstractmethod
     def items(self, positions: Iterable[int]) -> list[Any]:
         """Returns copies of the items at `positions`, which must be available. In-place changes of
-        the copies do not affect a step that is redone."""
+        the copies do not affect a repetition of the step."""
 
     def expect(self, upto: int, *, states_at: Container[int] = ()) -> None:  # noqa: B027
-        # if this process does the reading, it reads in `fill`
+        # a reader in this process reads in `fill`
         """Announces the arguments of the next `fill`, so that a data worker can start reading."""
 
     @abc.abstractmethod
@@ -95,8 +94,8 @@ class Reader(abc.ABC):
         """
 
     def holds(self, mark: Mark) -> bool:
-        """Returns whether this reader can continue from `mark`: it is at `mark`, or before it with
-        all items up to `mark`."""
+        """Returns whether this reader can continue from `mark`: it is at that position, or at an
+        earlier one and has all items up to `mark`."""
         return (
             self.first <= mark.position <= self.stop
             and self.mark(mark.position).fingerprint == mark.fingerprint
@@ -139,7 +138,7 @@ class Reader(abc.ABC):
 
 
 class SourceReader(Reader):
-    """One source, read by this process."""
+    """Implements `Reader` by reading the source in this process."""
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class SourceReader(Reader):
         return [_copied(self._items[position - self.first]) for position in positions]
 
     def raw_items(self, positions: Iterable[int]) -> list[Any]:
-        """Returns the items themselves, for callers that copy the items anyway."""
+        """Returns the items themselves instead of copies, for callers that copy them anyway."""
         return [self._items[position - self.first] for position in positions]
 
     @override
@@ -186,8 +185,8 @@ class SourceReader(Reader):
             self._pull()
 
     def news(self, known: int, upto: int) -> tuple[list[int], dict[int, str | None], int | None]:
-        """Returns the fingerprints, states and end that `fill(upto)` has added for a reader in
-        another process, which already has the items before `known`."""
+        """Returns what `fill(upto)` has added, for a reader in another process that already has the
+        items before `known`: fingerprints, states, and whether the source has ended."""
         stop = min(self.stop, max(known, upto))
         prints = list(itertools.islice(self._prints, known - self.first, stop - self.first))
         states = {at: state for at, state in self._states.items() if known <= at <= stop}
@@ -213,9 +212,9 @@ class SourceReader(Reader):
             if sought is not None:
                 return sought
             _log.warning(
-                "%s: its state_dict of position %d led to a different item than before (it may "
-                "not include a shuffle buffer). The stream is read from the beginning instead, "
-                "and earlier items are skipped",
+                "%s: loading the state_dict saved at position %d led to a different item than "
+                "before (it may lack the contents of a shuffle buffer). The stream is read from "
+                "the beginning instead, and earlier items are skipped",
                 self._name,
                 at.position,
             )
@@ -242,7 +241,7 @@ class SourceReader(Reader):
         decoded = _decode(state)
         source = self._make()
         if decoded["of"] == "source":
-            # changes that load_state_dict makes to an object may affect later iterations of it
+            # changes that load_state_dict makes to an object may affect its later iterations
             source = _copy(source)
             source.load_state_dict(decoded["state"])
         iterator: Any = iter(source)
@@ -301,8 +300,8 @@ class SourceReader(Reader):
                     return _encode({"of": kind, "state": what.state_dict()})
                 except ConfigurationError as error:
                     _log.warning(
-                        "%s: its state_dict cannot be saved, so a restart will skip items one by "
-                        "one instead of seeking: %s",
+                        "%s: its state_dict cannot be saved, so after a restart earlier items "
+                        "will be skipped one by one: %s",
                         self._name,
                         error,
                     )
@@ -327,8 +326,8 @@ def _close(iterator: Iterator[Any]) -> None:
 
 
 def _copied(item: Any) -> Any:
-    """Returns a copy of an item. Fast for the types common in streams: strings, numbers, tensors
-    and arrays, in lists, tuples and dictionaries."""
+    """Returns a copy of an item. This is fast for the types that are common in streams: strings,
+    numbers, tensors and arrays, in lists, tuples and dictionaries."""
     kind = type(item)
     if kind in _UNCHANGING:
         return item
@@ -346,7 +345,7 @@ def _copy(source: Any) -> Any:
     file or a lock cannot be copied deeply."""
     try:
         return copy.deepcopy(source)
-    except Exception:  # its parts may raise anything
+    except Exception:  # parts of the source may raise any error
         return copy.copy(source)
 
 

@@ -38,12 +38,13 @@ _log = logging.getLogger(__name__)
 
 _NUMBERS: Final = len(Report._fields)
 _BYTES: Final = 6
-"""Number of bytes that one float64 carries, so that a sum with zeros is exact."""
+"""Number of bytes that are sent in one float64. It is small enough that the sum with zeros is
+exact."""
 _LONGEST_STATE: Final = 64 * 1024
 
 
 class ShardSupply(StreamSupply):
-    """Deals a `ShardedStream`: each rank reads the shards of its lanes."""
+    """Supply of the steps of a `ShardedStream`: each rank reads the shards of its lanes."""
 
     def __init__(
         self, stream: ShardedStream, progress: LoaderProgress, *, shuffle: bool, **sizes: Any
@@ -51,7 +52,7 @@ class ShardSupply(StreamSupply):
         super().__init__(stream, progress, **sizes)
         self._shards = stream.shards
         self._shuffle = shuffle
-        assert self._micro_batch_size is not None  # `check_stream`
+        assert self._micro_batch_size is not None  # ensured by `check_stream`
         starts = range(0, self._batch_size, self._micro_batch_size)
         micro_batches = [min(self._micro_batch_size, self._batch_size - start) for start in starts]
         lanes = min(len(micro_batches), len(self._shards))
@@ -69,13 +70,13 @@ class ShardSupply(StreamSupply):
         self._readers: dict[int, Reader] = {}
         """Readers of this rank's shards, by position in the order."""
         self._items: dict[int, tuple[int, int]] = {}
-        """Sources of this rank's items in the step: position of the item -> (position of its
-        shard in the order, index within the shard)."""
+        """Origin of this rank's items in the step: position of the item -> (position of its shard
+        in the order, index within the shard)."""
         self._started_epoch = -1
-        """Epoch last passed to the stream."""
+        """Epoch that was passed to the stream's `set_epoch` last."""
         self._first: tuple[int, int | None] = -1, None
-        """An epoch, and the fingerprint of the first item of the epoch's first shard. All ranks
-        read this item for comparison."""
+        """An epoch, and the fingerprint of the first item in the epoch's first shard, which all
+        ranks read for comparison."""
         self._sample: Any = None
         """The item that all ranks read for comparison."""
         self._warned_of_length = False
@@ -104,7 +105,7 @@ class ShardSupply(StreamSupply):
         if placement.world_size > 1 and self._first[0] != cursor.epoch:
             self._first = cursor.epoch, self._first_item(loader)
         if placement.world_size > 1 and cursor.samples == 0:
-            # otherwise only a joining rank would do this
+            # otherwise only a joining rank would raise this error
             compare_first(self._sample, session, loader)
         allotment = self._allotment = Allotment(
             self._read_so_far, shards=len(self._order), sizes=self._sizes
@@ -305,7 +306,7 @@ class ShardSupply(StreamSupply):
             reader.close()
 
     def _open(self, at: Place, loader: str) -> None:
-        """Ensures that a reader exists at this position."""
+        """Ensures that a reader for the shard is open at this position."""
         reader = self._readers.get(at.shard)
         mark = Mark(
             position=at.offset, fingerprint=at.fingerprint, following=at.following, state=at.state
@@ -323,7 +324,7 @@ class ShardSupply(StreamSupply):
         the state of its reader is kept: the probable end of the step, and the positions that a data
         worker reaches ahead of time."""
         stop, each = at.offset + most, self._sizes[lane]
-        # no state is needed of a shard that was not begun
+        # no state is needed of a shard that has not been begun
         return stop + 1, range(stop or each, NO_END, each)
 
     def _read_lane(self, lane: int, wanted: tuple[Place, int] | None) -> Report | None:
@@ -387,8 +388,8 @@ class ShardSupply(StreamSupply):
         return received
 
     def _state_of(self, place: int, offset: int) -> bytes:
-        """Returns the state of the reader of one of this rank's shards for the exchange; empty if
-        there is no state or it is too long."""
+        """Encodes the state of the reader of one of this rank's shards for the exchange. Returns an
+        empty result if there is no state, or if it is too long."""
         state = (self._readers[place].state_at(offset) or "").encode()
         if len(state) <= _LONGEST_STATE:
             return state
@@ -444,7 +445,8 @@ class ShardSupply(StreamSupply):
     def _placed(
         self, allotment: Allotment, lane: int, start: int
     ) -> tuple[range, list[tuple[int, int]]]:
-        """Returns the positions of a lane's items, and their shards and indices."""
+        """Returns the positions of a lane's items in the step, each with its shard and its index in
+        the shard."""
         counts = allotment.counts()
         first = start + sum(counts[:lane])
         places = [
@@ -473,7 +475,7 @@ class ShardSupply(StreamSupply):
 
 
 def _as_numbers(data: bytes, room: int) -> list[float]:
-    """Returns `data` as `room` numbers, for a sum to which all other ranks contribute zeros."""
+    """Encodes `data` as `room` numbers, for a sum to which all other ranks contribute zeros."""
     padded = data.ljust(room * _BYTES, b"\0")
     return [
         float(int.from_bytes(padded[at : at + _BYTES], "little"))

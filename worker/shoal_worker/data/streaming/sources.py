@@ -48,15 +48,16 @@ Make = Callable[[], Iterable[Any]]
 
 
 class Sources:
-    """Opens sources by number."""
+    """Opens the sources of a stream by number, in this process or in data workers."""
 
     def __init__(self, makes: Sequence[Make], *, num_workers: int, ahead: int) -> None:
-        """Creates the sources. `makes`: functions that create the sources. `num_workers`: number of
-        processes that read the sources; 0: this process reads them. `ahead`: number of items that a
-        worker reads beyond the requested items of a source."""
+        """`makes`: functions that create the sources. `num_workers`: number of processes that read
+        the sources; 0: this process reads them. `ahead`: number of items that a worker reads beyond
+        the requested items of a source."""
         self._makes = makes
         self.ahead = ahead
-        """Number of items to read ahead; applies to workers that are started later."""
+        """Number of items that workers read ahead. A change applies to workers that are started
+        later."""
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
 
@@ -104,7 +105,7 @@ class Sources:
 
 
 class RemoteReader(Reader):
-    """One source read by a data worker."""
+    """Reader of a source that is read by a data worker."""
 
     def __init__(
         self, worker: _Worker, number: int, *, key: Sequence[int], name: str, at: Mark
@@ -160,7 +161,7 @@ class RemoteReader(Reader):
 
 
 class _Worker:
-    """One data worker, as its rank sees it."""
+    """A rank's connection to one data worker."""
 
     def __init__(self, makes: Sequence[Make], ahead: int) -> None:
         self._open: set[int] = set()
@@ -168,7 +169,7 @@ class _Worker:
         self._questions = itertools.count()
         self._unanswered: set[int] = set()
         self._forgotten: set[int] = set()
-        """Requests whose answers no caller awaits."""
+        """Requests whose answers are no longer needed."""
         self._answers: dict[int, tuple[Any, tuple[bytes | None, str] | None]] = {}
         """Answers that arrived before a caller awaited them."""
         context = multiprocessing.get_context()
@@ -196,7 +197,7 @@ class _Worker:
             self.ask("close", reader)
 
     def ask(self, what: str, *arguments: Any) -> int:
-        """Sends a request and returns its number. If the worker is dead, `answer` reports this.
+        """Sends a request and returns its number. If the worker is dead, `answer` raises the error.
 
         Several `fill` requests may be pending at once. Any other request first waits until these
         are answered: otherwise a long request and a long answer would block each other.
@@ -259,18 +260,18 @@ class _Worker:
         self._process.join(_END_WITHIN_S)
         if self._process.exitcode is None:
             self._process.kill()
-            # if the kernel keeps the worker in a call that cannot be interrupted, it dies with the
-            # call
+            # if the kernel keeps the worker in a call that cannot be interrupted, the worker dies
+            # when the call ends
             self._process.join(_END_WITHIN_S)
         with contextlib.suppress(ValueError):
-            # another thread has reaped it, so multiprocessing considers it alive
+            # another thread has reaped the worker, so multiprocessing considers it alive
             self._process.close()
 
     def _died(self, name: str) -> PreconditionError:
         self._process.join(_END_WITHIN_S)
         code = self._process.exitcode
         how = "is gone"
-        if code is not None:  # otherwise another thread has waited for it
+        if code is not None:  # otherwise another thread has waited for the worker
             how = (
                 f"was killed by {signal.Signals(-code).name}"
                 if code < 0
@@ -285,7 +286,8 @@ class _Worker:
 
 
 class ReadingFailed(Exception):
-    """Cause of an error that a source raised in a data worker. Shows where the error was raised."""
+    """Cause that is attached to an error raised in a data worker. It shows where in the worker the
+    error was raised."""
 
 
 def _raise(error: tuple[bytes | None, str], name: str) -> None:
@@ -300,7 +302,7 @@ def _raise(error: tuple[bytes | None, str], name: str) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor as an array of its values. By default torch would write each tensor to a
+    """Pickles a tensor as an array of its values. torch's own way would write each tensor to a
     file."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -311,7 +313,7 @@ class _Pickler(pickle.Pickler):
             and value.layout is torch.strided
             and not value.requires_grad
         ):
-            with contextlib.suppress(TypeError):  # numpy has no such dtype
+            with contextlib.suppress(TypeError):  # numpy has no corresponding dtype
                 return torch.from_numpy, (value.numpy(),)
         return NotImplemented
 
@@ -323,7 +325,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def _loaded(data: bytes) -> Any:
-    # between a rank and its own child, over a private pipe
+    # sent between a rank and its own child, over a private pipe
     return pickle.loads(data)  # noqa: S301
 
 
@@ -332,14 +334,15 @@ def _loaded(data: bytes) -> Any:
 
 @dataclass
 class _Opened:
-    """One source that this worker reads."""
+    """A source that this worker reads, with its reader."""
 
     reader: SourceReader | None = None
     upto: int = 0
     """Position up to which the worker reads ahead."""
     states_at: Container[int] = ()
     failed: tuple[bytes | None, str] | None = None
-    """Error raised while opening or reading ahead. It is the answer to the next request."""
+    """Error that was raised while the source was opened or read ahead. It becomes the answer to the
+    next request."""
 
     @property
     def goes_on(self) -> bool:
@@ -357,7 +360,7 @@ def _serve(
 ) -> None:
     """Runs a data worker: answers requests, and reads ahead while no request is pending."""
     tie_to_parent(0)
-    # if it reaches all processes of a machine, the rank decides how to handle it
+    # if Ctrl-C reaches all processes, the rank decides how to handle it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     opened: dict[int, _Opened] = {}
@@ -395,7 +398,7 @@ def _answer(
         one = opened[reader] = _Opened()
         try:
             one.reader = SourceReader(makes[number], key=key, name=name, at=at)
-        except Exception as error:  # a source may raise anything
+        except Exception as error:  # a source may raise any error
             one.failed = _described(error)
         return None, None
     one = opened[reader]
@@ -420,22 +423,22 @@ def _answer(
 
 
 def _read(one: _Opened, upto: int) -> None:
-    """Continues reading, unless reading has failed before."""
+    """Continues to read a source, unless reading has failed before."""
     assert one.reader is not None
     if one.failed is None:
         try:
             one.reader.fill(upto, states_at=one.states_at)
-        except Exception as error:  # a source may raise anything
+        except Exception as error:  # a source may raise any error
             one.failed = _described(error)
 
 
 def _described(error: Exception) -> tuple[bytes | None, str]:
-    """Returns an error in a form that another process can raise, and the traceback."""
+    """Returns an error in a form that another process can raise, together with its traceback."""
     trace = "".join(traceback.format_exception(error))
     try:
         pickled = _dumped(error)
         _loaded(pickled)
-    except Exception:  # its parts may raise anything
+    except Exception:  # parts of the error may raise any error
         return None, trace
     return pickled, trace
 
@@ -443,7 +446,7 @@ def _described(error: Exception) -> tuple[bytes | None, str]:
 def _packed(question: int, answer: Any, error: tuple[bytes | None, str] | None) -> bytes:
     try:
         return _dumped((question, answer, error))
-    except Exception as failure:  # an item's parts may raise anything
+    except Exception as failure:  # parts of an item may raise any error
         refusal = ConfigurationError(
             f"an item of the stream cannot be sent by its data worker ({type(failure).__name__}: "
             f"{failure}): yield items that can be pickled, such as tensors, arrays, strings and "

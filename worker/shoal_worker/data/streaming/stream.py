@@ -61,20 +61,20 @@ class ShardedStream(IterableDataset[Any]):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Returns whether a loader has to read `dataset` in its own order: the dataset is iterable but
-    has no samples by index."""
+    """Returns whether `dataset` is a stream: it is iterable, but its samples cannot be accessed by
+    index."""
     kind = type(dataset)
     return hasattr(kind, "__iter__") and not is_indexable(dataset)
 
 
 def is_indexable(dataset: Any) -> bool:
-    """Returns whether `dataset` has a length and samples by index."""
+    """Returns whether `dataset` has a length and samples that can be accessed by index."""
     return hasattr(type(dataset), "__len__") and has_items(dataset)
 
 
 def has_items(dataset: Any) -> bool:
-    """Returns whether the dataset's samples can be accessed by index. torch's base class has a
-    __getitem__ that only raises."""
+    """Returns whether the dataset's samples can be accessed by index. The __getitem__ of torch's
+    base class does not count, because it only raises an error."""
     getitem = getattr(type(dataset), "__getitem__", None)
     return getitem is not None and getitem is not Dataset.__getitem__
 
@@ -99,7 +99,7 @@ def _itself(stream: Any) -> Any:
 
 def identity_of_stream(stream: Any) -> str:
     """Returns a digest of the properties of a stream that are known without reading it: the number
-    and the names of its shards. For paths, the names exclude folders."""
+    and the names of its shards. For paths, only the file names are used, not the folders."""
     if not isinstance(stream, ShardedStream):
         return "a stream"
     names = [
@@ -119,8 +119,8 @@ def check_stream(
     num_workers: int,
     train: bool,
 ) -> None:
-    """Raises ConfigurationError for arguments that are meaningless or not supported for a stream
-    with its own order."""
+    """Raises ConfigurationError for arguments of a loader that are meaningless or unsupported for a
+    stream, which has its own order."""
     what = f"dataset={type(stream).__qualname__} is a stream"
     if hasattr(type(stream), "__next__"):
         raise ConfigurationError(

@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 STATE: Final = "stream"
 """Name of a stream's part of its loader's state."""
 NO_END: Final = sys.maxsize
-"""Length of an epoch with unknown end."""
+"""Length of an epoch whose end is not known yet."""
 
 
 class StreamOrders:
-    """The order of a stream's items, in the form required by `LoaderProgress`: the order in which
-    the source gives them."""
+    """Implements `Orders` for a stream, whose items have the order in which the source yields
+    them."""
 
     drawn = False
 
@@ -45,12 +45,12 @@ class StreamOrders:
         self.arguments = {"seed": seed, "shuffle": shuffle, "length": None}
 
     def digest(self, epoch: int) -> None:
-        """Returns None: no sampler draws the order."""
+        """Returns None, because no sampler draws the order."""
 
 
 class StreamSupply(Supply):
-    """Common code of both ways to deal a stream. `items` is a dataset for the `Fetcher`, indexed by
-    position in the epoch."""
+    """Common code of both ways to deal a stream. `items` serves as the dataset of the `Fetcher`;
+    its indices are positions in the epoch."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StreamSupply(Supply):
 
     @property
     def items(self) -> Sequence[Any]:
-        """The available items, by position."""
+        """Available items, by position in the epoch."""
         return _Items(self)
 
     @abc.abstractmethod
@@ -151,7 +151,8 @@ class _Items(Sequence[Any]):
 
 
 def left_behind() -> PreconditionError:
-    """Returns the error for requesting a batch of a step whose readers are closed."""
+    """Returns the error for a loop that requests a batch of a step whose readers are already
+    closed."""
     return PreconditionError(
         "this step's batches are no longer available: the loop over steps() that yielded it has "
         "ended, and its data workers with it; use the batches inside the loop, or leave "
@@ -160,15 +161,15 @@ def left_behind() -> PreconditionError:
 
 
 def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
-    """Compares the floating-point numbers of one item between all ranks, once per epoch in the
-    epoch's first step, since fingerprints exclude these numbers. Logs a warning if the numbers
-    differ and the item contains nothing else: the source may split itself by rank, or merely change
-    its items at random."""
+    """Compares the floating-point numbers of one item between all ranks, because fingerprints
+    exclude these numbers. Called once per epoch, in the epoch's first step. Logs a warning if the
+    numbers differ and the item contains nothing else: the source may split itself by rank, or
+    merely change its items at random."""
     summed = session.sum_numbers(Probe.of(item), or_own=True)
     if summed is not None and not Probe.alike(summed) and not tells_apart(item):
         _log.warning(
             "loader %r: the first item of this epoch's stream differs in its numbers between "
-            "ranks. This is harmless if the stream changes items at random. Otherwise samples "
+            "ranks. This is harmless if the stream augments items at random. Otherwise samples "
             "count twice or not at all: every rank must read the whole stream, in the same "
             "order, because Shoal deals the items. Do not split it by rank or worker "
             "(split_dataset_by_node, split_by_node), and seed its shuffling in set_epoch(epoch). "

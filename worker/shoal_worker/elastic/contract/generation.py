@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One rank of a generation."""
+    """One rank of a generation, as other members see it."""
 
     rank: int
     member_id: str
@@ -131,16 +131,16 @@ class AskedPeers(Sequence[Peer]):
             table = tuple(follow())
         except CorruptDataError as error:
             _log.warning(
-                "requesting the generation's full rank table, because it could not be derived "
-                "from the previous one: %s",
+                "requesting the full list of the generation's ranks from the coordinator, "
+                "because it could not be derived from the previous generation's: %s",
                 error,
             )
             return None
         if self._is_right(table):
             return table
         _log.warning(
-            "requesting the generation's full rank table, because the derived table has a "
-            "different digest"
+            "requesting the full list of the generation's ranks from the coordinator, because "
+            "the list derived from the previous generation's has a different digest"
         )
         return None
 
@@ -173,7 +173,7 @@ class SomePeers(Sequence[Peer]):
 
     @property
     def joining(self) -> frozenset[int]:
-        """Positions of the ranks that joined without state."""
+        """Positions, in this sequence, of the ranks that joined without state."""
         return frozenset(
             position for position, rank in enumerate(self._ranks) if rank in self._peers.joining
         )

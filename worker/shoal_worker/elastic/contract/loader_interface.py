@@ -37,7 +37,7 @@ class StepStatus(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Position of this process in the generation of a step."""
+    """Generation, and this process's place in it, in which a step is taken."""
 
     generation: int
     """Number of the agreed generation; 0 in a world of one without a coordinator."""
@@ -239,7 +239,7 @@ class LoaderSession(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Leases:
-    """Answer to `lease_batches`."""
+    """Result of `LoaderSession.lease_batches`."""
 
     batches: tuple[int, ...]
     epoch_done: bool

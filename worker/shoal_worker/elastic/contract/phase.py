@@ -123,11 +123,11 @@ class ScriptPhase:
         )
 
     def tear(self) -> None:
-        """Enters TORN: a change of the state begins."""
+        """Enters TORN, because a change of the state begins."""
         self._move("tear", {Phase.TRAINING: Phase.TORN})
 
     def mend(self) -> None:
-        """Leaves TORN: the change is finished and the state complete."""
+        """Leaves TORN, because the change is finished and the state is complete."""
         self._move("mend", {Phase.TORN: self._whole})
 
     def replace(self) -> None:

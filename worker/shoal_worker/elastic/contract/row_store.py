@@ -22,7 +22,7 @@ class StoredBucket(Protocol):
 
     @property
     def checksum(self) -> int:
-        """xxh3-64 of the file's bytes."""
+        """xxh3-64 digest of the file's bytes."""
 
     def chunks(self) -> Iterator[memoryview]:
         """Yields the file's bytes in pieces of at most 1 MiB; may be called repeatedly."""

@@ -178,7 +178,7 @@ class Requests(NamedTuple):
 
 
 class Difference(enum.Enum):
-    """Difference between ranks that a summed step vote shows."""
+    """Kind of difference between ranks that a summed step vote can show."""
 
     POSITION = "position"
     """The ranks are at different steps, or in steps of different models."""

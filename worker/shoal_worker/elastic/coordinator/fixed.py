@@ -113,9 +113,9 @@ class FixedMembership:
             )
         if engine.backend_name != self.only_backend:
             raise ConfigurationError(
-                f"backend={engine.backend_name!r} in {self._where}, whose ranks are connected by "
-                f"{self.only_backend!r}; leave backend out, or start ranks on other backends as "
-                "processes with `shoal run`"
+                f"backend={engine.backend_name!r} cannot be used in {self._where}, whose ranks "
+                f"are connected by {self.only_backend!r}; leave backend out, or start ranks on "
+                "other backends as processes with `shoal run`"
             )
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:

@@ -96,7 +96,7 @@ class HangReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """Stacks of another member on this machine, whose heartbeats have stopped."""
+    """Stacks of another member on this machine that no longer sends heartbeats."""
 
     member_id: str
     script_line: str
@@ -127,7 +127,7 @@ def neighbour_stacks(member_id: str, pid: int) -> Neighbour | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """The main thread of another process."""
+    """What was found about the main thread of another process."""
 
     calls: Sequence[Call]
     line: str

@@ -239,8 +239,8 @@ class CoordinatorLink:
                 )
                 if left_s <= 0 or self._away_for_s() > self._away_limit_s:
                     raise DeadlineError(
-                        f"waited {time.monotonic() - started:.0f} s for a generation above "
-                        f"{after} of job {self.identity.job_id!r}: {self._why_none()}"
+                        f"no generation after number {after} of job {self.identity.job_id!r} was "
+                        f"formed within {time.monotonic() - started:.0f} s: {self._why_none()}"
                     )
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
                 lines.say(f"a generation above {after}", self._why_none)
@@ -680,7 +680,7 @@ class CoordinatorLink:
 
     def _fail(self, error: ShoalError) -> None:
         _log.info(
-            "the coordinator rejected this member's connection: %s", error
+            "the coordinator ended this worker's membership: %s", error
         )  # calls that wait will raise it
         with self._changed:
             self._fatal = error

@@ -214,8 +214,7 @@ class Membership:
         """Creates the backend of the next group; set before the first `form`."""
 
     def join(self) -> bool:
-        """Opens the session with the coordinator. Returns and raises like
-        `CoordinatorLink.connect`."""
+        """Connects to the coordinator. Returns and raises the same as `CoordinatorLink.connect`."""
         self._tell_launcher("joined")
         joining = self.link.connect(self._settings.rendezvous_timeout)
         self._watch = StallWatch(self.link, self.waits, lambda: self._group, self._hangs)
@@ -372,7 +371,7 @@ class Membership:
         if all(m.member_id != identity.member_id for m in job.members):
             raise StaleGenerationError(
                 f"this process was evicted from job {identity.job_id!r} after generation "
-                f"{generation}; its state is not published"
+                f"{generation}, so its state is not published as a checkpoint"
             )
 
     def has_left(self, member_id: str) -> bool:

@@ -109,7 +109,7 @@ class ProgressMeter:
     def __init__(
         self, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock`: seconds since an arbitrary origin."""
+        """`clock`: function that returns the time in seconds, from an arbitrary origin."""
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.Lock()

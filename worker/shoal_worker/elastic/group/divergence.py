@@ -108,8 +108,9 @@ def boundaries_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
     """Returns the error for ranks that are at different positions when joiners are admitted.
     `places`: for each rank its loader, the loader's number, epoch and step."""
     return PreconditionError(
-        f"ranks diverged: their positions (loader, its number, epoch, step) are {list(places)}; "
-        "every rank must iterate over the same loaders in the same order",
+        "ranks diverged: their scripts are at different positions (loader, its number in the "
+        f"script, epoch, step): {list(places)}; every rank must iterate over the same loaders in "
+        "the same order",
         reason=REASON,
     )
 

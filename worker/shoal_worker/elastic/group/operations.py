@@ -30,7 +30,8 @@ _LEARNER = "spectator"
 
 
 class Operations:
-    """Results and position of this rank's operations since the last commit."""
+    """Results of operations since the last commit, and the number of operations that the script has
+    completed."""
 
     def __init__(self) -> None:
         self._results: list[Any] = []
@@ -55,7 +56,7 @@ class Operations:
 
     @contextlib.contextmanager
     def in_progress(self, kind: str) -> Iterator[None]:
-        """Context in which `running` is `kind`."""
+        """Context in which an operation of the given kind is running."""
         self.running = kind
         try:
             yield

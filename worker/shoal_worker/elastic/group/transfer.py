@@ -274,7 +274,7 @@ def shut_down(connection: socket.socket) -> None:
 
 
 class _Refused(Exception):
-    """Raised to close a client's connection without an answer."""
+    """Raised when a client's connection is to be closed without an answer."""
 
 
 def _read_request(connection: socket.socket) -> tuple[bytes, int, int]:
@@ -329,8 +329,8 @@ def take_state(
         if len(alike) < len(parts):
             if len(alike) < sum(each.digest[1] == headers[0].digest[1] for each in headers):
                 _log.error(
-                    "donors that reported the same state have different contents (%s); using the "
-                    "first donor's",
+                    "ranks that should have the same state offer different contents (%s); using "
+                    "that of the first of them",
                     [h.digest[0] for h in headers],
                 )
             stack.close()
@@ -355,7 +355,7 @@ def take_state(
 
 
 class _Part:
-    """One donor's part of a transfer."""
+    """Receives one donor's part of a transferred state."""
 
     def __init__(
         self,
@@ -476,7 +476,7 @@ class _Header:
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptDataError(
-                f"the data sent by donor {address} does not describe a state: {error!r}",
+                f"the data that donor {address} sent cannot be read as a state: {error!r}",
                 reason="STATE_DAMAGED",
             ) from error
 

@@ -312,7 +312,9 @@ class Formation:
             if not plan.moving:
                 self._met = True
                 return True
-            unequal = MembershipChanged(f"ranks {list(plan.moving)} have to finish a step first")
+            unequal = MembershipChanged(
+                f"ranks {list(plan.moving)} have to finish a step before a generation can form"
+            )
             group.abort(str(unequal))
             self.membership.failed(unequal)
             if group.rank in plan.moving:
@@ -499,8 +501,8 @@ class Formation:
         self.membership.link.stands_by()
         self._outcomes_due = 0  # the count of outcomes will arrive with the peers' state
         _log.info(
-            "there are too few ranks for another replica that includes this rank; it is a spare "
-            "until the membership changes"
+            "there are too few ranks for another replica that includes this rank; this rank is a "
+            "spare until the membership changes"
         )
         self._await_more(Drained)
 
@@ -526,9 +528,7 @@ class Formation:
             if group is not None and group.ended:
                 # a peer has failed, or its script has finished: the coordinator knows which
                 self.recover(
-                    MembershipChanged(
-                        "a peer left the group while this rank was waiting for more ranks"
-                    )
+                    MembershipChanged("a peer left while this rank was waiting for more ranks")
                 )
                 return
         self.reform()

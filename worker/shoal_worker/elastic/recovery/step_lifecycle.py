@@ -303,7 +303,8 @@ class StepLifecycle:
         (`LoaderSession.finish_batches`)."""
         if self.step is None:
             raise PreconditionError(
-                "the step ended inside its inner loop; call optimizer.step() after the inner loop"
+                "optimizer.step() was called inside the loop over the step's micro-batches; call "
+                "it after that loop"
             )
         self.step.handed_out = True
         self.reduce_and_commit()
@@ -560,8 +561,9 @@ class StepLifecycle:
             self._held.phase.arrive()
         if self._held.phase.now is Phase.TORN:
             raise PreconditionError(
-                "an update of this process failed midway, which left its state inconsistent; let "
-                "the error end the process, and a replacement receives the peers' state",
+                "an update of this process failed midway, which left its state inconsistent; do "
+                "not catch that error: let it end the process, so that a replacement receives "
+                "the peers' state",
                 reason="STATE_TORN",
             )
 

@@ -45,7 +45,7 @@ def gather(
     if session.elastic and session.is_asynchronous:
         raise PreconditionError(
             f"{kind} with strategy='async_sgd': workers take steps independently and have no "
-            "collectives; report values with shoal.report, and evaluate in another process, from "
+            "collectives. Report values with shoal.report, and evaluate in another process, from "
             "the parameter servers"
         )
     data = packed(value, kind)

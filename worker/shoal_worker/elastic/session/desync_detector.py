@@ -37,7 +37,7 @@ _PATIENCE_S: Final = 1.0
 
 
 class DesyncDetector:
-    """Thread that checks the waits of one session with peers."""
+    """Thread that compares this rank's waits for peers with the waits of other ranks."""
 
     def __init__(self, session: Session) -> None:
         session.on_waiting(self._where)

@@ -306,7 +306,7 @@ class Session:
         except PreconditionError as refusal:
             if refusal.reason != "RUN_ENDED":
                 raise
-            _log.warning("the run has ended; there is nothing left to join")
+            _log.warning("the run has already ended, so this process cannot join it")
             raise SystemExit(0) from refusal
         except StopTraining as stop:
             _log.info("leaving before the coordinator has answered: %s", stop)
@@ -376,7 +376,7 @@ class Session:
         return self._held.step
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Records which parameters of the model require gradients from now on."""
+        """Records which parameters of the model are trained from now on."""
         self._held.registered.note_trained(trained)
 
     def keep(self, replica: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ def _digests(inputs: Any) -> list[int]:
 
 
 class BatchComparison:
-    """Batches on which this rank trained in the run's first steps."""
+    """Compares the batches on which the ranks train in the first steps of the run."""
 
     def __init__(self) -> None:
         self.checked = 0
@@ -72,7 +72,7 @@ class BatchComparison:
 
     @property
     def due(self) -> bool:
-        """True if the next step is compared."""
+        """True if the batches of the next step will be compared."""
         return self.checked < CHECKED
 
     def begin(self, checked: int) -> None:
@@ -159,7 +159,7 @@ class EvaluationComparison:
 
     @property
     def due(self) -> bool:
-        """True if the next pass is recorded."""
+        """True if the next pass outside of training will be recorded."""
         return not self._over and not self._dealt and len(self._passes) < CHECKED
 
     @contextlib.contextmanager

@@ -41,7 +41,7 @@ _MOST_STEPS: Final = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """Copy of the state, for restoring it after aborted steps."""
+    """Copy of the state, to which the process returns if a step is aborted."""
 
     name: StateName | None
     captured: dict[str, Any]
@@ -118,7 +118,8 @@ class CommittedState:
         """The engine with model and optimizer. Raises PreconditionError before `as_distributed`."""
         if self.attached is None:
             raise PreconditionError(
-                "call shoal.as_distributed(model, optimizer, ...) before the training loop"
+                "as_distributed has not been called; call shoal.as_distributed(model, optimizer, "
+                "...) before the training loop"
             )
         return self.attached
 
@@ -165,7 +166,7 @@ class CommittedState:
 
     @property
     def sources(self) -> list[StepSource]:
-        """Training loaders that the script still holds."""
+        """Training loaders of the script that still exist."""
         return list(self._sources.values())
 
     def add_source(self, source: StepSource) -> None:
@@ -281,10 +282,10 @@ class CommittedState:
             if source.repeats is not None and source.name not in self._warned:
                 self._warned.add(source.name)
                 _log.warning(
-                    "save_checkpoint within epoch %d of loader %r: under async_sgd a checkpoint "
-                    "does not contain which batches are finished, so a run that resumes from it "
-                    "repeats the epoch from its beginning. To train on each sample once, save "
-                    "after the loop over the batches has ended",
+                    "save_checkpoint was called within epoch %d of loader %r: under async_sgd a "
+                    "checkpoint does not contain which batches are finished, so a run that "
+                    "resumes from it repeats the epoch from its beginning. To train on each "
+                    "sample once, save after the loop over the batches has ended",
                     source.repeats,
                     source.name,
                 )

@@ -375,9 +375,9 @@ class RegisteredState:
                 raise ConfigurationError(
                     f"a second optimizer ({type(optimizer).__name__}) stepped parameters of the "
                     "model passed to as_distributed: its updates are not undone when a step is "
-                    "lost and not sent to joiners, and checkpoints lack its state. Pass "
-                    "as_distributed a single optimizer, with a parameter group for each of the "
-                    "two"
+                    "lost, and its state is neither sent to joiners nor saved in checkpoints. "
+                    "Pass as_distributed a single optimizer, with a parameter group for each of "
+                    "the two"
                 )
 
     def note_trained(self, trained: Sequence[bool]) -> None:
@@ -541,7 +541,8 @@ class RegisteredState:
         self._again = self._copies() if self._void and self._comes_again else {}
 
     def restored(self) -> None:
-        """Records the optimizers' settings that belong to the state restored last."""
+        """Records that the optimizers now have the settings that belong to the state restored
+        last."""
         self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
@@ -633,7 +634,7 @@ class RegisteredState:
         return _Before(value, copy.deepcopy(state), [], self._advances.get(name, 0))
 
     def step_committed(self) -> None:
-        """Confirms the current step and the advances made in it."""
+        """Records that the current step is committed, so that its advances are final."""
         self._open, self._early, self._again = False, {}, {}
         self._loaded_settings = None
         if self._unchecked:

@@ -239,8 +239,8 @@ class TrainingEngine(abc.ABC):
         """Leases batches, as in `LoaderSession`. Raises ConfigurationError unless asynchronous: a
         step belongs to all ranks."""
         raise ConfigurationError(
-            f"loader {loader!r}: batch_size= leases batches for async_sgd, but the strategy is "
-            f"{self.strategy!r}; pass global_batch_size="
+            f"loader {loader!r} was created with batch_size=, which leases batches for "
+            f"async_sgd, but the strategy is {self.strategy!r}; pass global_batch_size= instead"
         )
 
     def batch_begins(self) -> None:

@@ -1,12 +1,11 @@
 """Buffers with minima and maxima, as in observers of quantization-aware training.
 
 A buffer is a minimum if all its elements are infinite at `as_distributed`, and a maximum if all are
-negative infinity. `min_val` and `max_val` of torch's observers always are. In every step, the ranks
-exchange these buffers before the commit all-reduce, and all ranks store the minimum or maximum over
-all ranks' passes. For a running minimum or maximum, and for its moving average, the result equals
-that of one process for the entire batch. `scale` and `zero_point` of torch's fake quantization are
-computed from these buffers.
-"""
+negative infinity. This holds for `min_val` and `max_val` of torch's observers. In every step, the
+ranks exchange these buffers before the commit all-reduce, and all ranks store the minimum or
+maximum over all ranks' passes. For a running minimum or maximum, and for its moving average, the
+result equals that of one process for the entire batch. `scale` and `zero_point` of torch's fake
+quantization are computed from these buffers."""
 
 from __future__ import annotations
 
@@ -52,7 +51,8 @@ def _kind(owner: nn.Module, name: str, buffer: torch.Tensor | None) -> Kind | No
 
 
 def _is_observer(owner: object) -> bool:
-    """Returns True for torch's observers, except histograms over the range that a rank has seen."""
+    """Returns True for torch's observers, except those with a histogram, whose bins depend on the
+    range that a rank has seen."""
     names = {f"{each.__module__}.{each.__name__}" for each in type(owner).__mro__}
     observer = "torch.ao.quantization.observer."
     return (
@@ -62,14 +62,14 @@ def _is_observer(owner: object) -> bool:
 
 
 def follows_extremes(owner: nn.Module, name: str) -> bool:
-    """Returns True for buffers that torch's fake quantization computes from the extremes of its
-    observer."""
+    """Returns whether a buffer is one that torch's fake quantization computes from the minimum and
+    maximum of its observer."""
     return name in _FOLLOWS and _is_observer(getattr(owner, "activation_post_process", None))
 
 
 class Extremes:
-    """Buffers with minima and maxima of a module, or of this rank's part of a module. Owned by the
-    training thread."""
+    """Synchronizes the buffers with minima and maxima of a module, or of this rank's part of a
+    module. Owned by the training thread."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Extremes:
         self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
         self._followers = list(dict.fromkeys(followers))
         self._folded: dict[str, torch.Tensor] | None = None
-        """Minima and maxima over this rank's finished micro-batches of the step; None before the
-        first has ended."""
+        """Minima and maxima over the micro-batches of the step that this rank has finished; None
+        before it has finished the first."""
         self._agreed: dict[str, torch.Tensor] = {}
         """Minima and maxima over all ranks in the step."""
 
@@ -94,7 +94,8 @@ class Extremes:
 
     def refuse_other_shapes(self, strategy: str) -> None:
         """Checks that no pass has changed a buffer's shape since `as_distributed`; otherwise raises
-        ConfigurationError. The layout of the ranks under `strategy` depends on the shapes."""
+        ConfigurationError. With `strategy`, the way in which the ranks divide the state depends on
+        the shapes."""
         for path, owner, name in self._places:
             buffer = owner._buffers[name]
             if buffer is not None and buffer.shape != self._shapes[path]:
@@ -111,14 +112,14 @@ class Extremes:
         self._folded, self._agreed = None, {}
 
     def micro_batch_ends(self) -> None:
-        """Includes the passes of a finished micro-batch that counts."""
+        """Includes the minima and maxima of a finished micro-batch with a weight above 0."""
         if self._places:
             now = self._now()
             self._folded = now if self._folded is None else self._merged([self._folded, now])
 
     def made(self, *, counted: bool) -> bytes:
-        """Returns the extremes of this rank's passes, encoded for `agree`. `counted`: True if the
-        batch, without micro-batches, has a nonzero weight."""
+        """Returns the extremes of this rank's passes, encoded for `agree`. `counted`: for a step
+        without micro-batches, True if the batch has a nonzero weight."""
         own = self._folded if self._folded is not None else self._now() if counted else {}
         return json.dumps(
             {
@@ -156,8 +157,8 @@ class Extremes:
 
     @staticmethod
     def _follow(owner: Any) -> None:
-        """Updates a fake quantization from its observer's extremes, as a pass would, if the
-        observer is enabled."""
+        """Recomputes the scale and zero point of a fake quantization from its observer's extremes,
+        as a pass would. Does nothing if the observer is disabled."""
         observer = owner.activation_post_process
         least, largest = observer.min_val, observer.max_val
         if int(owner.observer_enabled[0]) != 1 or not least.numel() or bool(least.isinf().any()):

@@ -34,7 +34,7 @@ from shoal_worker.torch_internals import DisableTorchFunctionSubclass, in_backwa
 
 _ATTRIBUTE: Final = "_shoal_place"
 _GRADIENT: Final[Any] = torch.Tensor.grad
-"""torch's own accessor of `.grad`, which subclasses below override."""
+"""torch's own property `.grad`, which the subclasses below override."""
 
 inside = DisableTorchFunctionSubclass
 """Context in which operations on hidden parameters do not raise, for code that handles them."""
@@ -48,7 +48,7 @@ def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
 
 
 class Whereabouts:
-    """State shared by all hidden parameters of one model."""
+    """State that all hidden parameters of one model have in common."""
 
     def __init__(self, strategy: str = "") -> None:
         self.strategy = strategy
@@ -56,13 +56,13 @@ class Whereabouts:
         """True if gradients of the current step are part of the ranks' sum and no update has used
         them."""
         self.gradient: Any = torch.empty(0).as_subclass(_Gradient)
-        """Value of `.grad` for a gradient that is elsewhere."""
+        """Placeholder that is the value of `.grad` while the gradient is stored elsewhere."""
         self.gradient.whereabouts = self
         self._pieces: list[weakref.ref[torch.Tensor]] = []
 
     def look_at(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Sets the pieces that this rank updates. User code, such as a GradScaler, may inspect
-        their gradients from now on."""
+        """Sets the pieces that this rank updates, whose gradients user code, such as a GradScaler,
+        may inspect from now on."""
         own = list(pieces)
         guard_parts(own, guarded=True)
         self._pieces = [weakref.ref(piece) for piece in own]
@@ -76,7 +76,7 @@ class Whereabouts:
 
 
 class HiddenParameter:
-    """Metadata of one parameter while it is hidden."""
+    """Describes one parameter while its values or its gradient are hidden."""
 
     __slots__ = ("gradient", "name", "shape", "whereabouts")
 
@@ -88,15 +88,15 @@ class HiddenParameter:
         self.whereabouts = whereabouts
         self.shape = shape
         self.gradient = False
-        """True if the parameter has a gradient elsewhere."""
+        """True if the parameter has a gradient that is stored elsewhere."""
 
 
 class _Hidden:
-    """A parameter whose values or gradient are elsewhere."""
+    """Class of a parameter whose values or gradient are stored elsewhere."""
 
     __slots__ = ()
     shown: ClassVar[type[torch.Tensor]]
-    """Class of the parameter while it is shown."""
+    """Class of the parameter while it is not hidden."""
 
     @property
     def grad(self) -> Any:
@@ -146,7 +146,7 @@ def _cannot_set(place: HiddenParameter) -> ConfigurationError:
 
 
 class _Absent(_Hidden):
-    """A parameter without values on this rank. Most operations on it raise."""
+    """Class of a parameter without values on this rank. Most operations on it raise an error."""
 
     __slots__ = ()
 
@@ -175,14 +175,14 @@ class _Absent(_Hidden):
 
 
 class _Gradient(torch.Tensor):
-    """Stands for a gradient that is elsewhere, as the value of `.grad`."""
+    """Placeholder for a gradient that is stored elsewhere; the value of `.grad`."""
 
     whereabouts: Whereabouts
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.as_subclass:
-            # torch's is untyped
+            # torch's own is untyped
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         found = next(
             each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Gradient)
@@ -192,14 +192,15 @@ class _Gradient(torch.Tensor):
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscale(*args)
         raise PreconditionError(
-            f"{_name(func)} of p.grad: with strategy={found.whereabouts.strategy!r}, gradients "
-            "are summed into the shards that each rank updates instead of being left in the "
-            "parameters. Use model.clip_grad_norm_(max_norm) to clip by the norm over all ranks, "
-            "and model.get_gradients() to read this rank's gradients"
+            f"{_name(func)} cannot be used on p.grad: with "
+            f"strategy={found.whereabouts.strategy!r}, gradients are summed into shards, which "
+            "the ranks update, instead of being stored in p.grad. Use "
+            "model.clip_grad_norm_(max_norm) to clip by the norm over all ranks, and "
+            "model.get_gradients() to read this rank's gradients"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        # torch's has one argument, for its own use
+        # torch's method has one argument, for its own use
         return f"<gradient, summed over the ranks with strategy={self.whereabouts.strategy!r}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -207,8 +208,8 @@ class _Gradient(torch.Tensor):
 
 
 def _unscale(given: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Unscales gradients for a GradScaler. Some of `given` may stand for the gradients with which
-    this rank updates; each of these is unscaled only once."""
+    """Unscales the gradients `given` for a GradScaler. Some of them may be placeholders for the
+    gradients of this rank's pieces; each piece is unscaled only once."""
     gradients = {id(each): each for each in given if not isinstance(each, _Gradient)}
     for each in given:
         if isinstance(each, _Gradient):
@@ -236,7 +237,8 @@ _OF_A_SCALER: Final[dict[Any, Callable[[Any], Any]]] = {
 
 
 class _Part(torch.Tensor):
-    """Gradient of a piece that this rank updates, while user code may inspect it."""
+    """Class of the gradient of a piece that this rank updates, while user code may inspect the
+    gradient."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,8 +247,8 @@ class _Part(torch.Tensor):
             return _unscale(*args)
         if func not in _TELLS:
             raise PreconditionError(
-                f"{_name(func)} is not allowed on this gradient: it is only this rank's part of "
-                "the step's gradient, which has already been summed over the ranks. Use "
+                f"{_name(func)} is not allowed on this gradient, because it is only this rank's "
+                "part of the gradient that was summed over the ranks. Use "
                 "model.clip_grad_norm_(max_norm) to clip on all ranks, and model.get_gradients() "
                 "to read this rank's part"
             )
@@ -257,7 +259,7 @@ class _Part(torch.Tensor):
 def _refusal(func: Any, hidden: _Absent) -> PreconditionError:
     place: HiddenParameter = hidden.__dict__[_ATTRIBUTE]
     return PreconditionError(
-        f"{_name(func)} of parameter {place.name!r}: with "
+        f"{_name(func)} cannot be used on parameter {place.name!r}: with "
         f"strategy={place.whereabouts.strategy!r}, this rank has its values only during passes. "
         "Called on every rank, model.full_state_dict() and model.gather_full_parameters() return "
         "copies of them, model.with_parameters(values) sets them, and model.clone() copies the "
@@ -283,8 +285,8 @@ def _same(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_shape(tell: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that passes the unsharded shape to `tell` if it differs from the tensor's
-    own; otherwise it calls torch's own function."""
+    """Returns a function that calls `tell` with the unsharded shape if that differs from the
+    tensor's own shape, and torch's own function otherwise."""
 
     @functools.wraps(tell)
     def answering(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
@@ -354,7 +356,7 @@ _REGISTER: Final = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:
-    """Returns the user's hooks on a tensor's gradient."""
+    """Returns the hooks that the user has registered on a tensor's gradient."""
     with inside():
         tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values() if not _is_own(hook)]
@@ -362,7 +364,7 @@ def hooks_of(tensor: torch.Tensor) -> list[Any]:
 
 def run_last(hooks: Iterable[tuple[torch.Tensor, RemovableHandle]]) -> None:
     """Makes Shoal's hooks on accumulated gradients run after the user's, which may have been
-    registered later. Does nothing within a backward pass, in which torch reads the hooks.
+    registered later. Does nothing within a backward pass, because torch then reads the hooks.
 
     hooks: pairs of parameter and handle of `register_post_accumulate_grad_hook`.
     """
@@ -372,7 +374,7 @@ def run_last(hooks: Iterable[tuple[torch.Tensor, RemovableHandle]]) -> None:
         for parameter, handle in hooks:
             registered = parameter._post_accumulate_grad_hooks
             if next(reversed(registered)) != handle.id:
-                # torch calls them in the order of insertion, whatever move_to_end does
+                # torch calls them in the order of insertion, regardless of move_to_end
                 registered[handle.id] = registered.pop(handle.id)
 
 
@@ -382,8 +384,8 @@ def _is_own(hook: Any) -> bool:
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) -> None:
-    """Refuses user hooks on the gradients of parameters. The hooks would be lost, because other
-    tensors replace the parameters in the computation.
+    """Checks that the user has registered no hooks on the gradients of parameters. They would be
+    lost, because other tensors take the place of the parameters in the computation.
 
     Afterwards `register_hook` and `register_post_accumulate_grad_hook` of these parameters raise
     ConfigurationError. `parameters`: pairs of name and parameter.
@@ -401,8 +403,9 @@ def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) 
 def _registering(
     parameter: torch.Tensor, method: str, refusal: ConfigurationError
 ) -> Callable[..., Any]:
-    """Returns the replacement of a parameter's method that registers hooks. Keeps only a weak
-    reference to the parameter, because the parameter references the replacement."""
+    """Returns a function that replaces a parameter's method for registering hooks, such as
+    `register_hook`. It raises `refusal` for hooks other than Shoal's own. It has only a weak
+    reference to the parameter, because the parameter refers to the function."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:
@@ -416,9 +419,9 @@ def _registering(
 
 def _no_hooks(name: str, strategy: str) -> ConfigurationError:
     return ConfigurationError(
-        f"a hook on the gradient of parameter {name!r}, by register_hook or "
-        f"register_post_accumulate_grad_hook: with strategy={strategy!r}, other tensors replace "
-        "the parameter whenever the ranks change, and the hook would be lost. Use "
+        f"parameter {name!r} has a hook on its gradient (register_hook or "
+        f"register_post_accumulate_grad_hook), which would be lost: with strategy={strategy!r}, "
+        "other tensors replace the parameter whenever the ranks change. Use "
         "model.clip_grad_norm_(max_norm) or scale the loss to change gradients, and "
         "model.get_gradients() to read this rank's part. ddp, zero1, zero2, zero3, fsdp and hsdp "
         "call such hooks, with the gradient of this rank's samples"
@@ -426,8 +429,8 @@ def _no_hooks(name: str, strategy: str) -> ConfigurationError:
 
 
 def guard_parts(pieces: Iterable[torch.Tensor], *, guarded: bool) -> None:
-    """Sets whether user code may inspect the gradients of these pieces (guarded), or only the
-    optimizer."""
+    """Sets who may use the gradients of these pieces: also user code, which may only inspect them
+    (guarded), or only the optimizer."""
     for piece in pieces:
         gradient: Any = gradient_of(piece)
         if gradient is not None and isinstance(gradient, _Part) is not guarded:
@@ -444,8 +447,8 @@ def _class(kind: Any, mixed: Any) -> Any:
 
 
 def hide(tensor: Any, place: HiddenParameter) -> None:
-    """Hides a parameter's values, and its gradient if `place.gradient`. If the parameter is already
-    hidden, only updates its metadata."""
+    """Hides a parameter's values, and also its gradient if `place.gradient` is True. If the
+    parameter is already hidden, only updates its metadata."""
     if isinstance(tensor, _Absent):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
     else:
@@ -453,7 +456,7 @@ def hide(tensor: Any, place: HiddenParameter) -> None:
 
 
 def hide_gradient(tensor: Any, place: HiddenParameter) -> None:
-    """Hides a parameter's gradient if `place.gradient`; its values remain usable."""
+    """Hides a parameter's gradient if `place.gradient` is True. The values remain usable."""
     if isinstance(tensor, _Hidden):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
     else:
@@ -467,20 +470,20 @@ def _become(tensor: Any, place: HiddenParameter, mixed: Any) -> None:
 
 
 def show(tensor: Any, place: HiddenParameter) -> None:
-    """Makes a parameter plain again if it was hidden with this `place`."""
+    """Makes a parameter an ordinary one again if it was hidden with this `place`."""
     if isinstance(tensor, _Hidden) and tensor.__dict__.get(_ATTRIBUTE) is place:
         del tensor.__dict__[_ATTRIBUTE]
         tensor.__class__ = tensor.shown  # type: ignore[assignment]  # one of the same layout
 
 
 def show_gradient(tensor: Any, place: HiddenParameter) -> None:
-    """Makes the gradient of a parameter plain again if the parameter has its values."""
+    """Makes the gradient of a parameter an ordinary one again, if the parameter has its values."""
     if not isinstance(tensor, _Absent):
         show(tensor, place)
 
 
 class Leaves:
-    """Parameters that are hidden and shown together."""
+    """Parameters of one unit, which are hidden and shown together."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], places: Sequence[HiddenParameter]) -> None:
         self._leaves = list(zip(leaves, places, strict=True))
@@ -493,13 +496,13 @@ class Leaves:
             hide(leaf, place)
 
     def show(self) -> None:
-        """Makes all parameters plain again."""
+        """Makes all parameters ordinary ones again."""
         for leaf, place in self._leaves:
             show(leaf, place)
 
     def take_gradient(self, index: int) -> torch.Tensor | None:
-        """Removes and returns the gradient that autograd has left in parameter number `index`, and
-        records that it is elsewhere. None if there is none."""
+        """Removes the gradient that autograd has stored in parameter number `index`, returns it,
+        and records that it is now stored elsewhere. None if there is none."""
         leaf, place = self._leaves[index]
         gradient = take_gradient(leaf)
         place.gradient |= gradient is not None
@@ -513,9 +516,9 @@ class Leaves:
                 hide_gradient(leaf, place)
 
     def gradients_handed_out(self, present: Sequence[bool]) -> None:
-        """Records that this rank received its parts of the summed gradients, including those of
-        parameters that only other ranks have used. `present`: for each parameter, whether some rank
-        used it."""
+        """Records that this rank has its parts of the summed gradients, including parts for
+        parameters that only other ranks have used. `present`: for each parameter, True if some rank
+        has used it."""
         others = [
             place
             for (_, place), here in zip(self._leaves, present, strict=True)
@@ -532,21 +535,22 @@ class Leaves:
         return any(place.gradient for _, place in self._leaves)
 
     def show_gradients(self) -> None:
-        """Makes the parameters plain for autograd at the beginning of a pass."""
+        """Makes the gradients ordinary ones for autograd at the beginning of a pass."""
         if self._without_gradients:
             self._without_gradients = False
             for leaf, place in self._leaves:
                 show_gradient(leaf, place)
 
     def forget_gradients(self) -> None:
-        """Removes gradients that autograd has left and that were not moved elsewhere."""
+        """Removes gradients that autograd has stored in the parameters and that were not moved
+        elsewhere."""
         for leaf, _ in self._leaves:
             if not isinstance(leaf, _Hidden):
                 leaf.grad = None
 
     def refuse_set_gradients(self) -> None:
-        """Refuses gradients that no backward pass of the step has produced. Called when the
-        gradients of all passes have been moved elsewhere.
+        """Checks that the parameters have no gradients, because none of the step's backward passes
+        can have produced them. Called when the gradients of all passes have been moved elsewhere.
 
         Raises:
             ConfigurationError: the script has set a parameter's gradient.
@@ -556,19 +560,20 @@ class Leaves:
                 raise _cannot_set(place)
 
     def drop_gradients(self) -> None:
-        """Discards the gradients that are elsewhere, and gradients that the script has set."""
+        """Discards the gradients that are stored elsewhere, and gradients that the script has
+        set."""
         for leaf, place in self._leaves:
             drop_gradient(leaf, place)
 
 
 def is_hidden(tensor: Any) -> bool:
-    """Returns whether a parameter's values are elsewhere."""
+    """Returns whether a parameter's values are hidden."""
     return isinstance(tensor, _Absent)
 
 
 def find_moved(parameters: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> int | None:
-    """Returns the index of a parameter whose values are here, but not in the tensor of `memory`
-    that belongs to it; None if there is none."""
+    """Returns the index of a parameter that has its values on this rank, but not in its tensor in
+    `memory`; None if there is none."""
     for index, (parameter, own) in enumerate(zip(parameters, memory, strict=True)):
         if not is_hidden(parameter) and (
             parameter.data_ptr() != own.data_ptr() or parameter.dtype != own.dtype
@@ -592,8 +597,8 @@ def _check_loading(module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 
 
 def blank_copies(module: nn.Module) -> dict[int, Any]:
-    """Returns parameters without values in place of hidden parameters, as the memo of
-    `copy.deepcopy`."""
+    """Returns a memo for `copy.deepcopy` that replaces hidden parameters by parameters without
+    values."""
     with inside():
         return {
             id(p): nn.Parameter(
@@ -605,7 +610,8 @@ def blank_copies(module: nn.Module) -> dict[int, Any]:
 
 
 def gradient_of(tensor: Any) -> torch.Tensor | None:
-    """Returns the gradient that autograd has left in a parameter, hidden or not."""
+    """Returns the gradient that autograd has stored in a parameter, whether the parameter is hidden
+    or not."""
     if not isinstance(tensor, _Hidden):
         return tensor.grad  # type: ignore[no-any-return]  # any tensor's
     with inside():
@@ -613,14 +619,16 @@ def gradient_of(tensor: Any) -> torch.Tensor | None:
 
 
 def take_gradient(tensor: Any) -> torch.Tensor | None:
-    """Removes and returns the gradient that autograd has left in a parameter, hidden or not."""
+    """Removes and returns the gradient that autograd has stored in a parameter, whether the
+    parameter is hidden or not."""
     gradient = gradient_of(tensor)
     drop_gradient(tensor)
     return gradient
 
 
 def drop_gradient(tensor: Any, place: HiddenParameter | None = None) -> None:
-    """Removes a parameter's gradient. `place`: also remove the gradient that is elsewhere."""
+    """Removes a parameter's gradient. `place`: if given, the gradient that is stored elsewhere is
+    removed too."""
     if place is not None:
         place.gradient = False
         show_gradient(tensor, place)

@@ -2,8 +2,8 @@
 which rank sends each shard, and which shards need a copy on another rank.
 
 Pure functions: all ranks compute the same decisions from the exchanged claims. A *place* identifies
-a shard: its position, for `sharding`; its stage, part and position, for `mesh`. Both packages
-implement the transfer.
+a shard: by its position in `sharding`, and by its stage, part and position in `mesh`. These
+packages transfer the shards.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ShardsLostError(StateLostError):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Generic[Place]):
-    """Claim of one rank about the shards that it holds, in one sharding."""
+    """What one rank says about the shards that it holds in one sharding."""
 
     rank: int
     cut: int
-    """Number of the sharding; newer shardings have higher numbers."""
+    """Number of the sharding. Newer shardings have higher numbers."""
     shards: int
     """Total number of shards on all ranks."""
     places: Collection[Place]
@@ -93,7 +93,7 @@ class ShardHolders(Generic[Place]):
 
 def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
     """Returns the newest sharding in which every shard has a holder or a copy. `claims`: claims of
-    all ranks; a rank may have several.
+    all ranks. A rank may have several.
 
     Raises:
         ShardsLostError: no sharding is complete.
@@ -122,12 +122,12 @@ def plan_copies(
 ) -> list[Copy[Place]]:
     """Plans copies after which two of the ranks that stay have each shard.
 
-    A shard is omitted if all other ranks keep as many copies as they can.
+    No copy is planned for a shard if all other ranks already keep as many copies as they can.
 
     Args:
-        held: of a complete sharding.
+        held: the holders of all shards in a complete sharding.
         ranks: all participants.
-        leaving: those about to leave.
+        leaving: ranks that are about to leave.
         most: maximum number of copies per rank; None: unlimited.
     """
     staying = [rank for rank in ranks if rank not in leaving]

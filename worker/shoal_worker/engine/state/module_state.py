@@ -39,8 +39,7 @@ class ModuleState:
         self.others: dict[str, Any] = {}
         """Extra state, and entries made by hooks, by key."""
         self.replaced: set[str] = set()
-        """Keys under which `state_dict()` has something other than the module's own tensor of that
-        name."""
+        """Keys for which `state_dict()` contains something other than the module's own tensor."""
         for key, value in self._listed.items():
             if id(value) in own:
                 self.tensors[key] = value
@@ -88,7 +87,7 @@ class ModuleState:
 
     def shapes(self, *, listed: bool = False) -> dict[str, torch.Size | None]:
         """Returns the shapes of the entries; None for entries whose shape need not match. `listed`:
-        as in `state_dict()`, where hooks may have replaced tensors."""
+        True for the entries of `state_dict()`, in which hooks may have replaced tensors."""
         shapes: dict[str, torch.Size | None] = {
             key: tensor.shape for key, tensor in self.tensors.items()
         }
@@ -98,7 +97,7 @@ class ModuleState:
 
     def shown(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns captured `values` in the form that the module's own `load_state_dict` expects.
-        Replaced tensors are given their current entries of `state_dict()`."""
+        Tensors that hooks replace in `state_dict()` get their current entries from there."""
         if self.replaced.isdisjoint(values):
             return values
         given = OrderedDict(values)
@@ -115,17 +114,17 @@ def other_entries(module: nn.Module) -> dict[str, Any]:
 
 def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> None:
     """Checks that every entry of the module's state can be sent to a joiner and saved; otherwise
-    raises ConfigurationError. Unless `whole`, also refuses entries that a hook computes from
-    parameters, because ranks then do not have whole parameters."""
+    raises ConfigurationError. Unless `whole` is True, ranks do not have unsharded parameters, and
+    entries that a hook computes from parameters are refused too."""
     state = ModuleState(module)
     for key, value in state.others.items():
         try:
             flatten(value)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"entry {key!r} of the module's state_dict(): {error}. It is sent to joiners and "
-                "saved in checkpoints with the model; make get_extra_state() (or the hook that "
-                "creates it) return such values",
+                f"entry {key!r} of the module's state_dict(): {error}. It has to be sent to "
+                "joiners and saved in checkpoints; make get_extra_state(), or the hook that "
+                "creates the entry, return supported values",
                 reason=error.reason,
             ) from error
     if whole:
@@ -225,9 +224,9 @@ def _is_unset(module: nn.Module, key: str) -> bool:
 @torch.no_grad()
 def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool = False) -> None:
     """Loads a fitting state, or some of its entries, into a module. The module's hooks see the
-    values as in torch's own `load_state_dict`. `listed`: the values are from `state_dict()`, so
-    that the loading hooks convert what the saving hooks made; otherwise they are from
-    `captured`."""
+    values as in torch's own `load_state_dict`. `listed`: True if the values come from
+    `state_dict()`, so that the loading hooks convert what the saving hooks produced; False if they
+    come from `captured`."""
     for owner, name, value in _buffers_to_make(module, values):
         device = next((tensor.device for tensor in module.parameters()), value.device)
         owner._buffers[name] = torch.empty_like(value, device=device)
@@ -236,7 +235,7 @@ def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool 
     state = ModuleState(module)
     replaced = frozenset() if listed else state.replaced
     for name, key in state.keys.items():
-        # The hooks that rename entries have counterparts for loading, or have none.
+        # Saving hooks that rename entries have counterparts for loading, or need none.
         if key in values and (key != name or key in state.left_out or key in replaced):
             state.tensors[key].copy_(values[key])
 

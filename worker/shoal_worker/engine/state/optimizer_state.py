@@ -44,9 +44,10 @@ def strided_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def as_made_by(
     optimizer: torch.optim.Optimizer | None, value: Any, key: str, dtype: torch.dtype
 ) -> Any:
-    """Returns a loaded value converted for a parameter of `dtype`. Optimizers of torch.optim create
-    moments in the parameter's dtype and cannot continue with others, but the state may come from a
-    run with another dtype. Values of other optimizers are returned unchanged."""
+    """Converts a loaded value of the optimizer's state for a parameter of `dtype`. Optimizers of
+    torch.optim create moments in the parameter's dtype and cannot continue with others, but the
+    state may come from a run with another dtype. Values of other optimizers are returned unchanged.
+    """
     kind = type(optimizer)
     of_torch = (
         kind.__module__.startswith("torch.optim.") and kind.__name__ in _IN_THE_PARAMETERS_DTYPE
@@ -68,8 +69,8 @@ def load_optimizer(
     receives its peers' state must not continue with less precision.
 
     Args:
-        exact: the state has parameters of the same dtypes, so the optimizer's own dtypes are kept.
-            An optimizer with its own loading method handles this itself.
+        exact: True if the state was saved with parameters of the same dtypes, so that the dtypes of
+            its values are kept. An optimizer with its own loading method handles this itself.
     """
     optimizer.load_state_dict(dict(state))
     exact = exact and type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict

@@ -96,7 +96,7 @@ def _forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Parameters that will form one unit."""
+    """Parameters that are gathered, used and freed, or reduced, as one unit."""
 
     name: str
     """Name of the module, or of its first parameter."""
@@ -149,8 +149,8 @@ def by_modules(
 
 
 def in_buckets(items: Iterable[T], size: Callable[[T], int], cap: float) -> list[list[T]]:
-    """Divides items into buckets whose total size is at most `cap`, preserving their order. A
-    larger item has its own bucket."""
+    """Divides items into buckets whose total size is at most `cap`, preserving their order. An item
+    larger than `cap` gets a bucket of its own."""
     buckets: list[list[T]] = []
     filled = 0
     for item in items:
@@ -164,7 +164,7 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], cap: float) -> list
 
 def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
     """Divides the parameters into groups of at most `cap` bytes, preserving their order. A larger
-    parameter has its own group."""
+    parameter gets a group of its own."""
     groups = []
     for named in in_buckets(module.named_parameters(), lambda one: one[1].nbytes, cap) or [[]]:
         names, parameters = (
@@ -195,8 +195,8 @@ def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
 
 
 def _enclosing(name: str, chosen: set[str]) -> str:
-    """Returns the name of the innermost chosen module that contains a parameter; empty if there is
-    none."""
+    """Returns the name of the innermost module, among the chosen ones, that contains the parameter;
+    empty if there is none."""
     path = name.split(".")[:-1]
     while path:
         if ".".join(path) in chosen:

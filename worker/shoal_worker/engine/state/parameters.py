@@ -118,8 +118,8 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
     trained; otherwise raises ConfigurationError.
 
     Strategies move each parameter to separate memory, which would split a shared tensor in two.
-    `kept`: the strategy leaves parameters in place, so two parameters may overlap. A parameter and
-    a buffer may not, because buffers are written at a step's end.
+    `kept`: True if the strategy leaves parameters in place. Two parameters may then share memory,
+    but not a parameter and a buffer, because buffers are written at the end of a step.
     """
     members = [
         _Member(
@@ -154,14 +154,17 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
                     )
                 )
                 raise ConfigurationError(
-                    f"{other.name} and {member.name} share memory but are two objects: with "
-                    f"strategy={strategy!r}, they would diverge. {advice}"
+                    f"{other.name} and {member.name} are two tensors that share memory: with "
+                    f"strategy={strategy!r}, each gets its own memory, and their values would "
+                    f"diverge. {advice}"
                 )
         before.append(member)
 
 
 class ModuleMembers:
-    """Known parameters of a module, for a strategy that reduces only their gradients."""
+    """Parameters of a module at `as_distributed`. A strategy that reduces only their gradients
+    checks with this class that no others are trained.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -208,7 +211,9 @@ class _Member:
         self.end = self.begin + self.extent * tensor.element_size()
 
     def matters_beside(self, other: _Member, *, kept: bool) -> bool:
-        """Returns whether this tensor must not overlap with `other`. `kept`: see `check_memory`."""
+        """Returns whether this tensor and `other` must not share memory. `kept`: see
+        `check_memory`.
+        """
         trained = any(not one.is_buffer and one.tensor.requires_grad for one in (self, other))
         return (
             trained
@@ -247,12 +252,11 @@ T = TypeVar("T")
 
 
 def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
-    """Returns the result of `read` if it is the same on all ranks. Runs an operation of all ranks,
-    and changes nothing. `kind`: the user's call, for errors.
+    """Returns the result of `read` after checking, in an operation of all ranks, that it is the
+    same on all of them. Nothing is changed. `kind`: the user's call, for errors.
 
     Raises:
-        ConfigurationError: the ranks have read different values, or another rank could not read
-            any.
+        ConfigurationError: the results differ between ranks, or `read` failed on another rank.
         ShoalError: the error of `read` on this rank.
     """
     value, refused, report = None, None, {}
@@ -271,12 +275,12 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     for rank, other in enumerate(everyones):
         if "error" in other:
             raise ConfigurationError(
-                f"{kind}: rank {rank} received invalid values, so no rank applies any: "
+                f"{kind}: rank {rank} was given invalid values, so no rank applies any: "
                 f"{other['error']}"
             )
         if other != everyones[0]:
             raise ConfigurationError(
-                f"{kind}: rank {rank} received different values than rank 0 (digests "
+                f"{kind}: rank {rank} was given different values than rank 0 (digests "
                 f"{other['digest']} and {everyones[0]['digest']}); pass the same values on all "
                 "ranks"
             )
@@ -295,8 +299,9 @@ def has_values(module: nn.Module) -> bool:
 
 def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that state_dict omits (persistent=False), by name. A rank that sends its
-    state sends them too. A peer that has no values, or has drawn random ones, would otherwise
-    compute other results."""
+    state sends them too. Otherwise a peer that has no values for them, or initialized them at
+    random, would compute different results.
+    """
     saved = {id(tensor) for tensor in ModuleState(module).tensors.values()}
     return {
         name: buffer
@@ -332,7 +337,7 @@ def _take_buffers(
         if any(
             stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)
         ):
-            # expanded: cannot be written to
+            # an expanded tensor cannot be written to
             path, _, last = name.rpartition(".")
             module.get_submodule(path)._buffers[last] = there.clone()
         else:
@@ -351,7 +356,7 @@ def materialize(
 
     torch creates new tensors for this. The new parameters replace the old ones in the optimizer's
     groups, and modules that shared a tensor still share it. `buffers`: a peer's `unsaved_buffers`,
-    values for those on the meta device.
+    with values for buffers on the meta device.
 
     Raises:
         ConfigurationError: one of these buffers is missing or has another shape, or a parameter has

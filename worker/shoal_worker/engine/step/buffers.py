@@ -39,10 +39,12 @@ from shoal_worker.state.digest import digest_of
 _log = logging.getLogger(__name__)
 
 _ROWS: Final = 5
-"""Number of values sent per change of a counter: the change, its remainder, the square of the
-remainder, whether the change is the number of samples, and the change again without a weight."""
+"""Number of values that are sent for each change of a counter: the change, its remainder modulo a
+prime, the square of the remainder, whether the change equals the number of samples, and the change
+again without a weight."""
 _MODULUS: Final = 4093
-"""A prime. Changes that differ by a multiple of this number count as equal."""
+"""Prime by which changes are divided to compare them. Changes that differ by a multiple of it count
+as equal."""
 _TOLERANCE: Final = 1e-5
 """Upper limit for the variance of equal remainders. The variance of different ones is at least the
 smallest weight of a pass."""
@@ -55,10 +57,11 @@ _WATCHED_SUMS: Final = 100
 
 class CommittedBuffers:
     """Buffers of a module and their committed values. Owned by the training thread. In flat
-    tensors, the floating-point buffers precede the counters."""
+    tensors, floating-point buffers come before counters."""
 
     def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
-        """`kinds`: result of `find_extremes` at `as_distributed`."""
+        """`kinds`: the module's buffers with minima and maxima, from `find_extremes` at
+        `as_distributed`."""
         kinds = kinds or {}
         extremes: list[tuple[str, nn.Module, str]] = []
         followed: list[tuple[str, nn.Module, str]] = []
@@ -68,7 +71,7 @@ class CommittedBuffers:
         counters: list[tuple[nn.Module, str]] = []
         self._sums_to_watch = self._steps_to_watch = _WATCHED_SUMS
         self._multiples: torch.Tensor | None = None
-        """Elements of counters whose last changes were multiples of this rank's number of
+        """Marks the elements of counters whose last changes were multiples of this rank's number of
         samples."""
         others: list[tuple[nn.Module, str]] = []
         statistics: list[tuple[str, nn.Module, str]] = []
@@ -79,7 +82,7 @@ class CommittedBuffers:
         self._owners = [
             (prefix, owner, frozenset(owner._buffers)) for prefix, owner in module.named_modules()
         ]
-        """All modules, with the names of their original buffers."""
+        """All modules, each with the names of its buffers at `as_distributed`."""
         self._unset: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that were None at `as_distributed`."""
         seen = set()
@@ -88,7 +91,7 @@ class CommittedBuffers:
                 if buffer is None and name not in owner._non_persistent_buffers_set:
                     self._unset.append((f"{prefix}.{name}" if prefix else name, owner, name))
                 if buffer is None or buffer.is_meta or id(buffer) in seen:
-                    # on the meta device: not part of this rank's state
+                    # on the meta device, so not part of this rank's state
                     continue
                 seen.add(id(buffer))
                 saved, place = (
@@ -121,8 +124,8 @@ class CommittedBuffers:
         """Digest of all writes since the last commit; 0 if there were none. A lost step does not
         change it."""
         self._infinite = [each for each in statistics if _has_infinite(each[1]._buffers[each[2]])]
-        """Floating-point buffers whose committed value has infinite elements. They began with
-        infinities, and may become finite once."""
+        """Floating-point buffers whose committed value has infinite elements. They were initialized
+        with infinities, and each element may become finite once."""
         self._marks: list[tuple[torch.Tensor | None, int]] = []
         """Exact buffers at the last commit, each with torch's count of its in-place changes."""
         self._within: int | None = None
@@ -136,11 +139,11 @@ class CommittedBuffers:
         self._base: tuple[torch.Tensor, torch.Tensor] | None = None
         """Committed statistics and counters, flat; computed on first use."""
         self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Flat statistics and counters when their changes were last read. None: the committed
-        values."""
+        """Flat statistics and counters at the time when their changes were last read. None: the
+        committed values."""
         self._seen: list[tuple[torch.Tensor | None, int]] = []
-        """Buffers when their changes were last read, each with torch's count of its in-place
-        changes."""
+        """Buffers at the time when their changes were last read, each with torch's count of its
+        in-place changes."""
         self._largest: list[tuple[torch.Tensor, torch.Event]] = []
         """Largest changes of counters, while they are copied from a device. A value is available
         once its event has occurred."""
@@ -187,7 +190,7 @@ class CommittedBuffers:
         self.commit()
 
     def replaced(self) -> None:
-        """Commits values that were loaded from another state."""
+        """Makes values that were loaded from another state the committed ones."""
         self._noted, self._between, self.between = [], {}, 0
         self.commit()
 
@@ -288,8 +291,9 @@ class CommittedBuffers:
         return torch.cat([mean[:-1], counted, mean[-1:]])
 
     def _count_samples(self, counted: torch.Tensor, samples: float) -> torch.Tensor:
-        """Returns, for each element, whether its change is the number of samples of the passes. In
-        a histogram, the elements of a buffer together count the samples."""
+        """Returns for each element whether it counts samples: whether its change equals the number
+        of samples in the passes. In a histogram, the sum over the elements of the buffer is
+        compared."""
         if samples <= 1:
             return torch.zeros_like(counted, dtype=torch.bool)
         found = counted == samples
@@ -310,8 +314,8 @@ class CommittedBuffers:
         return scaled
 
     def leave_out(self, like: torch.Tensor) -> None:
-        """Excludes changes since the last commit from the next result of `changes`. They belong to
-        a pass of weight 0."""
+        """Excludes changes since the last commit from the next result of `changes`, because they
+        come from a pass of weight 0."""
         if self._sizes:
             self._taken, self._seen = self._shared(like), self._in_sight()
 
@@ -377,8 +381,8 @@ class CommittedBuffers:
         )
 
     def _watch_steps(self, steps: torch.Tensor) -> None:
-        """Warns once about counters that are added once but may be sums. `steps`: elements whose
-        change is added once."""
+        """Warns once about counters whose change, equal on all ranks, is added once although a sum
+        over the ranks may be intended. `steps`: elements whose change is added once."""
         self._steps_to_watch -= 1
         multiples, self._multiples = self._multiples, None
         if multiples is None or not (doubtful := steps & multiples.to(steps.device)).any():
@@ -386,18 +390,19 @@ class CommittedBuffers:
         self._steps_to_watch = 0
         parts = doubtful.split(self._sizes[self._counters])
         _log.warning(
-            "int64 buffers %s changed by the same amount on all ranks, a multiple of the samples "
-            "in this rank's batch. The amount is added once, as for a count of steps. If they "
-            "count a property of the samples, such as tokens, the total over all ranks is "
-            "larger: count it outside the module, for example with shoal.all_reduce",
+            "int64 buffers %s changed by the same amount on all ranks, which is a multiple of "
+            "the number of samples in this rank's batch. The amount is added only once, as for a "
+            "count of steps. If the buffers count a property of the samples, such as tokens, the "
+            "total over all ranks is larger: count it outside the module, for example with "
+            "shoal.all_reduce",
             [name for (name, _, _), part in zip(self._counted, parts, strict=False) if part.any()][
                 :3
             ],
         )
 
     def _watch_sums(self, doubtful: torch.Tensor) -> None:
-        """Warns once about int64 buffers that may not be counters. `doubtful`: elements whose
-        changes are summed and are not the number of samples."""
+        """Warns once about int64 buffers that are treated as counters but may not be any.
+        `doubtful`: elements whose changes are summed and differ from the number of samples."""
         self._sums_to_watch -= 1
         parts = doubtful.split(self._sizes[self._counters]) if doubtful.any() else ()
         pairs = zip(self._counted, parts, strict=False)
@@ -405,14 +410,16 @@ class CommittedBuffers:
         if names:
             self._sums_to_watch = 0
             _log.warning(
-                "int64 buffers %s changed by different amounts on ranks or in micro-batches: the "
-                "changes are summed, which is right for a count. Keep a maximum or minimum in "
-                "floating point, starting at infinity, and exclude other values (the last value, "
-                "a position) from the state (persistent=False)",
+                "int64 buffers %s changed by different amounts on different ranks or in "
+                "different micro-batches. The changes are summed, which is right only for a "
+                "count. Keep a maximum or minimum in floating point, starting at infinity, and "
+                "exclude other values (the last value, a position) from the state "
+                "(persistent=False)",
                 names[:3],
             )
 
-    # ------------------------------------------------------------------ what has no mean and no sum
+    # ------------------------------------------------------- buffers that are neither averaged nor
+    # summed
 
     def exact_names(self) -> list[str]:
         """Returns the names of buffers that have changed and must change equally on all ranks:
@@ -431,15 +438,15 @@ class CommittedBuffers:
         return [path for path, _, _ in self._exact]
 
     def _is_other(self, owner: nn.Module, name: str) -> bool:
-        """Returns whether a buffer differs from its committed value. Writes without effect do not
-        count, because ranks may differ in these."""
+        """Returns whether a buffer differs from its committed value. Writes that leave the values
+        unchanged do not count, because ranks may differ in them."""
         buffer = owner._buffers.get(name)
         committed = self._committed[self._places.index((owner, name))]
         return buffer is None or not same(buffer, committed)
 
     def report_writes(self, step: Step, writes: WrittenParameters) -> None:
-        """Adds digests of all writes to parameters and buffers to the step vote: those of passes,
-        and those between the previous step and this one. `writes`: the parameters'."""
+        """Adds digests of all writes to parameters and buffers to the step vote: writes in passes,
+        and writes between the previous step and this one. `writes`: the writes to parameters."""
         step.writes = joined(writes.digest(), self.exact_digest())
         step.written_between = joined(writes.between, self.between)
 
@@ -501,8 +508,8 @@ class CommittedBuffers:
         )
 
     def apart(self, names: Sequence[str] | None = None) -> ConfigurationError:
-        """Returns the error for buffers that changed differently on ranks or in micro-batches.
-        `names`: names of the candidates."""
+        """Returns the error for buffers that changed differently between ranks or micro-batches.
+        `names`: buffers that may be concerned."""
         names = self.exact_names() if names is None else names
         what = f"buffers {names[:3]} were changed" if names else "another rank changed a buffer"
         return ConfigurationError(
@@ -593,8 +600,8 @@ class CommittedBuffers:
                 owner, name = self._places[i]
                 now[i] = torch.empty_like(value)
                 owner._buffers[name] = now[i]
-        # Through .data, since the backward pass of a forward that used a buffer may still follow,
-        # as in a pipeline.
+        # Written through .data, because the backward pass of a forward pass that used a buffer may
+        # still follow, as in a pipeline.
         _copy([buffer.data for buffer in now], values)
 
 
@@ -644,8 +651,8 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
 
 
 def _moved(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Returns the difference, which is zero for equal values. The plain difference of two
-    infinities or NaNs would not be zero. Also returns zero for elements that were infinite."""
+    """Returns the elementwise difference. It is zero where both values are equal, even if they are
+    infinities or NaNs, and where the earlier value was infinite."""
     alike = (now == before) | (now.isnan() & before.isnan()) | before.isinf()
     return torch.where(alike, 0.0, now - before)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 _KINDS: Final = ("buckets", "micro-batches", "units")
-"""Ways in which a model's gradients are divided for compression. A script may use several."""
+"""Number of different layouts of a model's gradients for which residuals are kept."""
 _PER_KIND: Final = 1 << 20
 
 
@@ -43,7 +43,7 @@ class GradientCompression:
         self._session = session
         self._reduction = CompressedReduction(compressor)
         self._layouts: dict[str, str] = {}
-        """Layout of the residuals, for each way of dividing gradients."""
+        """Layouts for which there are residuals."""
         self._numels: dict[int, int] = {}
         """Number of elements of each bucket."""
         self._units = 1.0
@@ -92,12 +92,11 @@ class GradientCompression:
         number: int,
         shapes: Sequence[Sequence[int]],
     ) -> Reduction:
-        """Starts to sum a bucket over the group's ranks in place. `shapes`: shapes of the bucket's
-        tensors, in memory order.
+        """Starts a compressed all-reduce: sums a bucket over the group's ranks, in place. `shapes`:
+        shapes of the bucket's tensors, in memory order.
 
         Raises:
-            MembershipChanged: the group has ended.
-        """
+            MembershipChanged: the group has ended."""
         index, step = self._index(kind, number), self._session.steps
         if group.world_size == 1:
             return self._reduction.start(bucket, None, index=index, step=step)
@@ -105,8 +104,8 @@ class GradientCompression:
             return self._reduction.start(bucket, backend, index=index, step=step, shapes=shapes)
 
     def pay(self, bucket: torch.Tensor, kind: str, number: int) -> None:
-        """Adds residuals of earlier steps to the gradients of a bucket. For a world of one, where
-        nothing is sent."""
+        """Adds the residuals of earlier steps to the gradients of a bucket. Used in a world of one,
+        where nothing is compressed or sent."""
         self._reduction.start(
             bucket, None, index=self._index(kind, number), step=self._session.steps
         ).wait()
@@ -114,12 +113,11 @@ class GradientCompression:
     def start_scatter(
         self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int
     ) -> Reduction:
-        """Starts a reduce-scatter: sums the flat `full` over the group's ranks, and stores this
-        rank's part of the sum in `shard`.
+        """Starts a compressed reduce-scatter: sums the flat `full` over the group's ranks, and
+        stores this rank's part of the sum in `shard`.
 
         Raises:
-            MembershipChanged: the group has ended.
-        """
+            MembershipChanged: the group has ended."""
         index, step = self._index("units", number), self._session.steps
         with group.own_collectives("compressed reduce_scatter") as backend:
             return self._reduction.start_scatter(full, shard, backend, index=index, step=step)
@@ -148,7 +146,8 @@ class GradientCompression:
     # ---------------------------------------------------------------------------------------- state
 
     def capture(self) -> dict[str, Any]:
-        """Returns the part of the state that is the same on all ranks, for peers."""
+        """Returns the part of the compression's state that is the same on all ranks, to be sent to
+        peers."""
         return {
             "steps": self._session.steps,
             "shared": _nested(self._reduction.shared_state_dict()),
@@ -250,14 +249,15 @@ def check_floating(name: str, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ConfigurationError(
-                f"gradient_compression={name!r}: a trained parameter is {tensor.dtype}, but "
-                "compressors support only real numbers; leave gradient_compression out"
+                f"gradient_compression={name!r} cannot be used, because a trained parameter has "
+                f"dtype {tensor.dtype} and compressors support only real numbers; leave "
+                "gradient_compression out"
             )
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of a dense tensor in memory order: the dimension with the largest stride
-    first."""
+    """Returns the shape of a dense tensor with its dimensions in memory order, the one with the
+    largest stride first."""
     strides = parameter.stride()
     return tuple(
         parameter.shape[d] for d in sorted(range(parameter.dim()), key=lambda d: -strides[d])

@@ -17,20 +17,19 @@ from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 
 def is_open(session: StrategySession) -> bool:
-    """Returns whether a step is in progress before its commit all-reduce. That all-reduce waits
-    for all ordered collectives (`Group.settle`), and their results are kept only if all have
-    succeeded."""
+    """Returns whether a step is in progress before its commit all-reduce. In such a step,
+    collectives may be ordered without waiting for them: the commit all-reduce first waits for all
+    of them (`Group.settle`), and their results are kept only if all have succeeded."""
     step = session.step
     return step is not None and step.control is None
 
 
 def come_after(session: StrategySession, group: Group, work: dist.Work) -> None:
-    """Makes later computation wait for a collective of `group`. In an open step the device waits
-    for it, otherwise this thread does.
+    """Makes later computation wait for a collective of `group`. In an open step (`is_open`) only
+    the device waits for it, otherwise this thread does.
 
-    Not for results that determine control flow on the host, nor for indices. Raises
-    MembershipChanged if the collective failed.
-    """
+    Must not be used for results that determine control flow on the host or are used as indices.
+    Raises MembershipChanged if the collective failed."""
     if is_open(session):
         group.order(work)
     else:
@@ -47,8 +46,8 @@ class LosingStep:
     __slots__ = ("_raises_outside", "_session", "failed")
 
     def __init__(self, session: StrategySession, *, raises_outside: bool = False) -> None:
-        """`raises_outside`: raise a failure that occurs between steps, in an operation that is
-        repeated as a unit."""
+        """`raises_outside`: True to raise failures that occur between steps, in an operation that
+        is then repeated as a whole."""
         self._session: Final = session
         self._raises_outside: Final = raises_outside
         self.failed = False
@@ -84,8 +83,8 @@ def await_reductions(
 
 
 def completes(session: StrategySession, step: Step) -> bool:
-    """Passes the failpoint after the last reduction of `step`. Returns True if the step is not
-    lost."""
+    """Called after the last reduction of `step`; passes a failpoint for tests. Returns True if the
+    step is not lost."""
     if step.lost is not None:
         return False
     with LosingStep(session) as completing:
@@ -94,8 +93,8 @@ def completes(session: StrategySession, step: Step) -> bool:
 
 
 def await_ordered(session: StrategySession, group: Group, work: dist.Work) -> bool:
-    """Calls `come_after`, and returns whether the collective has not failed. In a step a failure
-    marks the step as lost. Between steps it raises MembershipChanged."""
+    """Calls `come_after`. Returns True unless the collective has failed. A failure in a step marks
+    the step as lost; a failure between steps raises MembershipChanged."""
     with LosingStep(session, raises_outside=True) as waiting:
         come_after(session, group, work)
     return not waiting.failed

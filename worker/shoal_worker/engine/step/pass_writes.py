@@ -55,14 +55,14 @@ class WrittenParameters:
         compared: bool = True,
         whole: bool = False,
     ) -> None:
-        """`stay`: only the script changes a parameter's memory address. `compared`: values exist
-        between passes and can be compared. `whole`: every rank has all parameters, also between
-        steps."""
+        """`stay`: True if only the script can change a parameter's memory address. `compared`: True
+        if the values exist between passes and can be compared. `whole`: True if every rank has all
+        parameters, also between steps."""
         self._stay = stay
         self._named = [(name, parameter) for name, parameter in parameters if not parameter.is_meta]
         self._strategy = strategy
         self._copies: dict[int, torch.Tensor] = {}
-        """Values at the step's beginning, of parameters known to be written."""
+        """Values of the parameters known to be written, at the step's beginning."""
         self._digests: list[int] = []
         """Digests of all parameters at the beginning of the process's first step; empty in other
         steps."""
@@ -72,7 +72,8 @@ class WrittenParameters:
         self._watched: set[int] = set()
         """Indices of parameters known to be written."""
         self._written: list[int] = []
-        """Indices of parameters written in this step, once determined."""
+        """Indices of parameters that were written in this step, as soon as they have been
+        determined."""
         self._updating = False
         """True if an optimizer changes parameters within the step. `_written` then lists the
         passes' writes."""
@@ -88,8 +89,8 @@ class WrittenParameters:
         """Versions, addresses and sampled elements of the parameters at the last commit; None if no
         step of this state was committed."""
         self._noted: dict[int, torch.Tensor | None] = {}
-        """Values at the last commit, of parameters that the script writes between steps (see
-        `overwritten`). None until the first commit after such a write."""
+        """Values that the parameters which the script writes between steps had at the last commit
+        (see `overwritten`). None until the first commit after such a write."""
         self.between = 0
         """Digest of the writes since the last commit; 0 if there were none. A lost step does not
         change it."""
@@ -101,7 +102,7 @@ class WrittenParameters:
 
     @torch.no_grad()
     def watch(self, names: Iterable[str]) -> None:
-        """Adds parameters that a peer knows to be written."""
+        """Adds parameters that, according to a peer, passes write to."""
         known = frozenset(names)
         self._watched |= {index for index, (name, _) in enumerate(self._named) if name in known}
 
@@ -180,7 +181,7 @@ class WrittenParameters:
 
     def _changed(self) -> list[int]:
         """Returns the indices of written parameters. Omits parameters whose values are known to be
-        unchanged, because ranks may differ in writes without effect."""
+        unchanged, because ranks may differ in writes that change nothing."""
         if self._updating:
             return self._written
         if not self._seen:
@@ -216,8 +217,7 @@ class WrittenParameters:
     @torch.no_grad()
     def names_beyond_rounding(self) -> list[str]:
         """Returns the names of written parameters, except parameters that were changed and restored
-        through `.data`. In these only rounding has left a difference, according to the sampled
-        elements."""
+        through `.data`. Judging by the sampled elements, these differ only by rounding."""
         changed = self._changed()
         if self._elements is None or self._digests or not self._seen:
             return [self._named[index][0] for index in changed]
@@ -253,8 +253,8 @@ class WrittenParameters:
         self._within = found
 
     def apart(self, names: list[str]) -> ConfigurationError:
-        """Returns the error for parameters that were not written equally. `names`: names of
-        parameters that this rank has written."""
+        """Returns the error for parameters to which ranks or micro-batches wrote different values.
+        `names`: names of parameters that this rank has written."""
         what = (
             f"parameters {names[:3]} were written"
             if names
@@ -270,8 +270,8 @@ class WrittenParameters:
 
     def refuse(self, *, unless: Callable[[], bool] = bool) -> None:
         """Checks that no parameter was written, because this strategy would lose the values;
-        otherwise raises ConfigurationError. `unless`: returns True if a collective failed, so that
-        the step is lost anyway."""
+        otherwise raises ConfigurationError. `unless`: function that returns True if a collective
+        has failed, so that the step is lost in any case."""
         names = self.names()
         if names and not unless():
             raise written_in_vain(names[0], self._strategy)
@@ -279,7 +279,7 @@ class WrittenParameters:
     @torch.no_grad()
     def overwritten(self) -> list[str]:
         """Returns the names of parameters that a script has written since the last `note`. A value
-        that was changed and restored counts as unchanged, even if rounding has left a difference.
+        that was changed and then restored counts as unchanged, even if it differs by rounding.
 
         Sampled elements show most writes. If only torch's count of in-place changes shows the first
         write of a parameter, a warning is logged, because the write may have been undone. From then
@@ -343,7 +343,7 @@ class WrittenParameters:
         self._seen, self._sampled = self._sight(), self._sample()
 
     def commit(self) -> None:
-        """Commits the writes whose digest was computed. From here on, copies of the written
+        """Commits the writes whose digest was computed. From now on, copies of the written
         parameters are kept."""
         self._watched |= set(self._written)
         self.forget()
@@ -371,13 +371,14 @@ class WrittenParameters:
 
     @torch.no_grad()
     def moving(self) -> None:
-        """Prepares for a move of the parameters to other memory."""
+        """Called before the parameters move to other memory, so that the move does not count as a
+        write."""
         self._look_between_steps()
         self._committed = None
 
 
 class SampledElements:
-    """A few elements of each tensor on the host, read in one torch operation."""
+    """Reads a few elements of each host tensor in one torch operation."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -407,8 +408,8 @@ class SampledElements:
         return about_equal(one, other)
 
     def owners(self, marked: torch.Tensor) -> set[int]:
-        """Returns the indices of tensors with a marked element. `marked`: flags of sampled
-        elements."""
+        """Returns the indices of the tensors that have a marked element. `marked`: one flag for
+        each sampled element."""
         return {self._owners[place] for place in marked.nonzero().view(-1).tolist()}
 
 
@@ -464,11 +465,12 @@ def same(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ModuleAttributes:
-    """Tensors and numbers in plain attributes of modules, and the modules' extra state, at the
-    step's beginning."""
+    """Keeps the tensors and numbers in plain attributes of modules, and the modules' extra state,
+    as they were at the step's beginning."""
 
     def __init__(self, module: nn.Module, *, numbers: bool = True) -> None:
-        """`numbers`: restore the modules' numbers too; otherwise numbers belong to the script."""
+        """`numbers`: True to restore numbers in attributes too; otherwise they count as the
+        script's own."""
         # torch's own layers have no attributes that a pass changes.
         self._parts = [
             part
@@ -501,7 +503,7 @@ class ModuleAttributes:
         self, kept: dict[str, Any], name: str, value: torch.Tensor, known: Mapping[int, Any]
     ) -> None:
         if value.grad_fn is not None or value.is_inference():
-            del kept[name]  # it would keep a pass's memory alive
+            del kept[name]  # otherwise it would keep the memory of a pass alive
             return
         before = known.get(id(value))
         if before is not None and before[0] is value and before[1] == value._version:

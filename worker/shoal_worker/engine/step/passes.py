@@ -77,8 +77,8 @@ def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
 
 
 def half_a_pass() -> PreconditionError:
-    """Returns the error for a script that continues although its backward pass raised before it was
-    complete."""
+    """Returns the error for a script that continues although a backward pass of the step has raised
+    an exception midway."""
     return PreconditionError(
         "a backward pass of this step failed midway: some of its gradients were sent to the "
         "other ranks and others are missing, so this rank can neither finish the step nor undo "
@@ -88,8 +88,8 @@ def half_a_pass() -> PreconditionError:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Returns the distinct tensors in a module's inputs or outputs, nearest first. Searches
-    containers, dataclasses, and attributes of other objects."""
+    """Returns the distinct tensors in a module's inputs or outputs, the least deeply nested first.
+    Searches containers, dataclasses, and attributes of other objects."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: dict[int, torch.Tensor] = {}
@@ -139,8 +139,8 @@ def _attributes_of(one: Any) -> Iterable[Any]:
 
 
 def _mangled(name: str, kind: type) -> str:
-    """Returns the name under which instances store a slot. Python adds the class to private
-    names."""
+    """Returns the name under which instances store a slot. Python prefixes private names with the
+    class name."""
     private = name.startswith("__") and not name.endswith("__")
     return f"_{kind.__name__.lstrip('_')}{name}" if private and kind.__name__.strip("_") else name
 

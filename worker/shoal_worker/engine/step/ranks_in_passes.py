@@ -36,8 +36,8 @@ class RanksInPasses:
 
     @property
     def weight(self) -> float | None:
-        """This rank's fraction of the weight of the step's samples, from 0 to 1. None if this pass
-        does not belong to a step with other ranks."""
+        """This rank's fraction of the total weight of the step's samples, from 0 to 1. None if the
+        current pass does not belong to a step of several ranks."""
         session = self._session
         step = session.step
         if step is None or step.share is None or session.is_joining:

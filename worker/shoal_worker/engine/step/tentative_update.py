@@ -12,9 +12,9 @@ from shoal_worker.engine.state.hidden_parameters import inside
 
 
 class TentativeUpdate:
-    """Copy of the values and the state that an optimizer updates on this rank, made before an
-    update. Doubles their memory. Excludes the settings of parameter groups. Owned by the training
-    thread."""
+    """Copy of the parameters and the optimizer state that an update changes on this rank, made
+    before the update. It needs as much memory as they do. Settings of parameter groups are not
+    included. Owned by the training thread."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Copies everything that `optimizer` is about to change. Created just before the update."""
@@ -26,7 +26,7 @@ class TentativeUpdate:
         self.withdrawn = False
 
     def exchange(self) -> None:
-        """Undoes the update or, if it is undone, repeats it."""
+        """Undoes the update. If it is already undone, makes it again."""
         optimizer = self._optimizer
         with inside(), torch.no_grad():
             now = [piece.detach().clone() for piece in self._updated]

@@ -1,0 +1,84 @@
+"""The task of a T17 worker, its command line, and the absence of its place. No torch here: the
+harness imports this module too."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+MODELS: Final = ("gpt", "cnn")
+ABSENT: Final = "absent"
+"""File of the ledgers' directory: while it exists, a worker that starts does not join."""
+LEDGER_SUFFIX: Final = ".ledger"
+_POLL_S: Final = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One run: so many steps over as many samples as they have, each of which is due once."""
+
+    ledgers: Path
+    """Directory of the ledgers."""
+    model: str
+    """One of `MODELS`."""
+    ranks: int
+    """Workers at full strength."""
+    batch: int
+    """Samples per rank and step at full strength."""
+    steps: int
+
+    def arguments(self) -> list[str]:
+        """The command line that `task_of` reads."""
+        return [
+            f"--ledgers={self.ledgers}",
+            f"--model={self.model}",
+            f"--ranks={self.ranks}",
+            f"--batch={self.batch}",
+            f"--steps={self.steps}",
+        ]
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step at full strength."""
+        return self.batch * self.ranks
+
+    @property
+    def samples(self) -> int:
+        """Size of the dataset, which is trained for one epoch."""
+        return self.global_batch * self.steps
+
+    def wait_for_place(self) -> None:
+        """Blocks while this worker's place is absent: a replacement is started at once and waits
+        here, its imports done."""
+        while (self.ledgers / ABSENT).exists():
+            time.sleep(_POLL_S)
+
+    def wait_for_all(self) -> None:
+        """Blocks until as many workers have begun a ledger as there are at full strength: systems
+        without a launcher of their own would otherwise begin with fewer."""
+        while len(list(self.ledgers.glob(f"*{LEDGER_SUFFIX}"))) < self.ranks:
+            time.sleep(_POLL_S)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns a parser of the flags that all workers have."""
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--ledgers", type=Path, required=True)
+    flags.add_argument("--model", choices=MODELS, required=True)
+    for name in ("ranks", "batch", "steps"):
+        flags.add_argument(f"--{name}", type=int, required=True)
+    return flags
+
+
+def task_of(options: argparse.Namespace) -> Task:
+    """Returns what the flags say."""
+    return Task(
+        ledgers=options.ledgers,
+        model=options.model,
+        ranks=options.ranks,
+        batch=options.batch,
+        steps=options.steps,
+    )

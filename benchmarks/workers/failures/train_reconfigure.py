@@ -1,0 +1,243 @@
+"""T17's loop on a process group of torch's that is reconfigured (`_reconfigure`, torch 2.14 or
+newer): what a user would write around it.
+
+With `--keeper` the program is the keeper of the membership instead, which torch has none of: it
+sees deaths by the processes' ids within milliseconds, and writes the members into a file. A worker
+whose collective fails waits for a newer membership; a worker that sees one says so in the next
+gradient's sum, after which all change over together. Ranks that are behind take the state of the
+one that is ahead. The global batch is divided among the ranks that there are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.workers.failures import models
+from benchmarks.workers.failures.ledger import Ledger
+from benchmarks.workers.failures.task import Task, parser, task_of
+
+_DIST: Final[Any] = dist
+_TIMEOUT: Final = timedelta(seconds=2)
+"""Timeout of collectives. A survivor waits this long for another one that has given up."""
+_PATIENCE_S: Final = 60
+_POLL_S: Final = 0.002
+
+
+class Members(NamedTuple):
+    """One membership."""
+
+    number: int
+    pids: list[int]
+
+
+class Outdated(Exception):
+    """There is a newer membership."""
+
+
+def keep(task: Task) -> None:
+    """Writes a membership whenever the live processes that ask to be members change; for ever."""
+    number, pids = 0, list[int]()
+    while True:
+        alive = sorted(
+            pid for pid in (int(file.stem) for file in task.ledgers.glob("*.member")) if _lives(pid)
+        )
+        if alive != pids and (number or len(alive) == task.ranks):
+            number, pids = number + 1, alive
+            partial = task.ledgers / "members.partial"
+            partial.write_text(json.dumps(Members(number, pids)))
+            partial.rename(_file(task))
+        time.sleep(_POLL_S)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _file(task: Task) -> Path:
+    return task.ledgers / "members.json"
+
+
+class Group:
+    """The process group of one worker, reconfigured to each membership in turn."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._members = Members(0, [])
+        _DIST.init_process_group(
+            "gloo",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=_TIMEOUT,
+            enable_reconfigure=True,
+        )
+        (task.ledgers / f"{os.getpid()}.member").touch()
+
+    @property
+    def number(self) -> int:
+        """Number of the membership."""
+        return self._members.number
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._members.pids)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._members.pids.index(os.getpid())
+
+    def newest(self) -> Members:
+        """Returns the newest membership; an old one if there is none yet."""
+        try:
+            return Members(*json.loads(_file(self._task).read_text()))
+        except FileNotFoundError:
+            return self._members
+
+    def form(self) -> None:
+        """Waits for a newer membership with this process and takes part in it."""
+        newest = self._await_newer()
+        self._members = newest
+        directory = self._task.ledgers
+        partial = directory / f"{os.getpid()}.partial"
+        partial.write_bytes(_DIST._get_reconfigure_handle())
+        partial.rename(directory / f"{os.getpid()}.handle-{newest.number}")
+        files = [directory / f"{pid}.handle-{newest.number}" for pid in newest.pids]
+
+        def complete() -> bool:
+            if self.newest().number > newest.number:
+                raise Outdated
+            return all(file.exists() for file in files)
+
+        _until(complete)
+        handles = [file.read_text() for file in files]
+        _DIST._reconfigure(uuid=newest.number, handles=handles, timeout=_TIMEOUT).wait()
+
+    def _await_newer(self) -> Members:
+        newest = self._members
+
+        def is_newer() -> bool:
+            nonlocal newest
+            newest = self.newest()
+            return newest.number > self.number and os.getpid() in newest.pids
+
+        _until(is_newer)
+        return newest
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no membership of process {os.getpid()} within {_PATIENCE_S} s")
+        time.sleep(_POLL_S)
+
+
+class Training:
+    """The state of one worker and its steps."""
+
+    def __init__(self, task: Task, ledger: Ledger, group: Group) -> None:
+        self._task, self._ledger, self._group = task, ledger, group
+        self.net = models.network(task)
+        self._parameters = list(self.net.parameters())
+        self._optimizer = models.optimizer_of(self.net)
+        self._dataset, self._loss_fn = models.dataset(task), models.loss_of(task)
+        self._batches = models.order(task).view(task.steps, task.global_batch)
+        self.step = 0
+
+    def synchronize(self) -> None:
+        """Gives all ranks the state of the first rank that is ahead."""
+        steps = [torch.zeros(1, dtype=torch.long) for _ in range(self._group.size)]
+        dist.all_gather(steps, torch.tensor([self.step]))
+        ahead = max(int(step) for step in steps)
+        if all(int(step) == ahead for step in steps):
+            return
+        source = next(rank for rank, step in enumerate(steps) if int(step) == ahead)
+        stream = io.BytesIO()
+        state: dict[str, Any] = {
+            "model": self.net.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+        torch.save(state, stream)
+        size = torch.tensor([stream.tell()])
+        dist.broadcast(size, source)
+        content = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+        if self._group.rank != source:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, source)
+        if self.step < ahead:
+            state = torch.load(io.BytesIO(content.numpy().tobytes()))
+            self.net.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.step = ahead
+
+    def take_step(self) -> bool:
+        """Takes a step, and returns whether a rank knows of a newer membership."""
+        group = self._group
+        share = self._batches[self.step].tensor_split(group.size)[group.rank]
+        indices, inputs, targets = self._dataset[share]
+        self._ledger.tried(
+            group=group.number, world_size=group.size, step=self.step + 1, samples=indices.tolist()
+        )
+        self._optimizer.zero_grad()
+        loss = self._loss_fn(self.net(inputs), targets) * (len(share) / self._task.global_batch)
+        loss.backward()
+        newer = float(group.newest().number > group.number)
+        # a tensor of its own: collectives that were left behind may still write into older ones
+        flat = torch.cat([p.grad.flatten() for p in self._parameters if p.grad is not None])
+        flat = torch.cat([flat, torch.tensor([newer])])
+        dist.all_reduce(flat)
+        position = 0
+        for parameter in self._parameters:
+            assert parameter.grad is not None
+            parameter.grad.copy_(flat[position : position + parameter.numel()].view_as(parameter))
+            position += parameter.numel()
+        self._optimizer.step()
+        self.step += 1
+        self._ledger.committed()
+        return bool(flat[-1] > 0)
+
+
+def main() -> None:
+    """Keeps the membership, or trains to the last step."""
+    flags = parser()
+    flags.add_argument("--keeper", action="store_true", help="keep the membership")
+    options = flags.parse_args()
+    task = task_of(options)
+    if options.keeper:
+        keep(task)
+    task.wait_for_place()
+    ledger = Ledger(task.ledgers)
+    group = Group(task)
+    training = Training(task, ledger, group)
+    outdated = True
+    while training.step < task.steps:
+        try:
+            if outdated:
+                group.form()
+                training.synchronize()
+                outdated = False
+            else:
+                outdated = training.take_step()
+        except (RuntimeError, Outdated):  # a rank has died, or there is a newer membership
+            outdated = True
+    ledger.finished(digest=models.digest_of(training.net.state_dict()))
+
+
+if __name__ == "__main__":
+    main()

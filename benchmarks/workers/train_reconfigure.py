@@ -1,0 +1,237 @@
+"""The loop on torch's own membership: one Gloo group, to which `_reconfigure` gives other ranks
+after each death and each join. Needs torch 2.14 or newer.
+
+torch has no detector, no agreement on members and no transfer of state for it. This loop has the
+best ones that its author could find:
+
+- A death is known within milliseconds, from the end of the connection to a watcher
+  (membership.py). All gradients are summed in one collective, which is abandoned on such news: a
+  survivor whose neighbours live would otherwise wait until the group's timeout. An abandoned
+  collective may write into its tensor later, so the next one gets a new tensor.
+- A join costs no collective: each rank says in an additional element of the gradients whether it
+  has heard of new members, and all form the new group after the step in which one had.
+- In a new group the ranks compare their steps. If they differ, since one survivor may have finished
+  the step in which another saw the error, all take the state of a rank with the most steps.
+- Samples are dealt by the number of samples that all have trained so far, so that none is lost.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+from benchmarks.workers import training
+from benchmarks.workers.membership import Generation, Membership
+from benchmarks.workers.steplog import StepLog
+from benchmarks.workers.workload import parser, workload_of
+
+_DIST: Final[Any] = dist
+_POLL_S: Final = 0.0002
+_NEWS_S: Final = 1.0
+"""Time that an error of a collective waits for the news of a death, before the group counts as
+failed without one."""
+
+
+class Ranks:
+    """A process group whose ranks change. Used by one thread."""
+
+    def __init__(self, membership: Membership, *, timeout: timedelta) -> None:
+        """`timeout`: limit of collectives, and of forming a group."""
+        self._membership = membership
+        self._timeout = timeout
+        self._store = dist.TCPStore("127.0.0.1", membership.store_port, timeout=timeout)
+        _DIST.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("group", self._store),
+            # both are replaced by the first _reconfigure
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+            enable_reconfigure=True,
+        )
+        self.generation = Generation(number=0, members=())
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker in the group formed last."""
+        return self.generation.members.index(self._membership.member)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group formed last."""
+        return len(self.generation.members)
+
+    def form(self) -> None:
+        """Blocks until a group of a newer generation is formed."""
+        wanted = self._membership.wait_for_newer(self.generation.number)
+        while not self._forms(wanted):
+            self._membership.failed(wanted.number)
+            wanted = self._membership.wait_for_newer(wanted.number)
+
+    def _forms(self, wanted: Generation) -> bool:
+        key = f"handle/{wanted.number}"
+        try:
+            self._store.set(
+                f"{key}/{self._membership.member}", _DIST._get_reconfigure_handle().encode()
+            )
+            handles = [self._store.get(f"{key}/{member}").decode() for member in wanted.members]
+            _DIST._reconfigure(uuid=wanted.number, handles=handles, timeout=self._timeout).wait()
+        except RuntimeError:
+            return False
+        self.generation = wanted
+        return True
+
+    def sum(self, tensor: torch.Tensor) -> bool:
+        """Sums a tensor over the ranks, in place. Returns False if a rank died: the tensor must not
+        be used again, since an abandoned collective may still write into it."""
+        work: dist.Work = dist.all_reduce(tensor, async_op=True)
+        while not work.is_completed():
+            if self._lost(self._membership.newest(within_s=_POLL_S)):
+                return False
+        try:
+            work.wait()
+        except RuntimeError:
+            self._await_news()
+            return False
+        return True
+
+    def has_news(self) -> bool:
+        """Returns whether this rank has heard of a newer generation."""
+        newest = self._membership.newest()
+        return newest is not None and newest.number > self.generation.number
+
+    def _lost(self, newest: Generation | None) -> bool:
+        return newest is not None and not set(self.generation.members) <= set(newest.members)
+
+    def _await_news(self) -> None:
+        """An error follows from a death, of which the watcher informs all. Without a death the
+        generation has failed."""
+        try:
+            self._membership.wait_for_newer(self.generation.number, within_s=_NEWS_S)
+        except TimeoutError:
+            self._membership.failed(self.generation.number)
+
+
+class Trainer:
+    """Model, optimizer and progress of one rank."""
+
+    def __init__(
+        self, net: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+    ) -> None:
+        self._net, self._optimizer, self._ranks = net, optimizer, ranks
+        self._parameters = [p for p in net.parameters() if p.requires_grad]
+        self._sizes = [p.numel() for p in self._parameters]
+        self._sum = self._new_sum()
+        self.step = 0
+        """Steps taken."""
+        self.samples = 0
+        """Samples trained by all ranks together, in all steps."""
+
+    def regroup(self) -> None:
+        """Forms a new group, in which all ranks have the state of one that took the most steps."""
+        while True:
+            self._ranks.form()
+            steps = torch.zeros(self._ranks.size)
+            steps[self._ranks.rank] = self.step
+            if self._ranks.sum(steps) and self._agree([int(step) for step in steps]):
+                return
+
+    def average(self) -> tuple[bool, bool]:
+        """Averages the gradients over the ranks. Returns whether it has, and whether a rank has
+        heard of new members."""
+        gradients = [p.grad.view(-1) for p in self._parameters if p.grad is not None]
+        news = torch.tensor([float(self._ranks.has_news())])
+        torch.cat([*gradients, news], out=self._sum)
+        if not self._ranks.sum(self._sum):
+            self._sum = self._new_sum()
+            return False, True
+        averages = self._sum[:-1].div_(self._ranks.size)
+        for parameter, average in zip(self._parameters, averages.split(self._sizes), strict=True):
+            parameter.grad = average.view_as(parameter)
+        return True, bool(self._sum[-1])
+
+    def _new_sum(self) -> torch.Tensor:
+        return torch.empty(sum(self._sizes) + 1)
+
+    def _agree(self, steps: list[int]) -> bool:
+        if min(steps) == max(steps):
+            return True
+        source = steps.index(max(steps))
+        state: list[Any] = [None]
+        if self._ranks.rank == source:
+            state = [
+                {
+                    "net": self._net.state_dict(),
+                    "optimizer": self._optimizer.state_dict(),
+                    "step": self.step,
+                    "samples": self.samples,
+                }
+            ]
+        try:
+            dist.broadcast_object_list(state, src=source)
+        except RuntimeError:
+            return False
+        self._net.load_state_dict(state[0]["net"])
+        self._optimizer.load_state_dict(state[0]["optimizer"])
+        self.step, self.samples = state[0]["step"], state[0]["samples"]
+        return True
+
+
+@lru_cache(maxsize=2)
+def _order(epoch: int, count: int) -> list[int]:
+    """Order of the samples in an epoch, equal on all ranks."""
+    order: list[int] = torch.randperm(
+        count, generator=torch.Generator().manual_seed(epoch)
+    ).tolist()
+    return order
+
+
+def main() -> None:
+    """Trains until told otherwise."""
+    flags = parser()
+    flags.add_argument("--watcher", type=int, required=True, help="port of the watcher")
+    flags.add_argument("--timeout-s", type=float, required=True, help="of collectives")
+    options = flags.parse_args()
+    workload = workload_of(options)
+    membership = Membership(options.watcher, timeout_s=120)
+    ranks = Ranks(membership, timeout=timedelta(seconds=options.timeout_s))
+    net = training.network(workload)
+    optimizer = training.optimizer_of(net)
+    dataset = training.dataset(workload)
+    trainer = Trainer(net, optimizer, ranks)
+    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
+    membership.ready()
+    trainer.regroup()
+    while not log.done:
+        first = trainer.samples + ranks.rank * workload.batch
+        indices = (
+            _order(epoch, len(dataset))[place]
+            for epoch, place in (
+                divmod(number, len(dataset)) for number in range(first, first + workload.batch)
+            )
+        )
+        inputs, labels = default_collate([dataset[index] for index in indices])
+        training.loss_fn(net(inputs), labels).backward()
+        averaged, regroup = trainer.average()
+        if averaged:
+            optimizer.step()
+            trainer.step += 1
+            trainer.samples += ranks.size * workload.batch
+            log.committed(
+                group=ranks.generation.number,
+                world_size=ranks.size,
+                rank=ranks.rank,
+                step=trainer.step,
+            )
+        optimizer.zero_grad()
+        if regroup and not log.done:
+            trainer.regroup()
+
+
+if __name__ == "__main__":
+    main()

@@ -193,3 +193,20 @@ def test_a_checkpoint_that_a_dead_process_left_is_uploaded_too(
     run.save(2)
     run.uploads.wait(LONG)
     assert storage.steps() == ["step-1", "step-2"]
+
+
+def test_a_damaged_checkpoint_does_not_hold_back_the_next(
+    storage: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    storage.open.clear()
+    run.save(1)
+    assert storage.entered.wait(60)
+    manifest = run.save(2) / NAME
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step":2', b'"step":9'))
+    run.save(3, keep=3)
+    storage.open.set()
+    run.uploads.wait(LONG)
+    assert storage.steps() == ["step-1", "step-3"]
+    assert "step-2 was not uploaded" in caplog.text
+    assert "does not match its digest" in caplog.text

@@ -25,6 +25,7 @@ from typing import Final
 
 from shoal_common.errors import (
     ConfigurationError,
+    CorruptDataError,
     DeadlineError,
     PermissionDeniedError,
     ShoalError,
@@ -234,8 +235,8 @@ class Uploads:
             digest = digest_of(held)
             remote.upload(held, fence=fence, keep=keep, progress=self._metrics.uploaded_bytes.inc)
             outcome = "written"
-        except StaleGenerationError as error:
-            outcome = "given_up"
+        except (StaleGenerationError, CorruptDataError) as error:
+            outcome = "given_up"  # a later attempt would fail as well, and hold back the others
             _log.warning("%s was not uploaded to %s: %s", path.name, self.url, error)
         except FileNotFoundError:  # a later save has removed it
             outcome = "given_up"

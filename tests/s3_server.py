@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import select
@@ -193,6 +194,7 @@ def main() -> None:
     from werkzeug.serving import make_server
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     inner = DomainDispatcherApplication(create_backend_app)
     server = make_server("127.0.0.1", 0, Faults(inner), threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()

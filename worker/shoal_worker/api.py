@@ -524,10 +524,10 @@ def save_checkpoint(
             or differs between ranks; or a directory that cannot be written, or is not shared.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed, or under ddp this save
             of the rows of sparse tables.
-        PermissionDeniedError (STORAGE_REFUSED): the object storage refuses the credentials, now or
-            at an earlier upload.
-        UnavailableError (STORAGE_UNAVAILABLE): the object storage has failed for too long, at the
-            first save to this URL.
+        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object storage refuses the credentials,
+            now or at an earlier upload.
+        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the object storage has failed for too long,
+            at the first save to this URL.
         DeadlineError (SERVER_AWAY): a server with rows of sparse tables was unreachable for too
             long.
     """
@@ -586,8 +586,8 @@ def resume(directory: str | Path) -> bool:
         directory: the directory or URL passed to `save_checkpoint`.
 
     Raises:
-        PermissionDeniedError (STORAGE_REFUSED): the object storage refuses the credentials.
-        UnavailableError (STORAGE_UNAVAILABLE): the object storage has failed for too long.
+        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object storage refuses the credentials.
+        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the object storage has failed for too long.
         CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release;
             or it was saved with `frozen="reference"`, and the model's frozen parameters have other
             values (BASE_MODEL_DIFFERS). Nothing is changed.

@@ -122,9 +122,9 @@ class ObjectFolder:
 
     Every method raises:
         ConfigurationError: the package for this kind of URL is missing, or the bucket is.
-        PermissionDeniedError (STORAGE_REFUSED): a credential is missing or wrong, or does not
-            permit the call.
-        UnavailableError (STORAGE_UNAVAILABLE): the storage did not do what was asked within
+        PermissionDeniedError (OBJECT_STORAGE_REFUSED): a credential is missing or wrong, or does
+            not permit the call.
+        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the storage did not do what was asked within
             `patience`.
     """
 
@@ -276,7 +276,7 @@ class ObjectFolder:
                     raise PermissionDeniedError(
                         f"{what} was refused ({_text(error)}); check the credentials of this "
                         "process and what they permit",
-                        reason="STORAGE_REFUSED",
+                        reason="OBJECT_STORAGE_REFUSED",
                     ) from error
                 if isinstance(error, FileNotFoundError):
                     raise ConfigurationError(
@@ -288,7 +288,7 @@ class ObjectFolder:
                     raise UnavailableError(
                         f"{what} failed ({_text(error)}); it was repeated for "
                         f"{self.patience.total_seconds():g} s",
-                        reason="STORAGE_UNAVAILABLE",
+                        reason="OBJECT_STORAGE_UNAVAILABLE",
                     ) from error
                 if not said:
                     _log.warning("%s failed and is repeated: %s", what, _text(error))

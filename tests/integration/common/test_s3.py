@@ -126,7 +126,7 @@ def test_a_storage_that_stays_overloaded_leaves_no_checkpoint(s3: S3Server, tmp_
     s3.set_faults({"action": "refuse", "method": "PUT", "text": "model", "times": 10_000})
     with pytest.raises(UnavailableError, match="it was repeated for 1 s") as raised:
         upload(tmp_path, 1, patience=MOMENT)
-    assert raised.value.reason == "STORAGE_UNAVAILABLE"
+    assert raised.value.reason == "OBJECT_STORAGE_UNAVAILABLE"
     assert remote(tmp_path).newest() is None
 
 
@@ -136,7 +136,7 @@ def test_a_wrong_credential_is_named(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another-key")
     with pytest.raises(PermissionDeniedError, match="check the credentials") as raised:
         remote(tmp_path).newest()
-    assert raised.value.reason == "STORAGE_REFUSED"
+    assert raised.value.reason == "OBJECT_STORAGE_REFUSED"
     with pytest.raises(PermissionDeniedError, match=r"step-1/.* was refused"):
         upload(tmp_path, 1)
 

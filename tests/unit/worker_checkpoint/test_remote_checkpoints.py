@@ -353,7 +353,7 @@ def test_all_ranks_raise_what_the_storage_refuses(
             raised.append(error.reason)
 
     shoal.launch(rank, world_size=2)
-    assert raised == ["STORAGE_REFUSED"] * 2
+    assert raised == ["OBJECT_STORAGE_REFUSED"] * 2
 
 
 def test_frozen_values_are_copied_within_the_storage(

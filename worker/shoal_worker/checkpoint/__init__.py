@@ -8,4 +8,7 @@ not change separately, for both layouts. `manifest` implements the file that des
 atomic directories, and files of tensors. `writer` is the thread that writes during training; it
 also allows ranks to wait for a disk. `rows` handles the rows of sparse tables, which are on the
 servers.
+
+`place` tells a directory from a URL of an object storage; `remote` contains the checkpoints there,
+and `uploads` is the thread that uploads them from a directory.
 """

@@ -1,5 +1,5 @@
-"""Where a script's checkpoints are: in a directory, or in an object storage with a local directory
-for staging.
+"""Places of a script's checkpoints: a directory, or an object storage with a local directory for
+staging.
 
 Checkpoints for `s3://bucket/run` are written to `<staging>/<digest of the URL>/run-<id>/` first,
 and read from there after a download. The object storage decides which checkpoints exist: a local
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The checkpoints that a script names."""
+    """A directory or URL that a script names."""
 
     named: str
     """Path or URL, as the script passed it."""

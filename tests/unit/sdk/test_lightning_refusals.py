@@ -115,7 +115,7 @@ def adds_an_error(module: Any) -> None:
         ),
         (
             {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-            "gradient_clip_algorithm='value'.*clip by norm",
+            "gradient_clip_algorithm='value'.*use gradient_clip_algorithm='norm'",
         ),
         (
             {"max_time": "00:01:00:00"},

@@ -87,7 +87,7 @@ def test_a_coordinator_that_dies_comes_back_with_what_it_knew(
 
 def test_what_cannot_work_is_said_before_anything_is_started(shell: Shell) -> None:
     for flags, said in (
-        (("coordinate", "--", "no-such-program"), "'no-such-program' is not on PATH"),
+        (("coordinate", "--", "no-such-program"), "'no-such-program' was not found on PATH"),
         (
             ("coordinate", "--host", "192.0.2.77", "--", "true"),
             "--host '192.0.2.77' is not an address of this machine",

@@ -165,7 +165,7 @@ def test_the_death_of_all_who_hold_the_state_is_said_loudly(
         if process.pid in shell.pids():
             process.kill()
     command.wait_for(
-        lambda: "NO WORKER WITH THE TRAINING STATE IS LEFT" in command.stderr,
+        lambda: "NO WORKER THAT HOLDS THE TRAINING STATE IS LEFT" in command.stderr,
         "the launcher's word",
     )
     command.wait_for_output("[0]: generation 2 rank 0 of 1", "SHOAL_ALLOW_RESTART_FROM_SCRATCH=1")

@@ -202,7 +202,7 @@ def test_a_launcher_that_was_told_its_run_does_not_begin_another(
     )
     assert requeued.wait() == 0
     assert "run 1 of job default was completed" in requeued.stderr
-    assert "nothing is left to do" in requeued.stderr
+    assert "so there is nothing to do" in requeued.stderr
     assert requeued.stdout == ""
     assert endings(endpoint) == ["completed"]
     status, _, err = shell.run(

@@ -432,4 +432,4 @@ def test_survivors_that_wait_for_more_workers_still_hold_the_training_state(
         )
     finish.touch()
     assert [first.wait(), second.wait()] == [0, 0], [first.stderr, second.stderr]
-    assert "NO WORKER WITH THE TRAINING STATE" not in first.stderr + second.stderr
+    assert "NO WORKER THAT HOLDS THE TRAINING STATE" not in first.stderr + second.stderr

@@ -42,6 +42,7 @@ def test_launchers_find_the_coordinator_and_the_status_is_the_commands(shell: Sh
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_signal_to_every_process_leaves_the_coordinator_until_the_command_has_ended(
     shell: Shell, elastic_worker: Path
 ) -> None:

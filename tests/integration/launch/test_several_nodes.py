@@ -276,6 +276,7 @@ def test_elastic_workers_that_the_coordinator_has_put_out_are_not_started_anew_w
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(
     shell: Shell, coordinator: Coordinator, endpoint: str
 ) -> None:

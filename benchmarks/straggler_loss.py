@@ -264,10 +264,7 @@ def row(system: System, ddp: System, even: System) -> Row:
     without it."""
     cells = {"runs": str(len(system.runs))}
     if system.learning_rate is not None:
-        cells |= {
-            "learning rate": f"{system.learning_rate:g}",
-            "steps of rank 0": f"{statistics.median(r['steps'] for r in system.runs):g}",
-        }
+        cells["learning rate"] = f"{system.learning_rate:g}"
     if system.runs:
         cells["steps of rank 0"] = f"{statistics.median(run['steps'] for run in system.runs):g}"
     if system.times_s:

@@ -101,7 +101,8 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     file = config.getoption("durations_file")
-    if file is not None:
+    # each process of xdist has a summary of its own tests
+    if file is not None and not hasattr(config, "workerinput"):
         write_durations(file, terminalreporter.stats.values())
 
 

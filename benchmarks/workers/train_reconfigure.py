@@ -17,6 +17,7 @@ best ones that its author could find:
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final
@@ -31,6 +32,7 @@ from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
 
 _DIST: Final[Any] = dist
+_ATTEMPTS: Final = 10
 _POLL_S: Final = 0.0002
 _NEWS_S: Final = 1.0
 """Time that an error of a collective waits for the news of a death, before the group counts as
@@ -48,9 +50,10 @@ class Ranks:
         _DIST.init_process_group(
             "gloo",
             store=dist.PrefixStore("group", self._store),
-            # both are replaced by the first _reconfigure
-            rank=0,
-            world_size=1,
+            # The first _reconfigure replaces both. The rank becomes a part of the handle, which
+            # must be this worker's alone.
+            rank=membership.member,
+            world_size=membership.member + 1,
             timeout=timeout,
             enable_reconfigure=True,
         )
@@ -67,24 +70,29 @@ class Ranks:
         return len(self.generation.members)
 
     def form(self) -> None:
-        """Blocks until a group of a newer generation is formed."""
+        """Blocks until a group of a newer generation is formed. Raises RuntimeError if that fails
+        many times."""
         wanted = self._membership.wait_for_newer(self.generation.number)
-        while not self._forms(wanted):
-            self._membership.failed(wanted.number)
-            wanted = self._membership.wait_for_newer(wanted.number)
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                self._connect(wanted)
+            except RuntimeError as error:
+                if not left:
+                    raise
+                print(f"generation {wanted.number} failed: {error}", file=sys.stderr)
+                self._membership.failed(wanted.number)
+                wanted = self._membership.wait_for_newer(wanted.number)
+            else:
+                self.generation = wanted
+                return
 
-    def _forms(self, wanted: Generation) -> bool:
+    def _connect(self, wanted: Generation) -> None:
         key = f"handle/{wanted.number}"
-        try:
-            self._store.set(
-                f"{key}/{self._membership.member}", _DIST._get_reconfigure_handle().encode()
-            )
-            handles = [self._store.get(f"{key}/{member}").decode() for member in wanted.members]
-            _DIST._reconfigure(uuid=wanted.number, handles=handles, timeout=self._timeout).wait()
-        except RuntimeError:
-            return False
-        self.generation = wanted
-        return True
+        self._store.set(
+            f"{key}/{self._membership.member}", _DIST._get_reconfigure_handle().encode()
+        )
+        handles = [self._store.get(f"{key}/{member}").decode() for member in wanted.members]
+        _DIST._reconfigure(uuid=wanted.number, handles=handles, timeout=self._timeout).wait()
 
     def sum(self, tensor: torch.Tensor) -> bool:
         """Sums a tensor over the ranks, in place. Returns False if a rank died: the tensor must not

@@ -222,16 +222,16 @@ class Shell:
 
 
 def _zygote_for(request: pytest.FixtureRequest) -> Zygote | None:
-    """Returns None for tests whose commands start fresh: tests marked `fresh`, and slow ones, most
-    of which use third-party trainers."""
-    fresh = any(request.node.get_closest_marker(name) for name in ("fresh", "slow"))
-    return None if fresh else request.getfixturevalue("zygote")
+    """Returns None for tests marked `fresh`, whose commands start fresh interpreters."""
+    if request.node.get_closest_marker("fresh"):
+        return None
+    return request.getfixturevalue("zygote")
 
 
 @pytest.fixture
 def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Shell]:
     """The command `shoal`; all processes that it started are gone when the test ends. Tests marked
-    `fresh` or `slow` start fresh interpreters."""
+    `fresh` start fresh interpreters."""
     shell = Shell(tmp_path, _zygote_for(request))
     yield shell
     shell.close()

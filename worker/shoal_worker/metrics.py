@@ -146,8 +146,8 @@ class WorkerMetrics:
         )
         self.uploads = Counter(
             "shoal_worker_uploads",
-            "Checkpoints that this worker uploaded to an object storage, by what became of them: "
-            "written, failed, or given_up (a later save removed it first, or this worker was "
+            "Uploads of checkpoints to an object storage by this worker, by outcome: written, "
+            "failed, or given_up (a later save removed the checkpoint first, or this worker was "
             "evicted).",
             ("outcome",),
             registry=self.registry,
@@ -156,13 +156,14 @@ class WorkerMetrics:
             self.uploads.labels(outcome)
         self.upload_seconds = Histogram(
             "shoal_worker_upload_seconds",
-            "Time to upload a checkpoint to an object storage, beside the training.",
+            "Time to upload a checkpoint to an object storage. Training continues during the "
+            "upload.",
             buckets=_DISKS,
             registry=self.registry,
         )
         self.uploaded_bytes = Counter(
             "shoal_worker_uploaded_bytes",
-            "Bytes of checkpoints' files uploaded to an object storage.",
+            "Bytes of checkpoint files that this worker uploaded to an object storage.",
             registry=self.registry,
         )
         self.upload_backlog_checkpoints = Gauge(
@@ -228,14 +229,16 @@ class WorkerMetrics:
         self._period("checkpoint", seconds, {"outcome": outcome})
 
     def upload_ended(self, outcome: str, *, seconds: float) -> None:
-        """Records that a checkpoint was uploaded, or that an attempt ended without that."""
+        """Records the end of an attempt to upload a checkpoint. `outcome`: written, failed or
+        given_up."""
         self.uploads.labels(outcome).inc()
         if outcome == "written":
             self.upload_seconds.observe(seconds)
         self._period("upload", seconds, {"outcome": outcome})
 
     def upload_backlog(self, checkpoints: int, nbytes: int) -> None:
-        """Records what is on this worker's disk and not yet in the object storage."""
+        """Records the number and size of the checkpoints on this worker's disk that are not
+        uploaded yet."""
         self.upload_backlog_checkpoints.set(checkpoints)
         self.upload_backlog_bytes.set(nbytes)
 

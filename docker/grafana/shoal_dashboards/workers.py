@@ -132,8 +132,9 @@ CHECKPOINTS = (
     ),
     Graph(
         title="Checkpoints a worker uploaded",
-        text="Checkpoints that reached the object storage, and attempts that failed or were given "
-        "up. Each failure is in that worker's log.",
+        text="Number of uploads to the object storage, by outcome: written, failed, or given up "
+        "because a later save removed the checkpoint first. The worker's log explains each "
+        "failure.",
         unit="none",
         queries=[
             (
@@ -144,14 +145,15 @@ CHECKPOINTS = (
     ),
     Graph(
         title="Time to upload a checkpoint",
-        text="Beside the training, which goes on. Longer than the time between two saves: "
-        "checkpoints that nobody would keep are not uploaded.",
+        text="Checkpoints are uploaded in the background of training. If this time is longer than "
+        "the interval between saves, checkpoints that a later save would remove are not "
+        "uploaded.",
         unit="s",
         queries=quantiles("shoal_worker_upload_seconds", "job_id"),
     ),
     Graph(
         title="Upload to the object storage",
-        text="Bytes per second of checkpoints' files, by the worker that uploads them.",
+        text="Bytes of checkpoint files that each worker uploads per second.",
         unit="Bps",
         queries=[
             (
@@ -163,13 +165,14 @@ CHECKPOINTS = (
     ),
     Graph(
         title="Upload backlog",
-        text="Size of the checkpoints on a worker's disk that are not yet in the object storage.",
+        text="Bytes of the checkpoints that are on a worker's disk and not yet in the object "
+        "storage.",
         unit="bytes",
         queries=[("sum by (instance) (shoal_worker_upload_backlog_bytes{job})", "{{instance}}")],
     ),
     Graph(
         title="Checkpoints to upload",
-        text="Checkpoints on a worker's disk that are not yet in the object storage.",
+        text="Number of checkpoints that are on a worker's disk and not yet in the object storage.",
         unit="none",
         queries=[
             ("sum by (instance) (shoal_worker_upload_backlog_checkpoints{job})", "{{instance}}")

@@ -26,21 +26,21 @@ if _version_not_supported:
 
 
 class CoordinatorStub:
-    """The coordinator owns membership: which member processes belong to a job, in which generation,
-    with which rank. It never touches tensors and never sits on the path of a training step.
+    """The coordinator owns membership: which member processes belong to a job, in which generation and
+    with which rank. It never handles tensors, and no training step depends on it.
 
-    Errors carry a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose
-    domain is "shoal". Who may call what is decided by the bearer token's role: "admin" (everything),
-    "worker", "server", "viewer" and "reader" (who look on). A token may be for one job: in others,
-    PERMISSION_DENIED / JOB_NOT_ALLOWED. A member that shows a key with its join (metadata
-    `shoal-member-key`, 32 hex digits) is spoken for by calls with the same key alone:
-    PERMISSION_DENIED / MEMBER_KEY_WRONG.
+    Errors contain a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose
+    domain is "shoal". The role of the caller's bearer token determines which methods it may call:
+    "admin" (all), "worker", "server", "viewer" or "reader" (both read-only). A token may be for one
+    job; for other jobs the error is PERMISSION_DENIED / JOB_NOT_ALLOWED. If a member presents a key
+    when it joins (metadata `shoal-member-key`, 32 hex digits), only calls with the same key may act
+    for it; other calls fail with PERMISSION_DENIED / MEMBER_KEY_WRONG.
 
-    A job has runs, one after another (docs/explanation/membership.md#runs). Requests have a field
-    `run`: the run that the caller belongs to; without it, the newest. Who belongs to one that has
-    ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the
-    newest one; FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run
-    has its number.
+    A job has runs, one after another (docs/explanation/membership.md#runs). The field `run` of a
+    request is the run to which the caller belongs; without it, the newest run. If that run has
+    ended, the error is FAILED_PRECONDITION / RUN_ENDED, which states how it ended and which run is
+    the newest. If the coordinator has lost the run, or another run has its number, the error is
+    FAILED_PRECONDITION / RUN_UNKNOWN.
     """
 
     def __init__(self, channel):
@@ -127,93 +127,97 @@ class CoordinatorStub:
 
 
 class CoordinatorServicer:
-    """The coordinator owns membership: which member processes belong to a job, in which generation,
-    with which rank. It never touches tensors and never sits on the path of a training step.
+    """The coordinator owns membership: which member processes belong to a job, in which generation and
+    with which rank. It never handles tensors, and no training step depends on it.
 
-    Errors carry a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose
-    domain is "shoal". Who may call what is decided by the bearer token's role: "admin" (everything),
-    "worker", "server", "viewer" and "reader" (who look on). A token may be for one job: in others,
-    PERMISSION_DENIED / JOB_NOT_ALLOWED. A member that shows a key with its join (metadata
-    `shoal-member-key`, 32 hex digits) is spoken for by calls with the same key alone:
-    PERMISSION_DENIED / MEMBER_KEY_WRONG.
+    Errors contain a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose
+    domain is "shoal". The role of the caller's bearer token determines which methods it may call:
+    "admin" (all), "worker", "server", "viewer" or "reader" (both read-only). A token may be for one
+    job; for other jobs the error is PERMISSION_DENIED / JOB_NOT_ALLOWED. If a member presents a key
+    when it joins (metadata `shoal-member-key`, 32 hex digits), only calls with the same key may act
+    for it; other calls fail with PERMISSION_DENIED / MEMBER_KEY_WRONG.
 
-    A job has runs, one after another (docs/explanation/membership.md#runs). Requests have a field
-    `run`: the run that the caller belongs to; without it, the newest. Who belongs to one that has
-    ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the
-    newest one; FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run
-    has its number.
+    A job has runs, one after another (docs/explanation/membership.md#runs). The field `run` of a
+    request is the run to which the caller belongs; without it, the newest run. If that run has
+    ended, the error is FAILED_PRECONDITION / RUN_ENDED, which states how it ended and which run is
+    the newest. If the coordinator has lost the run, or another run has its number, the error is
+    FAILED_PRECONDITION / RUN_UNKNOWN.
     """
 
     def CreateJob(self, request, context):
-        """Creates a job, or begins its next run when the newest one has ended. Idempotent: while a run
-        goes on, an equal specification returns it, a different one is refused with FAILED_PRECONDITION
-        / JOB_CONFLICT. UNAVAILABLE / RUN_ENDING: the newest run has ended and some of its members are
-        still there; ask again. Called by launchers and by the SDK. Role: admin, worker.
+        """Creates a job, or begins its next run if the newest one has ended. Idempotent: while a run is
+        in progress, a request with an equal specification returns that run, and one with a different
+        specification fails with FAILED_PRECONDITION / JOB_CONFLICT. UNAVAILABLE / RUN_ENDING: the
+        newest run has ended, but some of its members have not left yet; retry. Called by launchers and
+        by the SDK. Role: admin, worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """The whole observable state of one job; of a run that is over (`run`), how it ended. Role: any.
-        NOT_FOUND / JOB_UNKNOWN.
+        """Returns the complete visible state of one job. For a run that is over (`run`), returns how it
+        ended. Role: any. NOT_FOUND / JOB_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """All jobs, without their members. Role: any.
+        """Returns all jobs, without their members. Role: any.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinSession(self, request_iterator, context):
-        """One member's session: opened once per process and held until it leaves. The first message must
-        be `join`; the coordinator answers `welcome`, then pushes generations, drain and stop. A stream
-        that ends without `leave` is how a member's death is noticed first: it is put out within 0.1 s
-        (at once if a peer's collective failed too), or after the coordinator's reconnect_grace (0
-        unless set) if it has not opened a new stream by then. When most members' streams break
-        together, that is the network: like after a coordinator restart, they have their leases to come
-        back. Whoever reconnects gives the same member_id, keeps its place and says `ready` and
-        `collective_failure` again if they still hold; a member that was put out gets
-        FAILED_PRECONDITION / MEMBER_REPLACED, and its process starts anew with a new member_id. Role:
-        worker.
+        """Session of one member, opened by its process and kept open until the member leaves. The first
+        message must be `join`. The coordinator responds with `welcome`, then sends generations, drain
+        and stop.
+
+        A stream that ends without `leave` is the first sign of a member's death. The member is evicted
+        within 0.1 s (at once if a collective of a peer has failed too), or after the coordinator's
+        reconnect_grace (0 by default) if it has not opened a new stream by then. If the streams of
+        most members break together, the network is at fault; as after a restart of the coordinator,
+        the members may then return until their leases expire.
+
+        A member that reconnects uses the same member_id and keeps its rank. It repeats `ready` and
+        `collective_failure` if they still apply. A member that was evicted gets FAILED_PRECONDITION /
+        MEMBER_REPLACED; its process must join again with a new member_id. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRanks(self, request, context):
-        """Ranks of the newest generation, by a member of it: what JoinSession leaves out in large worlds.
-        Called when somebody needs to know of a peer, or of all, and the change that came with the
-        generation did not tell it. From memory: also while Redis is away. Role: worker.
-        FAILED_PRECONDITION / STALE_GENERATION when a newer one was written, which the session tells
-        of, or when `nonce` is not that generation's.
+        """Returns ranks of the newest generation to one of its members. Large generations are announced
+        in JoinSession without their rank table; a member calls this if it needs to know one peer or
+        all, and the announced change does not tell it. Served from memory, also while Redis is
+        unreachable. Role: worker. FAILED_PRECONDITION / STALE_GENERATION if a newer generation exists,
+        which the session announces, or if `nonce` is not that of the generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportExit(self, request, context):
-        """The launcher saw a worker process end (waitpid): the fastest detection there is. Idempotent.
-        Role: worker, admin.
+        """Reports that a worker process has ended, as its launcher has seen (waitpid). This is the
+        fastest way to detect a death. Idempotent. Role: worker, admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportMachine(self, request, context):
-        """Reports the condition of a machine: it will be taken away, or its health check failed or passed.
-        Idempotent. Called by launchers, and by people to readmit a machine. Role: worker.
+        """Reports the condition of a machine: it will be taken away, or its health check failed or
+        passed. Idempotent. Called by launchers, and by users to readmit a machine. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainMember(self, request, context):
-        """Asks a member to leave at the next step boundary. Idempotent. Role: admin. NOT_FOUND /
+        """Asks a member to leave at its next step boundary. Idempotent. Role: admin. NOT_FOUND /
         MEMBER_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -221,18 +225,19 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StopJob(self, request, context):
-        """Asks all members to stop at the next step boundary, and closes the job to joins. Idempotent.
-        Role: worker: launchers stop a job whose workers have failed, or whose plain script has ended.
+        """Asks all members to leave at their next step boundary, and admits no new ones. Idempotent.
+        Role: worker, since launchers stop a job whose workers have failed or whose plain script has
+        ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainServer(self, request, context):
-        """Moves all that a parameter server holds to the others while training goes on; then it and its
-        backup are told to end, and the job has one server fewer. Returns at once;
-        ServerStatus.draining says how far it is. Idempotent. Role: admin. NOT_FOUND / SERVER_UNKNOWN;
-        FAILED_PRECONDITION / LAST_SERVER when no other could take it over, PLACE_WITHOUT_TENSORS
+        """Moves all partitions of a parameter server to the other servers while training continues. Then
+        the server and its backup are told to exit, and the job has one server fewer. Returns at once;
+        ServerStatus.draining shows the progress. Idempotent. Role: admin. NOT_FOUND / SERVER_UNKNOWN;
+        FAILED_PRECONDITION / LAST_SERVER if no other server could take over, PLACE_WITHOUT_TENSORS
         before DeclareTensors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -240,28 +245,28 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ServerSession(self, request_iterator, context):
-        """One parameter server's session: register first, then heartbeats; the coordinator pushes
-        membership (for ssp clocks). A server belongs to one run of one job. Where that has ended, and
-        no further one has begun, a new server is told UNAVAILABLE / RUN_ENDED: it waits and asks
-        again. Role: server.
+        """Session of one parameter server. The first message must be `register`, followed by heartbeats.
+        The coordinator sends the members of each generation (for ssp clocks). A server belongs to one
+        run of one job. If that run has ended and no other has begun, a new server gets UNAVAILABLE /
+        RUN_ENDED; it waits and retries. Role: server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeclareTensors(self, request, context):
-        """Declares the tensors of a job's model; the coordinator cuts them into partitions of at most 8
-        MiB and spreads those over the registered servers by bytes. The first caller fixes the layout;
-        later callers with equal tensors get the same map, others FAILED_PRECONDITION /
-        TENSORS_CONFLICT. Waits (UNAVAILABLE / NO_SERVERS, retryable) until the job's
-        `parameter_servers` are registered. Role: worker.
+        """Declares the tensors of a job's model. The coordinator divides them into partitions of at most
+        8 MiB, and spreads these over the registered servers by size. The first caller determines the
+        layout. Later callers with equal tensors get the same shard map, others FAILED_PRECONDITION /
+        TENSORS_CONFLICT. Until the job's `parameter_servers` have registered, the error is UNAVAILABLE
+        / NO_SERVERS; retry. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetShardMap(self, request, context):
-        """The current shard map. Role: any. FAILED_PRECONDITION / TENSORS_UNDECLARED before
+        """Returns the current shard map. Role: any. FAILED_PRECONDITION / TENSORS_UNDECLARED before
         DeclareTensors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -269,16 +274,16 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LeaseBatches(self, request, context):
-        """Leases the next batches of an epoch, first come first served (asynchronous training), and
-        acknowledges finished ones. Batches leased to a member that dies are dealt again. Role: worker.
+        """Leases the next batches of an epoch, first come, first served (asynchronous training), and
+        records finished ones. Batches leased to a member that dies are leased again. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """Events of a job, oldest first from `after_event_id`; with `follow` the stream stays open. Role:
-        any.
+        """Streams the events of a job that follow `after_event_id`, oldest first. With `follow` the
+        stream stays open for later events. Role: any.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -371,21 +376,21 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator:
-    """The coordinator owns membership: which member processes belong to a job, in which generation,
-    with which rank. It never touches tensors and never sits on the path of a training step.
+    """The coordinator owns membership: which member processes belong to a job, in which generation and
+    with which rank. It never handles tensors, and no training step depends on it.
 
-    Errors carry a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose
-    domain is "shoal". Who may call what is decided by the bearer token's role: "admin" (everything),
-    "worker", "server", "viewer" and "reader" (who look on). A token may be for one job: in others,
-    PERMISSION_DENIED / JOB_NOT_ALLOWED. A member that shows a key with its join (metadata
-    `shoal-member-key`, 32 hex digits) is spoken for by calls with the same key alone:
-    PERMISSION_DENIED / MEMBER_KEY_WRONG.
+    Errors contain a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose
+    domain is "shoal". The role of the caller's bearer token determines which methods it may call:
+    "admin" (all), "worker", "server", "viewer" or "reader" (both read-only). A token may be for one
+    job; for other jobs the error is PERMISSION_DENIED / JOB_NOT_ALLOWED. If a member presents a key
+    when it joins (metadata `shoal-member-key`, 32 hex digits), only calls with the same key may act
+    for it; other calls fail with PERMISSION_DENIED / MEMBER_KEY_WRONG.
 
-    A job has runs, one after another (docs/explanation/membership.md#runs). Requests have a field
-    `run`: the run that the caller belongs to; without it, the newest. Who belongs to one that has
-    ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the
-    newest one; FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run
-    has its number.
+    A job has runs, one after another (docs/explanation/membership.md#runs). The field `run` of a
+    request is the run to which the caller belongs; without it, the newest run. If that run has
+    ended, the error is FAILED_PRECONDITION / RUN_ENDED, which states how it ended and which run is
+    the newest. If the coordinator has lost the run, or another run has its number, the error is
+    FAILED_PRECONDITION / RUN_UNKNOWN.
     """
 
     @staticmethod

@@ -27,10 +27,10 @@ if _version_not_supported:
 
 class ParameterServerStub:
     """A parameter server owns partitions (shoal.v1.Partition) of one job's tensors, and applies pushed
-    gradients to them with an optimizer of its own. Any gRPC client can speak to it: large payloads
-    are ordinary protobuf `bytes` fields.
+    gradients to them with its own optimizer. Any gRPC client can use it: large payloads are ordinary
+    protobuf `bytes` fields.
 
-    Errors carry a google.rpc.ErrorInfo with a `reason` from shoal_common.errors, domain "shoal".
+    Errors contain a google.rpc.ErrorInfo with a `reason` from shoal_common.errors, domain "shoal".
     """
 
     def __init__(self, channel):
@@ -108,111 +108,121 @@ class ParameterServerStub:
 
 class ParameterServerServicer:
     """A parameter server owns partitions (shoal.v1.Partition) of one job's tensors, and applies pushed
-    gradients to them with an optimizer of its own. Any gRPC client can speak to it: large payloads
-    are ordinary protobuf `bytes` fields.
+    gradients to them with its own optimizer. Any gRPC client can use it: large payloads are ordinary
+    protobuf `bytes` fields.
 
-    Errors carry a google.rpc.ErrorInfo with a `reason` from shoal_common.errors, domain "shoal".
+    Errors contain a google.rpc.ErrorInfo with a `reason` from shoal_common.errors, domain "shoal".
     """
 
     def ConfigureOptimizer(self, request, context):
-        """Sets the optimizer of this server's partitions. Once per job before the first push; equal
-        settings are accepted again, other ones FAILED_PRECONDITION / OPTIMIZER_CONFLICT. Role: worker.
+        """Sets the optimizer of this server's partitions. Called once per job before the first push.
+        Equal settings may be sent again; others fail with FAILED_PRECONDITION / OPTIMIZER_CONFLICT.
+        Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetHyperparameters(self, request, context):
-        """Changes hyperparameters of a running optimizer (a schedule's learning rate). A change with a
-        `revision` not above the last applied one is ignored, so that retries and slow workers cannot
-        turn a schedule back. Role: worker.
+        """Changes hyperparameters of the running optimizer, such as the learning rate of a schedule. A
+        change whose `revision` is not above the last applied one is ignored, so that retries and slow
+        workers cannot turn a schedule back. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Initialize(self, request_iterator, context):
-        """Gives partitions their first values. The first writer of a partition wins; later ones are told
-        so, and nothing changes. Same framing and checks as Push. Role: worker.
+        """Gives partitions their first values. For each partition the first sender wins; later senders
+        are told so, and nothing changes. Framing and checks are those of Push. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Pushes gradients. The stream holds partitions one after another: a chunk with a header opens
-        one, chunks without continue it. A partition is applied as a whole when its last byte has come
-        and it was found valid, or not at all; the next arrives meanwhile. One that is on its way to
-        another server is UNAVAILABLE / PARTITION_MOVING, with when to try again; so it is with
-        Initialize and Pull. The first partition refused ends the stream with its error: those before
-        it stay applied, none after it is. An update that would make values or the optimizer's state
-        NaN or infinite is INVALID_ARGUMENT / RESULT_NOT_FINITE. A server with a data directory writes
-        a partition to its journal before it applies it: where the disk does not take it, UNAVAILABLE /
-        JOURNAL_FAILED, and nothing of it or of what follows was applied. A (incarnation, partition,
-        sequence) seen before is acknowledged and not applied again; neither is a `batch` that another
-        push has brought. One stream carries one member's partitions; when it has ended well, the
-        member has finished the iteration `clock` on this server. Role: worker. With bsp a push of
-        iteration k + 1 is let in when all members have read the values of iteration k
-        (AdvanceClockRequest.has_read, or their own push of iteration k + 1); after 5 s of waiting
-        DEADLINE_EXCEEDED / BSP_WAIT_TIMEOUT, and it may be sent again.
+        """Pushes gradients of one member.
+
+        The stream contains partitions one after another: a chunk with a header starts a partition, and
+        chunks without one continue it. A partition is applied atomically, once its last byte has
+        arrived and it is valid; the next one may arrive meanwhile. The first partition that is refused
+        ends the stream with its error: the partitions before it stay applied, and none after it is.
+        When the stream has ended successfully, the member has finished the iteration `clock` on this
+        server.
+
+        A push whose (member, partition, sequence) was seen before is acknowledged and not applied
+        again; the same holds for a `batch` that another push has delivered.
+
+        Under bsp, a push of iteration k + 1 is admitted once all members have read the values of
+        iteration k (AdvanceClockRequest.has_read, or their own push of iteration k + 1). After a wait
+        of 5 s it fails with DEADLINE_EXCEEDED / BSP_WAIT_TIMEOUT and may be sent again.
+
+        UNAVAILABLE / PARTITION_MOVING, with a time after which to retry: the partition is being moved
+        to another server (also in Initialize and Pull). INVALID_ARGUMENT / RESULT_NOT_FINITE: the
+        update would make values or optimizer state NaN or infinite. UNAVAILABLE / JOURNAL_FAILED: a
+        server with a data directory writes each partition to its journal before it applies it, and the
+        disk did not accept it; neither this partition nor any later one was applied. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Streams the asked partitions, each consistent in itself and with its version. With ssp, waits
-        until the slowest member is at most `bound` clocks behind; with bsp, until none is behind.
-        Partitions without values are waited for. Without a member_id the caller only looks on: it is
-        not fenced, has no clock and waits for no member. Role: worker; reader: to look on.
+        """Streams the requested partitions. Each is consistent and has a version. Under ssp, waits until
+        the slowest member is at most `bound` clocks behind; under bsp, until no member is behind.
+        Waits for partitions that have no values yet. A caller without a member_id is a read-only
+        client: it belongs to no generation, has no clock and waits for no member. Role: worker; reader
+        (without a member_id).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadRows(self, request, context):
-        """Reads one bucket of a sparse table whole: all rows that were pushed, with the optimizer's state
-        of each, as they are at one moment. Waits for no member, and changes nothing. The payload is a
-        safetensors file (shoal_common/tables/file.py), which any tool reads; the server has a copy of
-        the bucket in memory until the stream has ended. INVALID_ARGUMENT / ROWS_INVALID for what is no
-        bucket, UNAVAILABLE / PARTITION_MOVING as with Pull. Role: worker, reader.
+        """Reads one complete bucket of a sparse table: all rows that were pushed, with their optimizer
+        state, as they are at one moment. Waits for no member and changes nothing. The payload is a
+        safetensors file (shoal_common/tables/file.py), which any tool can read. The server keeps a
+        copy of the bucket in memory until the stream has ended. INVALID_ARGUMENT / ROWS_INVALID if the
+        partition is not a bucket, UNAVAILABLE / PARTITION_MOVING as in Pull. Role: worker, reader.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestoreRows(self, request_iterator, context):
-        """Puts what ReadRows gave, of this server or another one, in the place of one bucket: rows,
-        state, ages and version. Which pushes are known stays. The stream holds one bucket: a chunk
-        with the header, and those that continue it. It is written to the journal before it counts, and
-        fenced as a push is; UNAVAILABLE / PARTITION_MOVING while the bucket is on its way to another
-        server. INVALID_ARGUMENT / ROWS_INVALID for a payload that is not of this bucket;
-        RESOURCE_EXHAUSTED / PAYLOAD_TOO_LARGE, MEMORY_EXHAUSTED. Role: worker.
+        """Replaces one bucket by the result of ReadRows of this or another server: rows, optimizer state,
+        ages and version. The record of applied pushes is kept. The stream contains one bucket: a chunk
+        with the header, followed by chunks that continue it. As for a push, the caller must be a
+        current member, and the change is written to the journal before it takes effect. UNAVAILABLE /
+        PARTITION_MOVING while the bucket is being moved to another server. INVALID_ARGUMENT /
+        ROWS_INVALID if the payload is not of this bucket; RESOURCE_EXHAUSTED / PAYLOAD_TOO_LARGE,
+        MEMORY_EXHAUSTED. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenData(self, request, context):
-        """Opens a bulk channel: gives a ticket for one connection that carries the streams of Initialize,
-        Push and Pull, with the same messages, checks and errors, and whose payloads are read straight
-        into the memory that they are kept in (shoal_common/bulk/frames.py has its framing). Over gRPC
-        alone everything works as well, more slowly. The connection has the role of this call's token,
-        and speaks for `member_id` or for nobody. RESOURCE_EXHAUSTED / CONNECTIONS_EXHAUSTED when a
-        member has too many. Role: worker; reader: without a member_id, to pull.
+        """Returns a ticket that opens one bulk connection. It carries the streams of Initialize, Push and
+        Pull with the same messages, checks and errors, and payloads are read directly into their final
+        memory (shoal_common/bulk/frames.py defines the framing). gRPC alone also works, but is slower.
+        The connection has the role of this call's token, and acts for `member_id` or for no member.
+        RESOURCE_EXHAUSTED / CONNECTIONS_EXHAUSTED if a member has too many. Role: worker; reader
+        (without a member_id, to pull).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AdvanceClock(self, request, context):
-        """Says that a member finished a clock (an iteration) without pushing here; with the largest
-        int64, that nobody need wait for it until it is heard of again: it leaves, or has nothing to
-        do. With `has_read`, that it has read what that iteration ended with. A member of a
-        `generation` that is news here waits as with Push and Pull; without one, NOT_FOUND /
-        MEMBER_UNKNOWN unless the member is in the newest. With ssp and bsp UNAVAILABLE /
-        PARTITION_MOVING while partitions are on their way to another server, which has a copy of the
-        clocks already: said again, it reaches that one too. Role: worker.
+        """Reports that a member has finished a clock (an iteration) without pushing to this server. The
+        largest int64 means that no other member need wait for it until its next report, because it
+        leaves or has nothing to do. With `has_read`, reports instead that it has read the values at
+        the end of that iteration. If the server does not know the caller's `generation` yet, the call
+        waits, as in Push and Pull; without a generation, NOT_FOUND / MEMBER_UNKNOWN unless the member
+        is in the newest one. Under ssp and bsp, UNAVAILABLE / PARTITION_MOVING while partitions are
+        being moved to another server, which already has a copy of the clocks; the repeated call then
+        reaches that server too. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,35 +237,37 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request_iterator, context):
-        """A backup follows its primary: gets all that this server holds, then each change once it is in
-        this server's journal, in order. A backup opens the stream when the coordinator tells it its
-        place. From the moment on when it has said `whole`, no change is made or acknowledged here
-        before it has confirmed it; where it does not within seconds, or the stream ends, changes wait
-        until the coordinator drops the backup. UNAVAILABLE / PLACE_UNKNOWN while this server was told
-        of another epoch or backup, or holds no partitions yet; FAILED_PRECONDITION /
-        BACKUP_NEEDS_DATA_DIR without a journal. Role: server.
+        """Lets a backup follow its primary: sends it the complete state of this server, then each change
+        in order, once the change is in this server's journal. A backup opens the stream when the
+        coordinator has told it its place. From the moment when it has sent `whole`, this server makes
+        and acknowledges no change before the backup has confirmed it. If the backup does not confirm
+        for some seconds, or the stream ends, changes wait until the coordinator drops the backup.
+        UNAVAILABLE / PLACE_UNKNOWN while the coordinator has told this server another epoch or backup,
+        or while it has no partitions yet; FAILED_PRECONDITION / BACKUP_NEEDS_DATA_DIR without a
+        journal. Role: server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakePartitions(self, request_iterator, context):
-        """Takes partitions over from another server of the job, which has stopped serving them: first an
-        item KIND_STATE with what the giver knows (`fields`: format, job_id, move, the epoch of its
-        shard map, the partitions' numbers, and as in its snapshot configuration, members and batches),
-        then a KIND_PARTITION for each (`fields` as in a snapshot, with its pieces), then KIND_WHOLE.
-        Answers when all is in this server's journal and its backup's. They are served here when the
-        shard map says so, and dropped when it says otherwise. UNAVAILABLE / PLACE_UNKNOWN,
-        MEMBERSHIP_UNKNOWN; FAILED_PRECONDITION / MOVE_SETTLED for one that is over, LAYOUT_CONFLICT
-        for partitions that are this server's, OPTIMIZER_CONFLICT, FORMAT_UNSUPPORTED;
-        RESOURCE_EXHAUSTED / MEMORY_EXHAUSTED. Role: server.
+        """Takes over partitions from another server of the job, which has stopped serving them. The
+        stream contains an item KIND_STATE with what the giver knows (`fields`: format, job_id, move,
+        the epoch of its shard map, the ids of the partitions, and, as in its snapshot, configuration,
+        members and batches), then a KIND_PARTITION for each partition (`fields` as in a snapshot, with
+        its pieces), then KIND_WHOLE. Responds when everything is in the journals of this server and of
+        its backup. The partitions are served here once a shard map assigns them to this server, and
+        dropped if it assigns them to another. UNAVAILABLE / PLACE_UNKNOWN, MEMBERSHIP_UNKNOWN;
+        FAILED_PRECONDITION / MOVE_SETTLED for a move that is over, LAYOUT_CONFLICT for partitions that
+        this server already has, OPTIMIZER_CONFLICT, FORMAT_UNSUPPORTED; RESOURCE_EXHAUSTED /
+        MEMORY_EXHAUSTED. Role: server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServer(self, request, context):
-        """Lists the state of the server. Role: any.
+        """Returns the state of the server. Role: any.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -339,10 +351,10 @@ def add_ParameterServerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ParameterServer:
     """A parameter server owns partitions (shoal.v1.Partition) of one job's tensors, and applies pushed
-    gradients to them with an optimizer of its own. Any gRPC client can speak to it: large payloads
-    are ordinary protobuf `bytes` fields.
+    gradients to them with its own optimizer. Any gRPC client can use it: large payloads are ordinary
+    protobuf `bytes` fields.
 
-    Errors carry a google.rpc.ErrorInfo with a `reason` from shoal_common.errors, domain "shoal".
+    Errors contain a google.rpc.ErrorInfo with a `reason` from shoal_common.errors, domain "shoal".
     """
 
     @staticmethod

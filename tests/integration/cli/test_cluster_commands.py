@@ -129,6 +129,7 @@ def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_anew(
     shell: Shell, elastic_worker: Path
 ) -> None:
@@ -320,6 +321,7 @@ def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) 
     assert (status, "[1]: rank 1" in out) == (4, True), err
 
 
+@pytest.mark.slow
 def test_up_on_a_terminal_shows_the_members_below_the_output(
     shell: Shell, elastic_worker: Path
 ) -> None:

@@ -8,11 +8,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Shell = Any  # of tests/integration/conftest.py
 
 _PLAIN = Path(__file__).parents[3] / "examples" / "train_plain.py"
 
 
+@pytest.mark.slow
 def test_the_starter_survives_a_kill_keeps_the_best_checkpoint_and_resumes(shell: Shell) -> None:
     assert shell.run("init")[0] == 0
     run = ("run", "--standalone", "--nproc-per-node", "2")

@@ -11,7 +11,7 @@ Shell = Any  # of tests/integration/conftest.py
 def test_an_error_ends_with_its_reason(shell: Shell) -> None:
     status, _, told = shell.run("logs", "--job", "nope")
     assert status == 1
-    assert told.startswith("shoal: the output of job 'nope' is not kept here")
+    assert told.startswith("shoal: the output of job 'nope' is not stored on this machine")
     assert told.rstrip().endswith("[LOG_UNKNOWN]")
 
 

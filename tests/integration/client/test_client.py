@@ -214,7 +214,7 @@ def test_every_wait_has_its_deadline_and_what_is_not_there_is_named(
         with pytest.raises(UnknownResourceError, match="runs job 'other'"):
             call("other")
     with pytest.raises(
-        UnknownResourceError, match="the output of job 'other' is not kept here"
+        UnknownResourceError, match="the output of job 'other' is not stored on this machine"
     ) as unknown:
         client.logs("other")
     assert unknown.value.reason == "LOG_UNKNOWN"

@@ -79,7 +79,7 @@ def test_jobs_that_others_have_started_are_waited_for_there(
         launcher.wait_for_output("generation 1 rank 0", "generation 1 rank 1")
         assert client.outcome("theirs") is None
         with pytest.raises(
-            UnknownResourceError, match="the output of job 'theirs' is not kept here"
+            UnknownResourceError, match="the output of job 'theirs' is not stored on this machine"
         ):
             client.logs("theirs")
         with pytest.raises(UnknownResourceError, match="you have not submitted job"):

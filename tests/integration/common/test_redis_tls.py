@@ -72,7 +72,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scope="module",
     params=[
         "Valkey behind a proxy with TLS",
-        pytest.param("a server with TLS", marks=pytest.mark.slow),
+        pytest.param("a server with TLS", marks=[pytest.mark.slow, pytest.mark.fresh]),
     ],
 )
 def port(

@@ -229,7 +229,7 @@ def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first
 @pytest.mark.parametrize(
     ("path", "status", "says"),
     [
-        ("/api/job", HTTPStatus.BAD_REQUEST, "expected its id, as in /api/job?job=train"),
+        ("/api/job", HTTPStatus.BAD_REQUEST, "needs the id of a job, as in /api/job?job=train"),
         ("/api/job?job=no/job", HTTPStatus.BAD_REQUEST, "job_id='no/job'"),
         ("/api/job?job=nobody-knows", HTTPStatus.NOT_FOUND, "there is no job 'nobody-knows'"),
         ("/api/events?job=nobody-knows", HTTPStatus.NOT_FOUND, "there is no job 'nobody-knows'"),

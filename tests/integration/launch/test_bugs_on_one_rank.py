@@ -64,7 +64,11 @@ def check_told(command: Command, *, rank: int, error: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "runs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.matrix)]
+    "runs",
+    [
+        pytest.param(1, marks=[pytest.mark.slow, pytest.mark.fresh]),
+        pytest.param(3, marks=pytest.mark.matrix),
+    ],
 )
 def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_alone(
     shell: Shell, runs: int
@@ -81,6 +85,7 @@ def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_bug_on_one_rank_under_zero3_ends_a_long_job(shell: Shell) -> None:
     bug = (
         "if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one "
@@ -94,6 +99,7 @@ def test_a_bug_on_one_rank_under_zero3_ends_a_long_job(shell: Shell) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell: Shell) -> None:
     """The other stage, which waits for gradients, could otherwise train all stages on its own."""
     step = (
@@ -105,6 +111,7 @@ def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_bug_in_the_first_step_of_one_half_of_a_replica_ends_the_job(shell: Shell) -> None:
     """Without that rank the other half of the replica cannot continue, and no rank can
     replace it."""

@@ -42,6 +42,7 @@ def test_launchers_find_the_coordinator_and_the_status_is_the_commands(shell: Sh
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_signal_to_every_process_leaves_the_coordinator_until_the_command_has_ended(
     shell: Shell, elastic_worker: Path
 ) -> None:
@@ -87,7 +88,7 @@ def test_a_coordinator_that_dies_comes_back_with_what_it_knew(
 
 def test_what_cannot_work_is_said_before_anything_is_started(shell: Shell) -> None:
     for flags, said in (
-        (("coordinate", "--", "no-such-program"), "'no-such-program' is not on PATH"),
+        (("coordinate", "--", "no-such-program"), "'no-such-program' was not found on PATH"),
         (
             ("coordinate", "--host", "192.0.2.77", "--", "true"),
             "--host '192.0.2.77' is not an address of this machine",

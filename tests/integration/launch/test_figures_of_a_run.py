@@ -99,6 +99,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_figures_are_told_after_a_failure_too(shell: Shell) -> None:
     script = shell.script(SCRIPT + "\nraise ValueError('at the end')\n")
     status, _, err = shell.run("run", "--standalone", script, "2")
@@ -159,6 +160,7 @@ def on_terminal(shell: Shell, *arguments: str | Path) -> str:
     return written.decode()
 
 
+@pytest.mark.slow
 def test_a_bar_on_a_terminal_leaves_the_workers_lines_whole_and_can_be_turned_off(
     shell: Shell,
 ) -> None:

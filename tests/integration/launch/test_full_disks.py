@@ -38,8 +38,10 @@ TRAINING = """
 """
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("epochs", [1000, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=[pytest.mark.slow, pytest.mark.fresh]), 1])
+@pytest.mark.parametrize(
+    "epochs", [1000, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.fresh])]
+)
 def test_the_rank_whose_disk_is_full_is_the_first_failure(
     shell: Shell, rank: int, epochs: int
 ) -> None:

@@ -33,6 +33,7 @@ TRAINING = """
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 @pytest.mark.timeout(180)
 def test_a_run_whose_worker_hangs_comes_to_its_end_without_it(shell: Shell) -> None:
     """The worker's lease is 30 s, and it then has 20 s to end by itself."""

@@ -143,6 +143,7 @@ def test_a_machine_on_which_workers_die_again_and_again_is_excluded_with_the_rea
     assert [good.wait(), repaired.wait()] == [0, 0], repaired.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_that_fails_its_health_checks_is_refused_until_it_passes_them(
     shell: Shell, endpoint: str, client: CoordinatorClient, elastic_worker: Path
 ) -> None:

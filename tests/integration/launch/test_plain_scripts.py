@@ -59,6 +59,7 @@ def environment_of(lines: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_torchrun_script_runs_unchanged_and_says_the_same(shell: Shell) -> None:
     script = shell.script(ALL_REDUCE)
     torchrun = shell.start_program(

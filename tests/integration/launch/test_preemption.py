@@ -94,7 +94,10 @@ def newest_step(shell: Shell) -> int:
 
 @pytest.mark.parametrize(
     "again",
-    [pytest.param(False, marks=pytest.mark.matrix), pytest.param(True, marks=pytest.mark.slow)],
+    [
+        pytest.param(False, marks=pytest.mark.matrix),
+        pytest.param(True, marks=[pytest.mark.slow, pytest.mark.fresh]),
+    ],
 )
 def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each_sample_once(
     shell: Shell, again: bool
@@ -119,6 +122,7 @@ def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_grace_that_is_shorter_than_the_write_leaves_the_older_checkpoint_whole(
     shell: Shell,
 ) -> None:

@@ -207,6 +207,7 @@ def test_a_directory_for_data_that_cannot_be_written_is_named_in_one_line(
     assert re.search(r"use (a writable|another) directory|to a writable directory", lines[0]), lines
 
 
+@pytest.mark.slow
 def test_training_needs_a_temporary_directory_alone(shell: Shell, tmp_path: Path) -> None:
     writable = tmp_path / "writable"
     writable.mkdir()

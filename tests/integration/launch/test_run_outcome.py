@@ -165,7 +165,7 @@ def test_the_death_of_all_who_hold_the_state_is_said_loudly(
         if process.pid in shell.pids():
             process.kill()
     command.wait_for(
-        lambda: "NO WORKER WITH THE TRAINING STATE IS LEFT" in command.stderr,
+        lambda: "NO WORKER THAT HOLDS THE TRAINING STATE IS LEFT" in command.stderr,
         "the launcher's word",
     )
     command.wait_for_output("[0]: generation 2 rank 0 of 1", "SHOAL_ALLOW_RESTART_FROM_SCRATCH=1")
@@ -174,6 +174,7 @@ def test_the_death_of_all_who_hold_the_state_is_said_loudly(
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_training_that_would_begin_anew_at_step_0_fails_the_run(shell: Shell) -> None:
     command = shell.start("run", "--standalone", training(shell, DEATH))
     assert command.wait() == 1, command.stderr
@@ -208,8 +209,8 @@ def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell
 @pytest.mark.parametrize(
     ("strategy", "leave"),
     [
-        pytest.param("ddp", "break", marks=pytest.mark.slow),
-        pytest.param("zero1", "raise SystemExit(0)", marks=pytest.mark.slow),
+        pytest.param("ddp", "break", marks=[pytest.mark.slow, pytest.mark.fresh]),
+        pytest.param("zero1", "raise SystemExit(0)", marks=[pytest.mark.slow, pytest.mark.fresh]),
         pytest.param("ddp", "raise SystemExit(0)", marks=pytest.mark.matrix),
         pytest.param("zero1", "break", marks=pytest.mark.matrix),
     ],
@@ -242,6 +243,7 @@ def saving_to_a_full_disk(shell: Shell) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_last_checkpoint_that_was_not_written_fails_the_run(shell: Shell) -> None:
     command = shell.start(
         "run", "--standalone", "--nproc-per-node", "2", saving_to_a_full_disk(shell)
@@ -252,6 +254,7 @@ def test_a_last_checkpoint_that_was_not_written_fails_the_run(shell: Shell) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_last_checkpoint_that_was_not_written_fails_a_process_that_trains_alone(
     shell: Shell,
 ) -> None:
@@ -269,6 +272,7 @@ def test_a_last_checkpoint_that_was_not_written_fails_a_process_that_trains_alon
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_script_that_ends_by_system_exit_has_finished(shell: Shell) -> None:
     body = textwrap.indent(
         textwrap.dedent(TRAINING).replace("10_000", "1").partition("        if")[0], "    "

@@ -115,6 +115,7 @@ def test_another_run_does_not_begin_beside_a_plain_script_that_runs(
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_ranks_that_cannot_hold_the_model_are_refused_in_each_run(
     shell: Shell, endpoint: str
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_run_that_was_preempted_goes_on_when_it_is_started_again(
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_others(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
@@ -202,7 +204,7 @@ def test_a_launcher_that_was_told_its_run_does_not_begin_another(
     )
     assert requeued.wait() == 0
     assert "run 1 of job default was completed" in requeued.stderr
-    assert "nothing is left to do" in requeued.stderr
+    assert "so there is nothing to do" in requeued.stderr
     assert requeued.stdout == ""
     assert endings(endpoint) == ["completed"]
     status, _, err = shell.run(
@@ -275,6 +277,7 @@ def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:

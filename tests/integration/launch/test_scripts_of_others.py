@@ -35,6 +35,7 @@ def endings(output: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 @pytest.mark.parametrize("name", ["test_script", "test_sync"])
 def test_accelerates_own_scripts_pass(shell: Shell, name: str) -> None:
     shell.environment.update(OFFLINE)
@@ -44,6 +45,7 @@ def test_accelerates_own_scripts_pass(shell: Shell, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_transformers_trainer_ends_with_the_same_weights_as_under_torchrun(shell: Shell) -> None:
     shell.environment.update(OFFLINE)
     here = shell.start("run", *IN_TWO, TRAINER, shell.directory / "here")
@@ -57,6 +59,7 @@ def test_transformers_trainer_ends_with_the_same_weights_as_under_torchrun(shell
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 @pytest.mark.parametrize(
     ("strategy", "fault"), [("ddp", "kill"), ("zero3", "kill"), ("tensor", "")]
 )

@@ -301,6 +301,7 @@ def test_each_family_of_strategies_trains_over_tls(
     assert command.stdout.count("after the loop") == 2, command.stderr
 
 
+@pytest.mark.slow
 def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(
     cluster: Cluster,
 ) -> None:
@@ -349,6 +350,7 @@ def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(
     server.wait()
 
 
+@pytest.mark.slow
 def test_submitted_runs_are_given_the_flags_and_show_no_secret(cluster: Cluster) -> None:
     script = cluster.shell.script(SCRIPT)
     status, _, err = cluster.asked("worker@ddp", "submit", "--job", "ddp", str(script), "ddp")

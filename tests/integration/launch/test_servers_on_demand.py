@@ -68,6 +68,7 @@ def test_a_script_that_needs_a_server_gets_one_and_every_sample_is_seen_once(she
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_the_server_that_was_started_for_a_script_comes_back_when_it_is_killed(
     shell: Shell,
 ) -> None:

@@ -276,6 +276,7 @@ def test_elastic_workers_that_the_coordinator_has_put_out_are_not_started_anew_w
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(
     shell: Shell, coordinator: Coordinator, endpoint: str
 ) -> None:
@@ -432,4 +433,4 @@ def test_survivors_that_wait_for_more_workers_still_hold_the_training_state(
         )
     finish.touch()
     assert [first.wait(), second.wait()] == [0, 0], [first.stderr, second.stderr]
-    assert "NO WORKER WITH THE TRAINING STATE" not in first.stderr + second.stderr
+    assert "NO WORKER THAT HOLDS THE TRAINING STATE" not in first.stderr + second.stderr

@@ -75,6 +75,7 @@ def test_agents_of_torchrun_meet_at_the_coordinator(shell: Shell, coordinator: S
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_agents_that_come_and_go_make_the_others_start_their_workers_anew(
     shell: Shell, coordinator: Service
 ) -> None:
@@ -92,6 +93,7 @@ def test_agents_that_come_and_go_make_the_others_start_their_workers_anew(
     assert first.wait() == 0, first.stderr
 
 
+@pytest.mark.slow
 def test_a_script_of_torchrun_meets_at_redis(shell: Shell, coordinator: Service) -> None:
     meets = SUM.replace('"gloo")', f'"gloo", init_method="{coordinator.addresses.redis}/job")')
     script = shell.script("import shoal\n" + meets + "dist.destroy_process_group()\n")

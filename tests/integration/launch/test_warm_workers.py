@@ -112,7 +112,10 @@ def described(output: str) -> tuple[dict[str, Any], list[str]]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(str(SEES), "--flag", "a b", ""), ("-m", "what_a_worker_sees", "one")],
+    [
+        (str(SEES), "--flag", "a b", ""),
+        pytest.param(("-m", "what_a_worker_sees", "one"), marks=pytest.mark.slow),
+    ],
     ids=["script", "module"],
 )
 def test_a_forked_worker_sees_what_a_fresh_one_sees(both: Both, arguments: tuple[str, ...]) -> None:

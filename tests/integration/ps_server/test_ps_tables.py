@@ -227,7 +227,9 @@ def test_a_wrong_pull_of_rows_gets_its_status(member, wanted, code, reason) -> N
 
 
 def test_first_values_of_a_bucket_are_refused(member) -> None:
-    with pytest.raises(ShoalError, match="the rows of a table initialize themselves") as caught:
+    with pytest.raises(
+        ShoalError, match="the rows of a sparse table need no initial values"
+    ) as caught:
         member.client.initialize(
             list(
                 member.uploads(

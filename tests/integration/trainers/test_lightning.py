@@ -18,7 +18,7 @@ Shell = Any  # of tests/integration/conftest.py
 PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_lightning.py"
 EVALUATIONS = PROGRAM.with_name("lightning_evaluations.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.fresh, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ Shell = Any  # of tests/integration/conftest.py
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "lightning_demos.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.fresh, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

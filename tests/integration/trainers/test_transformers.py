@@ -18,7 +18,7 @@ PROGRAM = PROGRAMS / "elastic_transformers.py"
 SEQ2SEQ = PROGRAMS / "elastic_seq2seq.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.fresh, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ _RANK = Path(__file__).with_name("ending_rank.py")
 _TIMEOUT_S = 100
 
 
-@pytest.mark.parametrize("what", ["callback", "message"])
+@pytest.mark.parametrize("what", ["callback", pytest.param("message", marks=pytest.mark.slow)])
 def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(
     what: str, tmp_path: Path
 ) -> None:

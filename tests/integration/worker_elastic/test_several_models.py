@@ -175,7 +175,9 @@ def test_a_rank_of_a_replica_that_lost_its_group_does_what_its_peers_did(
         check_same_run(running.finish(0, 1, 2, 3), alone, running)
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "hybrid_zero2"])
+@pytest.mark.parametrize(
+    "strategy", ["tensor", pytest.param("hybrid_zero2", marks=pytest.mark.slow)]
+)
 def test_a_replica_that_is_made_whole_again_is_given_both_models(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str
 ) -> None:

@@ -70,6 +70,7 @@ def test_the_next_rank_goes_on_in_the_same_mlflow_run_when_the_one_that_writes_i
     assert {step for step, _ in losses} >= set(range(KILLED + 1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_a_checkpoint_goes_on_in_its_mlflow_run(
     zygote: Zygote, tmp_path: Path, store: Path
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.worker_elastic.cluster import cluster
 from tests.wandbruns import environment, points, rows
 from tests.zygote.children import Zygote
@@ -14,6 +16,7 @@ STEPS = 20
 KILLED = 7
 
 
+@pytest.mark.slow
 def test_a_killed_rank_and_a_resume_leave_one_wandb_run_with_each_step_once(
     zygote: Zygote, tmp_path: Path
 ) -> None:

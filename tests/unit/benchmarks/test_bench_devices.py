@@ -105,6 +105,7 @@ def test_workers_that_share_a_gpu_are_told_so_and_have_sizes_for_the_loopback_in
     assert workload_of(parser().parse_args(words)).device == "cuda-shared"
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_gpu_are_separate_machines_to_nccl_and_devices_to_shoal() -> None:
     """Processes that share a GPU look like separate machines to NCCL and like separate devices to
     Shoal. The test checks the values that these compare, so it needs no GPU."""

@@ -163,6 +163,7 @@ def test_a_row_is_in_the_file_of_rows_once_it_was_measured_and_a_failure_costs_t
     ]
 
 
+@pytest.mark.slow
 def test_a_pair_of_ranks_checks_every_collective_and_loses_its_peer(context: Context) -> None:
     table = pair.measure(context)
     assert failures(table) == []

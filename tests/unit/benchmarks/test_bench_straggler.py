@@ -101,6 +101,14 @@ def test_a_system_of_which_a_run_did_not_reach_the_loss_has_no_time() -> None:
     assert row(failing, ddp, failing).failure
 
 
+def test_a_row_whose_runs_failed_shows_why() -> None:
+    failed = system("ddp", [])
+    failed.failure = "the worker ended with 1"
+    shown = row(failed, failed, system("ddp", [3.0]))
+    assert shown.failure == "the worker ended with 1"
+    assert shown.cells == {"runs": "0", "learning rate": "0.4"}
+
+
 def test_the_verdict_judges_asp_and_tells_the_others() -> None:
     rows = [
         *(system("ddp", [16.0]), system("local_sgd", [16.0], sync_every=4)),

@@ -37,7 +37,7 @@ def test_failures_that_were_made_up_for_are_told_apart_from_the_cause() -> None:
     text = failure_summary("train.py", [failure(1)], [failure(0, started_as=3)])
     assert (
         text.index("First failure")
-        < text.index("were recovered")
+        < text.index("the run recovered")
         < text.index("rank 0 (output [3]) on alpha")
     )
 

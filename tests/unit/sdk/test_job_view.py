@@ -17,7 +17,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 @pytest.mark.parametrize(
     ("generation", "expected"),
-    [(0, "no members yet: workers join when"), (2, "no members left")],
+    [(0, "no members yet: a worker joins when"), (2, "no members left")],
 )
 def test_a_job_without_members_has_none_yet_or_none_any_more(
     generation: int, expected: str

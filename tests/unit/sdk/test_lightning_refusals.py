@@ -97,8 +97,8 @@ def adds_an_error(module: Any) -> None:
         ),
         (
             {"devices": 2},
-            "devices=2 is not supported by ShoalStrategy: a worker has one device; .*`shoal run "
-            "--nproc-per-node`",
+            "devices=2 is not supported by ShoalStrategy: each worker uses one device; .*"
+            "`shoal run --nproc-per-node`",
         ),
         (
             {"limit_train_batches": 0},
@@ -115,11 +115,11 @@ def adds_an_error(module: Any) -> None:
         ),
         (
             {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-            "gradient_clip_algorithm='value'.*clip by norm",
+            "gradient_clip_algorithm='value'.*use gradient_clip_algorithm='norm'",
         ),
         (
             {"max_time": "00:01:00:00"},
-            "Timer is not supported by ShoalStrategy: the workers' clocks differ",
+            "Timer is not supported by ShoalStrategy: workers with different clocks would stop",
         ),
         (
             {"ckpt_path": "last.ckpt"},

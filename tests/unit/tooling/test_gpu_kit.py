@@ -220,6 +220,7 @@ def test_a_run_in_which_all_stages_end_well_is_complete(tmp_path: Path) -> None:
     assert "finished" in summary
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
     """A stage that exceeds its limit is killed with its child, which has a session of its own and
     ignores SIGINT."""
@@ -260,6 +261,7 @@ def test_a_stage_is_interrupted_before_it_is_killed_so_that_it_can_report(tmp_pa
     assert "FAILED so far" in summary
 
 
+@pytest.mark.slow
 def test_all_stages_together_keep_the_limit_and_those_without_time_are_left_out(
     tmp_path: Path,
 ) -> None:
@@ -380,6 +382,7 @@ def rehearse(output: Path, stages: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_rehearsal_runs_a_stage_on_the_host(tmp_path: Path) -> None:
     answer = rehearse(tmp_path, "probe")
     assert answer.returncode == 0, answer.stdout

@@ -57,7 +57,7 @@ def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
             sampler deals samples to ranks.
     """
     streams = is_stream(loader.dataset)
-    batches = loader.batch_sampler
+    batches: Any = loader.batch_sampler
     if streams or isinstance(loader.dataset, IterableDataset):
         forms_batches = loader.batch_size is None
     else:

@@ -26,6 +26,8 @@ from benchmarks.workers.failures.task import Task
 Start = Callable[[Stage, Task], System]
 _WORKERS: Final = "benchmarks.workers.failures"
 _UNTIL_IT_ENDS_WELL: Final = 'until "$0" "$@"; do sleep 0.1; done'
+_QUIET: Final = {"RUST_LOG": "error"}
+"""An environment for torchft, which logs each step's quorum several times otherwise."""
 
 
 def shoal_words(ranks: int, more: Sequence[str]) -> list[str]:
@@ -77,6 +79,7 @@ def start_torchft(stage: Stage, task: Task) -> System:
                 *(f"--replica={replica}", f"--lighthouse=http://127.0.0.1:{port}"),
                 *(f"--timeout-s={TUNED.timeout_s}", f"--heartbeat-ms={TUNED.heartbeat_ms}"),
             ],
+            _QUIET,
         )
         for replica in range(task.ranks)
     ]

@@ -115,7 +115,7 @@ class Group:
         self._members = newest
         directory = self._task.ledgers
         partial = directory / f"{os.getpid()}.partial"
-        partial.write_bytes(_DIST._get_reconfigure_handle())
+        partial.write_text(_DIST._get_reconfigure_handle())
         partial.rename(directory / f"{os.getpid()}.handle-{newest.number}")
         files = [directory / f"{pid}.handle-{newest.number}" for pid in newest.pids]
 

@@ -45,7 +45,12 @@ class Outdated(Exception):
 
 
 def keep(task: Task) -> None:
-    """Writes a membership whenever the live processes that ask to be members change; for ever."""
+    """Hosts the store of the group, and writes a membership whenever the live processes that ask to
+    be members change; for ever."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    partial = task.ledgers / "store.partial"
+    partial.write_text(str(store.port))
+    partial.rename(_port_file(task))
     number, pids = 0, list[int]()
     while True:
         alive = sorted(
@@ -71,17 +76,25 @@ def _file(task: Task) -> Path:
     return task.ledgers / "members.json"
 
 
+def _port_file(task: Task) -> Path:
+    return task.ledgers / "store.port"
+
+
 class Group:
     """The process group of one worker, reconfigured to each membership in turn."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._members = Members(0, [])
+        _until(_port_file(task).exists)
+        # Ranks connect through this store, whose address is in their handles. So is the rank given
+        # here, which tells them apart until the first _reconfigure.
+        self._store = dist.TCPStore("127.0.0.1", int(_port_file(task).read_text()))
         _DIST.init_process_group(
             "gloo",
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
+            store=dist.PrefixStore("group", self._store),
+            rank=os.getpid(),
+            world_size=os.getpid() + 1,
             timeout=_TIMEOUT,
             enable_reconfigure=True,
         )

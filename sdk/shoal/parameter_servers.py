@@ -66,11 +66,10 @@ class ModelReader:
 
         Args:
             coordinator: address of the coordinator, with the settings for all services (token,
-            TLS).
+                TLS).
             job_id: id of the job whose model to read.
             patience: how long a call keeps trying while a server or the coordinator is absent, or
-            while
-                there are no values yet.
+                while there are no values yet.
         """
         if not job_id:
             raise ConfigurationError("job_id='': expected the id of the job whose model to read")

@@ -60,8 +60,7 @@ class CoordinatorClient:
             number: number of the only run that the caller accepts; 0: any.
             resume: True to continue a run that has failed or was stopped.
             follow: True for the launchers' own job, which follows the runs of another job;
-            `self.run` is then
-                the run to follow.
+                `self.run` is then the run to follow.
             deadline: maximum duration of the call.
         """
         run = pb.RunId(number=number) if number else self.run

@@ -112,12 +112,10 @@ class ParameterServerClient:
         settings: address of the server, and options for calling it.
         interceptors: interceptors of the calls, e.g. for metrics.
         transport: transport of tensors. With AUTO, an unavailable transport is skipped, logged
-        once, and
-            tried again after a minute. Any other value is the only transport allowed; if it is
-            unavailable, calls raise UnavailableError / TRANSPORT_UNAVAILABLE.
+            once, and tried again after a minute. Any other value is the only transport allowed; if
+            it is unavailable, calls raise UnavailableError / TRANSPORT_UNAVAILABLE.
         member_id: member on whose behalf most calls are made. Connections for other members are
-        opened when
-            they are needed.
+            opened when they are needed.
         fell_back: called with each transport that fails unexpectedly.
         """
         keep_freed_memory()

@@ -59,12 +59,10 @@ class EmbeddedRedis:
 
     Args:
         directory: directory that keeps the data across restarts, for one server at a time; None: a
-        temporary
-            directory that `close()` deletes.
+            temporary directory that `close()` deletes.
         port: port to listen on; 0: a free port chosen by the operating system.
         host: name or address of this machine at which other machines can reach the server. With a
-        loopback
-            address, only this machine can.
+            loopback address, only this machine can.
 
     Raises:
         UnavailableError: there is no server program, or it does not start.

@@ -53,7 +53,7 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
 
     Raises:
         ConfigurationError: a name that a certificate cannot contain, or a lifetime that is too
-        long.
+            long.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

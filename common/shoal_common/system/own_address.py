@@ -58,8 +58,7 @@ class OwnAddress:
 
         Raises:
             ConfigurationError: this machine does not have such an address, or others cannot reach
-            it; or neither was
-                given and there is no route to the coordinator's host.
+                it; or neither was given and there is no route to the coordinator's host.
         """
         preferred = route_towards(*towards)
         bound = (

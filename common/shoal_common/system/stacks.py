@@ -60,7 +60,7 @@ def read_stacks(pid: int, *, timeout: timedelta = timedelta(seconds=5)) -> list[
         UnknownResourceError (PROCESS_UNKNOWN): there is no such process.
         PreconditionError: the process does not serve its stacks, or belongs to another user.
         DeadlineError: the process did not respond within `timeout`, for example because it is
-        stopped.
+            stopped.
     """
     give_up_at = time.monotonic() + timeout.total_seconds()
     with _opened(pid) as file:

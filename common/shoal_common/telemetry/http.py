@@ -150,15 +150,14 @@ def serve_metrics(
         registry: metrics to serve.
         routes: path -> function that responds to its requests.
         unhealthy: returns the reason for which /healthz responds with 503; None: it responds with
-        200.
+            200.
         tokens: accepted tokens. Unless the table is open, every path except /healthz and
-        `without_token` requires a
-            token, with any role.
+            `without_token` requires a token, with any role.
         job: the only job that the pages show; None: they show all jobs, and a token for a single
-        job is rejected.
+            job is rejected.
         without_token: paths that need no token.
         checking_job: paths that accept a token for a single job, because their routes check the
-        request's holder.
+            request's holder.
     """
     address = parse_address(listen)
     table: dict[str, Route] = {

@@ -79,11 +79,9 @@ class Receiver:
         """Args:
         job_id: id of the job.
         shard, moves, membership, changes: state of the server.
-        layout_of: returns the shard map of an epoch or a newer one; with True as second
-        argument, the
-            coordinator's current one.
-        agree: configures this server like the giver, and returns the common configuration.
-        Raises
+        layout_of: returns the shard map of an epoch or a newer one; with True as second argument,
+            the coordinator's current one.
+        agree: configures this server like the giver, and returns the common configuration. Raises
             PreconditionError / OPTIMIZER_CONFLICT.
         """
         self._job_id = job_id

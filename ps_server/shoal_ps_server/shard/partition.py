@@ -271,14 +271,12 @@ class Partition:
 
         Args:
             gradient: valid gradient of the values' dtype, without the pieces at the positions
-            `absent`. It is
-                not kept.
+                `absent`. It is not kept.
             absent: positions of pieces without a gradient.
             optimizer: settings of the optimizer.
             copies: provides memory in which open readings continue.
             base: version with whose values the gradient is compensated, registered with `bases`; 0:
-            no
-                compensation.
+                no compensation.
         """
         values = self._values()
         gradient = self._compensated(gradient, absent, optimizer, base)

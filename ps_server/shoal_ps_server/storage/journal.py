@@ -116,8 +116,7 @@ class Journal:
             previous_end: number of valid bytes in the previous file.
             fsync: when to sync the file.
             failed: called if an effect raises an error. Memory then lacks changes that are on disk,
-            so the server
-                must end and recover.
+                so the server must end and recover.
             written: called after each batch with its number of records, bytes and seconds.
             unwritten: called for each batch that the disk did not accept.
         """

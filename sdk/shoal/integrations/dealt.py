@@ -32,8 +32,7 @@ def evaluate_on_all(
         model: model, which is put into evaluation mode.
         batches: batches of an evaluation loader.
         measure: function that receives a batch's number and the batch, and returns the batch's sums
-        and
-            the values to keep (tensors, numbers, strings, and tuples, lists and dictionaries of
+            and the values to keep (tensors, numbers, strings, and tuples, lists and dictionaries of
             them).
         gathers: True to gather the kept values; otherwise the returned list is empty.
     """

@@ -78,8 +78,8 @@ def run(
 
     Returns:
         For a function, its return values by rank; the value of a rank whose machine died after the
-        function had ended is missing, and a log message reports it. For a script, its exit status
-        (docs/exit-status.md).
+            function had ended is missing, and a log message reports it. For a script, its exit
+            status (docs/exit-status.md).
 
     Raises:
         ConfigurationError: Ray is not installed (RAY_NOT_INSTALLED), or an argument cannot work.

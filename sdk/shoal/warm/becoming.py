@@ -54,10 +54,9 @@ class Program:
             out: descriptor of the standard output.
             error: descriptor of the standard error.
             gate: pipe to which the launcher writes when it has registered the worker, and which it
-            closes
-                if it does not want the worker.
+                closes if it does not want the worker.
             between: process id of the current parent, the intermediate process, which is about to
-            end.
+                end.
             launcher: process id of the launcher, the future parent.
             added: environment variables that the imports have set.
         """

@@ -188,8 +188,7 @@ class Results(_ResultCollection):
         Args:
             received: the parts of all ranks.
             missing: what is known about the step if a worker died before its parts were gathered,
-            which is
-                warned about once; None: all parts are there.
+                which is warned about once; None: all parts are there.
             losses: losses of the parts with their weights.
         """
         parts = sorted(received, key=lambda one: int(one["part"]))

@@ -297,7 +297,7 @@ class ShoalStrategy(Strategy):
 
         Raises:
             ConfigurationError: loading would resume a fit, or replace weights trained in this
-            process.
+                process.
         """
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn is TrainerFn.FITTING:

@@ -181,8 +181,7 @@ class Trainer(transformers.Trainer):
 
         Args:
             resume_from_checkpoint: directory from whose newest checkpoint, if it has one, training
-            resumes;
-                True: `output_dir`.
+                resumes; True: `output_dir`.
             trial: must be None.
             ignore_keys_for_eval: as in transformers' own Trainer.
 

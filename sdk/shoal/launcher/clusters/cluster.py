@@ -172,11 +172,10 @@ class LocalCluster:
 
         Args:
             job: job to create at the coordinator. Its parameter servers and their backups are
-            started too.
+                started too.
             command: what the cluster runs, shown by `shoal status`.
             log_directory: directory for the services' logs; None: the logs are deleted with the
-            cluster's
-                other files.
+                cluster's other files.
         """
         self.job = job
         self._scratch = ScratchDirectory("cluster")

@@ -48,8 +48,7 @@ class HostedCoordinator:
             host: name of this machine for other machines.
             arguments: additional arguments of the coordinator.
             environment: environment of its process; if it sets SHOAL_COORDINATOR_REDIS, no Redis
-            server is
-                started.
+                server is started.
             note: callback that shows a message to the user.
 
         Raises:

@@ -60,9 +60,8 @@ class NoticeWatch:
         Args:
             source: provider to ask, AUTO or NONE.
             url: address of the metadata service; None: the providers' usual address. With AUTO and
-            an
-                address, the service at that address determines the provider; with AUTO alone, the
-                machine's firmware does.
+                an address, the service at that address determines the provider; with AUTO alone,
+                the machine's firmware does.
             on_notice: called on the watcher's thread for each new notice.
             note: callback that shows a message to the user.
             dmi: directory with the firmware's DMI values; None: the kernel's.

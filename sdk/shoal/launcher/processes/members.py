@@ -48,8 +48,7 @@ def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterat
 
     Raises:
         PreconditionError: MEMBER_ELSEWHERE: it runs on another machine; PROCESS_NOT_OURS: it
-        belongs to
-            another user.
+            belongs to another user.
         UnknownResourceError: PROCESS_UNKNOWN: it no longer exists.
     """
     if host != socket.gethostname():

@@ -77,11 +77,10 @@ class NodeSession:
             job_id: id of the launchers' job.
             launcher_id: id of this launcher.
             address: address (host:port) on which the first worker of all nodes listens if this
-            launcher
-                gets rank 0.
+                launcher gets rank 0.
             on_change: called after each change.
             on_job_lost: creates the job again if the coordinator no longer knows it; raises
-            ShoalError.
+                ShoalError.
         """
         self.standing = Standing(
             generation=0, placement=None, why="no message from the coordinator yet"

@@ -122,8 +122,7 @@ class RestartPolicy:
         """Args:
         workers: number of processes.
         max_restarts: maximum number of restarts: in total for a plain script, per worker for
-        elastic
-            workers. None: 0, or ELASTIC_RESTARTS for elastic workers that did not raise an
+            elastic workers. None: 0, or ELASTIC_RESTARTS for elastic workers that did not raise an
             exception.
         fail_fast: True to end the job when an elastic worker has raised an exception.
         fail_on_stop: True if a run that was asked to stop counts as not finished.

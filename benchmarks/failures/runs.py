@@ -18,7 +18,7 @@ from benchmarks.workers.failures.ledger import Ledgers
 from benchmarks.workers.failures.task import ABSENT, Task
 
 LONGEST_S: Final = 240.0
-"""Limit of a run, its launch included: a system may make no progress between faults."""
+"""Limit of a run, and half of it for its launch: a system may make no progress between faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def run(
         start: starts the workers.
         extent: size of the run.
         faults: in order.
-        longest_s: limit of the run.
+        longest_s: limit of the run; half of it for its launch.
     """
     with Stage() as stage:
         directory = stage.directory / "ledgers"
@@ -101,6 +101,11 @@ def run(
             faults=iter(faults),
             ranks=task.ranks,
             steps=task.steps,
+        )
+        stage.wait_until(
+            f"{name}: a first step of all workers",
+            lambda: injector.over() or injector.begun_ns > 0,
+            timeout_s=longest_s / 2,
         )
         stage.wait_until(f"{name}: step {task.steps}", injector.over, timeout_s=longest_s)
         return _measured(injector, ledgers, task, started_ns)

@@ -27,7 +27,7 @@ _PROBE_LONGEST_S: Final = 900.0
 _FEWEST_STEPS: Final = 100
 SCHEDULE: Final = Schedule(mean_gap_s=8, shortest_gap_s=5, longest_absence_s=3)
 QUICK_SCHEDULE: Final = Schedule(mean_gap_s=4, shortest_gap_s=3, longest_absence_s=2)
-LAUNCH_S: Final = 6.0
+LAUNCH_S: Final = 12.0
 """Where torchrun needs longer until the first step, all of the schedule's times grow with it."""
 NO_FAULTS_S: Final = 20.0
 """About how long torch DDP takes without faults, by which the number of steps is chosen."""

@@ -28,7 +28,7 @@ _FEWEST_STEPS: Final = 100
 SCHEDULE: Final = Schedule(mean_gap_s=8, shortest_gap_s=5, longest_absence_s=3)
 QUICK_SCHEDULE: Final = Schedule(mean_gap_s=4, shortest_gap_s=3, longest_absence_s=2)
 LAUNCH_S: Final = 12.0
-"""Where torchrun needs longer until the first step, all of the schedule's times grow with it."""
+"""Seconds until torchrun's first step beyond which all times of the schedule grow in proportion."""
 NO_FAULTS_S: Final = 20.0
 """About how long torch DDP takes without faults, by which the number of steps is chosen."""
 QUICK_NO_FAULTS_S: Final = 5.0

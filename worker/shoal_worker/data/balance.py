@@ -76,7 +76,7 @@ def exchanges_after(steps: int) -> bool:
 
 
 class Times(NamedTuple):
-    """What one rank contributes to an exchange of times."""
+    """One rank's contribution to an exchange of times."""
 
     seconds: float | None
     """Median time of a micro-batch; None if none was timed."""

@@ -430,7 +430,7 @@ def shares(
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """What this worker reports to every server at the end of a step."""
+    """Report of this worker to every server at the end of a step."""
 
     clock: int
     """Number of iterations finished by this worker, including this one."""

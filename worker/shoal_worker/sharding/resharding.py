@@ -255,8 +255,8 @@ class RankShards:
     cut: Cut
     vectors: list[dict[int, dict[str, torch.Tensor]]]
     scalars: list[dict[int, list[dict[str, Any]]]] | None = None
-    """If tensors are not split: the optimizer state other than element states, by unit, position
-    and parameter. Otherwise None, because every rank has this state for all parameters."""
+    """Optimizer state other than element states, by unit, position and parameter, if tensors are
+    not split; otherwise None, because every rank has this state for all parameters."""
     copied: bool = False
     """True if these are copies of another rank's shards, on the CPU. They are used only if no rank
     has the original shards any more."""

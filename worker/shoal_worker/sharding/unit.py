@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(enum.IntEnum):
-    """What is sharded. Each stage includes the previous ones (Rajbhandari et al., "ZeRO", SC 2020,
+    """Stages of sharding. Each stage includes the previous ones (Rajbhandari et al., "ZeRO", SC 2020,
     section 5)."""
 
     OPTIMIZER = 1

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a lane's owner reports after a round."""
+    """Report of a lane's owner after a round."""
 
     items: int
     """Number of items read; at most the number requested."""

@@ -276,7 +276,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberIdentity:
-    """What a member tells the coordinator about itself when it joins."""
+    """Information about a member that it sends to the coordinator when it joins."""
 
     job_id: str
     member_id: str

@@ -71,8 +71,8 @@ class Share:
     """Number of micro-batches of this rank in this step (may be 0); None: one plain batch per
     rank."""
     by_speed: float = 0.0
-    """If micro-batches are dealt by speed: this rank's number of micro-batches, divided by the
-    number in an equal distribution. Otherwise 0."""
+    """This rank's number of micro-batches divided by the number in an equal distribution, if
+    micro-batches are dealt by speed; otherwise 0."""
     most_micro_batches: int = 0
     """Maximum number of micro-batches over all ranks. With strategies that communicate in every
     pass, each rank takes part in this many passes, some without a micro-batch of its own."""

@@ -31,7 +31,7 @@ class StateName(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """What a rank was doing when its group failed."""
+    """Position and activity of a rank when its group failed."""
 
     generation: int
     in_operation: bool
@@ -65,7 +65,7 @@ class RankStatus:
     """True if the rank's current step was undone together with its whole round, so that the
     operations between the round's steps will be repeated."""
     interrupted: Interrupted | None = None
-    """What the rank was doing when its group failed. None if it was idle, or if it has since
+    """Activity of the rank when its group failed. None if it was idle, or if it has since
     received a state or results and its script is therefore at the senders' position."""
 
     def encode(self) -> list[int]:

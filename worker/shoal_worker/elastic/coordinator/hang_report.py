@@ -127,7 +127,7 @@ def neighbour_stacks(member_id: str, pid: int) -> Neighbour | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What was found about the main thread of another process."""
+    """Findings about the main thread of another process."""
 
     calls: Sequence[Call]
     line: str

@@ -33,7 +33,7 @@ class _Said:
 
 
 class Outbox:
-    """What a member currently has to tell the coordinator. The condition passed to the constructor
+    """Messages that a member currently has for the coordinator. The condition passed to the constructor
     guards all fields and must be notified after a change. gRPC's own thread pulls the messages."""
 
     def __init__(self, changed: threading.Condition) -> None:

@@ -73,8 +73,8 @@ class Progress:
     """Time in seconds for which the training thread has been waiting for its peers without
     interruption; 0 if it is not waiting."""
     waiting_in: str = ""
-    """What the training thread waits for: a collective, or the formation of a generation. For
-    people."""
+    """Human-readable name of the collective, or of the formation of a generation, that the training
+    thread waits for."""
     busy_time_s: float = 0.0
     """Part of `step_time_s` in which this rank did not wait for its peers."""
     cpu_s: float = 0.0
@@ -86,8 +86,8 @@ class Progress:
     """Name of the awaited parameter server, for people."""
     busy_link: BusyLink | None = None
     share: float = 0.0
-    """If micro-batches are dealt by speed: this rank's number of micro-batches, divided by the
-    number in an equal distribution. Otherwise 0."""
+    """This rank's number of micro-batches divided by the number in an equal distribution, if
+    micro-batches are dealt by speed; otherwise 0."""
     upload_backlog_bytes: int = 0
     """Bytes of checkpoints on this rank's disk that are not yet in the object storage."""
     script_line: str = ""

@@ -35,7 +35,7 @@ _BOUNDARY = "border"
 
 
 class _Offer(enum.IntEnum):
-    """What a rank announces about the state that it can send to joiners."""
+    """Announcement of a rank about the state that it can send to joiners."""
 
     NOTHING = 0
     STATE = 1

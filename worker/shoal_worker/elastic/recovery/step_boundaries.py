@@ -392,7 +392,7 @@ class StepBoundaries:
             formation.rendezvous()
 
     def step_ended(self, engine: TrainingEngine, *, updated: bool) -> None:
-        """If the group failed in the step, forms a new one before the script receives the step's
+        """Forms a new group, if the group failed in the step, before the script receives the step's
         outcome. `updated`: True if the step counts. Raises StopTraining."""
         formation = self._formation
         if formation is not None and not engine.asynchronous and not self._held.in_round:

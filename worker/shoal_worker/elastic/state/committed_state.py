@@ -63,7 +63,7 @@ class CommittedState:
         """Number of samples in the run's committed steps over all ranks; only this rank's samples
         if ranks take independent steps. Part of the state."""
         self.interrupted: Interrupted | None = None
-        """What this rank was doing when its last group failed, until the next group is formed; see
+        """Activity of this rank when its last group failed, until the next group is formed; see
         `RankStatus`."""
         self.step: Step | None = None
         """The step in progress."""

@@ -255,8 +255,8 @@ class RegisteredState:
             tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None]
             | None
         ) = None
-        """While advances are withdrawn: the states of the objects after they advanced, and the
-        optimizers' settings, the numbers of advances, and the loss scale at that time."""
+        """States of the objects after they advanced, kept while the advances are withdrawn, with
+        the optimizers' settings, the numbers of advances and the loss scale at that time."""
         self._advances: dict[str, int] = {}
         """Number of advances of each object in the run."""
         self._passing = False

@@ -37,7 +37,7 @@ class ShardsLostError(StateLostError):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Generic[Place]):
-    """What one rank says about the shards that it holds in one sharding."""
+    """Statement of one rank about the shards that it holds in one sharding."""
 
     rank: int
     cut: int

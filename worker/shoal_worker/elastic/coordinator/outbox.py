@@ -33,8 +33,9 @@ class _Said:
 
 
 class Outbox:
-    """Messages that a member currently has for the coordinator. The condition passed to the constructor
-    guards all fields and must be notified after a change. gRPC's own thread pulls the messages."""
+    """Messages that a member currently has for the coordinator. The condition passed to the
+    constructor guards all fields and must be notified after a change. gRPC's own thread pulls the
+    messages."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.progress: Callable[[], Progress] = Progress

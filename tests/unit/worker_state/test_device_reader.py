@@ -208,7 +208,7 @@ def test_a_sum_made_on_the_device_tells_one_bit_and_two_places_that_were_exchang
 ) -> None:
     monkeypatch.setattr(digest, "_CHUNK", 64)
     for tensor in (
-        *state().values(),
+        *{**state(), "weights": torch.randn(3, 1000)}.values(),
         torch.arange(1000, dtype=torch.int16),
         torch.zeros(130, dtype=torch.uint8),
     ):

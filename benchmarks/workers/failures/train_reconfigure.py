@@ -30,6 +30,8 @@ _DIST: Final[Any] = dist
 _TIMEOUT: Final = timedelta(seconds=2)
 """Timeout of collectives. A survivor waits this long for another one that has given up."""
 _PATIENCE_S: Final = 60
+_NEWS_S: Final = 1.0
+"""Time that an error waits for a newer membership, before this one counts as failed."""
 _POLL_S: Final = 0.002
 
 
@@ -56,7 +58,8 @@ def keep(task: Task) -> None:
         alive = sorted(
             pid for pid in (int(file.stem) for file in task.ledgers.glob("*.member")) if _lives(pid)
         )
-        if alive != pids and (number or len(alive) == task.ranks):
+        changed = alive != pids or _failed_file(task, number).exists()
+        if changed and (number or len(alive) == task.ranks):
             number, pids = number + 1, alive
             partial = task.ledgers / "members.partial"
             partial.write_text(json.dumps(Members(number, pids)))
@@ -74,6 +77,11 @@ def _lives(pid: int) -> bool:
 
 def _file(task: Task) -> Path:
     return task.ledgers / "members.json"
+
+
+def _failed_file(task: Task, number: int) -> Path:
+    """File that asks for a new membership of the same processes, if they could not form a group."""
+    return task.ledgers / f"{number}.failed"
 
 
 def _port_file(task: Task) -> Path:
@@ -149,15 +157,20 @@ class Group:
             newest = self.newest()
             return newest.number > self.number and os.getpid() in newest.pids
 
+        if self.number:
+            try:
+                _until(is_newer, within_s=_NEWS_S)
+            except TimeoutError:
+                _failed_file(self._task, self.number).touch()
         _until(is_newer)
         return newest
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
+def _until(condition: Callable[[], bool], *, within_s: float = _PATIENCE_S) -> None:
+    deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no membership of process {os.getpid()} within {_PATIENCE_S} s")
+            raise TimeoutError(f"no membership of process {os.getpid()} within {within_s} s")
         time.sleep(_POLL_S)
 
 

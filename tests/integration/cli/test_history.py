@@ -151,7 +151,7 @@ def test_a_run_that_does_not_exist_and_one_that_cannot_be_read_are_one_line_each
     (broken / "run.json").write_text("{")
     status, out, err = ended.run("history")
     assert (status, len(out.splitlines())) == (0, 3)
-    assert re.fullmatch(rf"shoal: cannot read {broken}: .*\n", err)
+    assert re.fullmatch(rf"shoal: cannot read the run recorded in {broken}: .*\n", err)
 
 
 @pytest.mark.skipif(MISSING is not None, reason=MISSING or "")

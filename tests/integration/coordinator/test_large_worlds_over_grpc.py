@@ -174,7 +174,7 @@ def test_peers_of_a_superseded_generation_cannot_be_had(
     assert first is not None
     members[0].kill()
     linked.link.wait_generation(after=1, timeout=timedelta(seconds=30))
-    with pytest.raises(MembershipChanged, match="generation 1 is over"):
+    with pytest.raises(MembershipChanged, match="generation 1 has been superseded"):
         list(first.peers)
 
 

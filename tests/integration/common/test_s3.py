@@ -239,7 +239,7 @@ def test_a_rank_that_is_killed_while_it_uploads_leaves_whole_checkpoints(
     ) as running:
         with running.held(before=25):
             running.start(0, SHOAL_FAILPOINTS=f"checkpoint.{point}=kill")
-            running.wait_ranked(0)
+            eventually(lambda: len(running.job().members) == 1, "the worker that becomes rank 0")
             running.start(1)
             running.start(2)
             eventually(running.workers[0].ended.is_set, "the death of the rank that uploads")

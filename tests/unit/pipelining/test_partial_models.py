@@ -319,7 +319,7 @@ def test_a_batch_is_cut_into_sizes_that_differ_by_one_and_merged_again() -> None
     assert len(cut_batch(torch.zeros(2, 1), count=4)) == 2
     with pytest.raises(ConfigurationError, match=r"a batch of \[3, 7\] rows"):
         cut_batch(torch.zeros(3), torch.zeros(7), count=2)
-    with pytest.raises(ConfigurationError, match="a batch of 0 rows"):
+    with pytest.raises(ConfigurationError, match="the batch has 0 rows"):
         cut_batch(torch.zeros(0, 2), count=2)
     with pytest.raises(ConfigurationError, match="weight_fn returned nan for micro-batch 0"):
         cut_batch(torch.zeros(2), count=2, weight_fn=lambda *_: float("nan"))

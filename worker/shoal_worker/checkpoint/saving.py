@@ -314,8 +314,8 @@ class CheckpointSaver:
         failed: object = self._settle(DISK_PATIENCE)
         if failed is None and self._given_up_last is not None:
             failed = (
-                f"writing {self._given_up_last} was abandoned: a worker was lost before it had "
-                "written its part"
+                f"{self._given_up_last} was abandoned: a worker was lost before it had written its "
+                "part"
             )
         elsewhere = self._elsewhere
         if failed is None and elsewhere is not None and not session.has_left:

@@ -16,6 +16,7 @@ from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.metrics import WorkerMetrics
 
 from tests.unit.worker_elastic.test_progress import Clock
+from tests.zygote.children import eventually
 
 
 def test_stacks_are_due_once_while_there_is_no_progress() -> None:
@@ -66,6 +67,32 @@ def test_threads_of_the_script_are_included_unless_the_worker_waits_for_its_peer
     finally:
         waited_for.put(0)
         thread.join()
+
+
+def test_threads_with_equal_stacks_share_one_entry() -> None:
+    clock = Clock()
+    meter = ProgressMeter(WorkerMetrics(), clock=clock)
+    ends = threading.Event()
+    threads = [
+        threading.Thread(target=lambda: ends.wait(60), name=f"reader-{number}", daemon=True)
+        for number in range(40)
+    ]
+    report = HangReport(meter)
+
+    def shown() -> bool:
+        meter.entered()
+        clock.now += 6
+        report.look()
+        return "and 39 more like it:\n" in report.take()
+
+    try:
+        for thread in threads:
+            thread.start()
+        eventually(shown, "all threads to wait in the same line")
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
 
 
 @contextmanager

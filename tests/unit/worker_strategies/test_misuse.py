@@ -167,7 +167,7 @@ def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_step(
 
     with pytest.raises(
         shoal.PreconditionError,
-        match=rf"deal .* differently \({named}: rank 0 has 2, rank 1 has 3\)",
+        match=rf"in different ways \({named}: rank 0 has 2, rank 1 has 3\)",
     ) as failure:
         shoal.launch(rank, world_size=2)
     assert failure.value.reason == "RANKS_DIVERGED"

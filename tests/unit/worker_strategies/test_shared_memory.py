@@ -78,7 +78,9 @@ def test_two_parameters_over_one_memory_are_refused(
 def test_a_buffer_over_a_trained_parameter_is_refused(strategy: str) -> None:
     model = Tied()
     model.register_buffer("seen", model.encoder.weight.data[:2])
-    with pytest.raises(shoal.ConfigurationError, match=re.escape("buffer 'seen' share memory")):
+    with pytest.raises(
+        shoal.ConfigurationError, match=re.escape("buffer 'seen' are two tensors that share memory")
+    ):
         distribute(model, strategy)
 
 
@@ -88,7 +90,7 @@ def test_two_models_over_one_memory_are_refused() -> None:
     optimizers = tuple(torch.optim.SGD(model.parameters(), 0.1) for model in (first, second))
     with pytest.raises(
         shoal.ConfigurationError,
-        match=r"'encoder\.weight' of model 0 and parameter 'encoder\.weight' of model 1 share",
+        match=r"'encoder\.weight' of model 0 and parameter 'encoder\.weight' of model 1 are two",
     ):
         shoal.launch(
             lambda: shoal.as_distributed((first, second), optimizers, strategy="zero1"),

@@ -231,7 +231,7 @@ def test_what_it_cannot_put_together_is_refused(
 def test_ranks_that_give_other_tensors_are_all_told() -> None:
     def call(x: torch.Tensor) -> None:
         with pytest.raises(
-            shoal.PreconditionError, match=r"this rank passed torch\.float32"
+            shoal.PreconditionError, match=r"This rank passed torch\.float32"
         ) as refused:
             shoal.whole_batch(torch.ones(2, 3 + shoal.rank()))
         assert refused.value.reason == "RANKS_DIVERGED"

@@ -166,14 +166,20 @@ def _since_fork(calls: Sequence[Call]) -> Sequence[Call]:
 
 
 def _other_threads(training: int) -> list[tuple[str, str]]:
-    """Returns the stacks of other threads that execute the script."""
-    found = []
+    """Returns the stacks of other threads that execute the script. Threads with equal stacks share
+    one entry."""
+    names: dict[str, list[str]] = {}
     for thread in threading.enumerate():
         if thread.ident not in (None, training) and thread.name[:6] != "shoal-":
             calls = calls_of(thread.ident or 0)
             if runs_script(calls):
-                found.append((f"thread {thread.name}", folded(calls)))
-    return found
+                names.setdefault(folded(calls), []).append(thread.name)
+    return [(f"thread {_several(each)}", stack) for stack, each in names.items()]
+
+
+def _several(names: Sequence[str]) -> str:
+    first, *others = names
+    return first if not others else f"{first} and {len(others)} more like it"
 
 
 def _joined(parts: Sequence[tuple[str, str]]) -> str:

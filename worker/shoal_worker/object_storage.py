@@ -13,8 +13,10 @@ import errno
 import importlib
 import importlib.util
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -23,6 +25,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import fsspec
+from fsspec.asyn import get_loop
 from shoal_common.backoff import Backoff
 from shoal_common.errors import ConfigurationError, PermissionDeniedError, UnavailableError
 
@@ -114,6 +117,33 @@ def local_path(place: str | Path) -> Path:
             f"{str(place)!r}: expected file:/// and an absolute path on this machine"
         )
     return Path(unquote(parts.path))
+
+
+class ThreadPerCall(ThreadPoolExecutor):
+    """Runs each call on a new daemon thread.
+
+    Python's own pools refuse calls as soon as the interpreter begins to shut down, which is before
+    `atexit` functions run. The upload of a run's last checkpoint is waited for in such a function.
+    The clients of object storages look up host names in their event loop's pool. asyncio accepts
+    only subclasses of ThreadPoolExecutor.
+    """
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Implements `Executor.submit`."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # raised where the result is read
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="shoal-storage", daemon=True).start()
+        return future
 
 
 @dataclass(frozen=True)
@@ -244,6 +274,8 @@ class ObjectFolder:
                 importlib.import_module(module)
             except ImportError as error:
                 raise _missing(self.url, module, extra) from error
+            loop = get_loop()
+            loop.call_soon_threadsafe(loop.set_default_executor, ThreadPerCall())
         return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
 
     def _path(self, name: str = "") -> str:

@@ -223,7 +223,9 @@ def test_the_page_s_script_runs(s3: S3Server, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("point", ["upload_file@4", "upload_manifest@2"])
+@pytest.mark.parametrize(
+    "point", [pytest.param("upload_file@4", marks=pytest.mark.slow), "upload_manifest@2"]
+)
 def test_a_rank_that_is_killed_while_it_uploads_leaves_whole_checkpoints(
     zygote: Zygote, s3: S3Server, tmp_path: Path, point: str
 ) -> None:

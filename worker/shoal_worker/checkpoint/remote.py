@@ -20,10 +20,10 @@ import contextlib
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from shoal_common.errors import ConfigurationError, CorruptDataError, ShoalError, UnavailableError
 from shoal_common.failpoints import failpoint
@@ -51,6 +51,14 @@ from shoal_worker.object_storage import ObjectFolder
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+
+class _NoValue:
+    """The end of the values."""
+
+
+_NO_VALUE: Final = _NoValue()
 _UPLOADING: Final = "uploading.json"
 _NEWEST: Final = "newest.json"
 _FILES_AT_ONCE: Final = 3
@@ -134,8 +142,8 @@ class RemoteCheckpoints:
             remove_leftovers(directory)
             temporary = make_temporary(directory, name)
         try:
-            with disk_errors(target), _in_parallel() as run_all:
-                run_all(
+            with disk_errors(target):
+                _in_parallel(
                     lambda each: _download(folder, each[0], temporary, each[1], where),
                     files.items(),
                 )
@@ -186,8 +194,7 @@ class RemoteCheckpoints:
                         folder.upload(local / name, name)
                     progress(nbytes)
 
-                with _in_parallel() as run_all:
-                    run_all(send, files.items())
+                _in_parallel(send, files.items())
             fence()
             failpoint("checkpoint.upload_manifest")
             folder.write(NAME, content)
@@ -339,17 +346,30 @@ def _copied(source: ObjectFolder, folder: ObjectFolder, name: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _in_parallel() -> Iterator[Callable[[Callable[[Any], None], Iterable[Any]], None]]:
-    """Yields a function that calls its first argument for several values at a time, and raises the
-    first error. After an error, no further call begins."""
-    pool = ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="shoal-storage")
+def _in_parallel(work: Callable[[T], None], values: Iterable[T]) -> None:
+    """Calls `work` for several values at a time, and raises the first error. After an error, no
+    further call begins. Uses no pool, because Python's pools refuse work while the process ends
+    (`object_storage.ThreadPerCall`)."""
+    rest, errors, lock = iter(values), list[BaseException](), threading.Lock()
 
-    def run_all(work: Callable[[Any], None], values: Iterable[Any]) -> None:
-        for _ in pool.map(work, values):
-            pass
+    def work_on() -> None:
+        while not errors:
+            with lock:
+                value = next(rest, _NO_VALUE)
+            if isinstance(value, _NoValue):
+                return
+            try:
+                work(value)
+            except BaseException as error:  # raised on the caller's thread
+                errors.append(error)
 
-    try:
-        yield run_all
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    threads = [
+        threading.Thread(target=work_on, name="shoal-storage", daemon=True)
+        for _ in range(_FILES_AT_ONCE)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

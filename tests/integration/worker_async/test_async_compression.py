@@ -36,9 +36,10 @@ def test_compressed_pushes_move_the_values_by_all_gradients_in_the_end(
     session: Session, compression: Any, tolerance: float
 ) -> None:
     # The gradient is the same in each step, so the residual at the end is a small part of the
-    # total.
+    # total. powersgd starts with random values that differ between runs: its residual was 6 to 12
+    # in each element, which is 0.04 to 0.08 per step.
     steps, gradient = (
-        40,
+        160,
         torch.randn(16, FEATURES, generator=torch.Generator().manual_seed(0)).sign() + 0.25,
     )
     net = nn.Linear(FEATURES, 16, bias=False)

@@ -46,11 +46,22 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
         )
     _check_iteration(loader, what)
     _check_data_workers(loader, what)
-    return {"dataset": loader.dataset, **order_of(loader, what), **fetching_of(loader)}
+    order = order_of(loader, what)
+    batches: Any = loader.batch_sampler
+    # a kept sampler has its own generator, which Shoal seeds anew in each epoch
+    seed = seed_of(loader, batches.sampler) if "shuffle" in order else {}
+    return {
+        "dataset": loader.dataset,
+        "global_batch_size": batches.batch_size,
+        "drop_last": batches.drop_last,
+        **order,
+        **seed,
+        **fetching_of(loader),
+    }
 
 
 def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
-    """Returns the arguments for the order of the loader's sampler and the size of its batches.
+    """Returns the arguments for the order of the loader's sampler.
 
     Raises:
         ConfigurationError: the dataset or a batch sampler of another kind forms the batches, or the
@@ -71,9 +82,8 @@ def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
             "to the ranks, as many as are present; pass batch_size=, and a dataset and a sampler "
             "of single samples"
         )
-    sizes = {"global_batch_size": batches.batch_size, "drop_last": batches.drop_last}
     if streams:
-        return sizes
+        return {}
     sampler = batches.sampler
     if isinstance(sampler, DistributedSampler) or getattr(sampler, "num_replicas", 1) != 1:
         raise ConfigurationError(
@@ -82,15 +92,14 @@ def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
             "for a new order in each epoch"
         )
     if type(sampler) is SequentialSampler:
-        return {**sizes, **seed_of(loader, sampler), "shuffle": False}
+        return {"shuffle": False}
     if (
         _is_one_of(type(sampler), RandomSampler)
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
     ):
-        return {**sizes, **seed_of(loader, sampler), "shuffle": True}
-    # no seed of its generator, which Shoal seeds anew in each epoch
-    return {**sizes, "sampler": sampler}
+        return {"shuffle": True}
+    return {"sampler": sampler}
 
 
 def seed_of(loader: DataLoader[Any], sampler: Any) -> dict[str, int]:

@@ -51,13 +51,16 @@ def training_loader(
             )
         _refuse_limit(limit, "limit_train_batches", "train_dataloader")
         return loader
-    order = {"shuffle": False} if in_order else order_of(loader, "train_dataloader")
+    order = order_of(loader, "train_dataloader")
+    if in_order:
+        order = {"shuffle": False}
+    batch_size = loader.batch_sampler.batch_size
     batches = _limited(loader, limit, "limit_train_batches")
     if batches is not None:
         order = {
             "sampler": FirstSamples(
-                SequentialSampler(loader.dataset) if in_order else loader.sampler,
-                batches * loader.batch_size,
+                SequentialSampler(loader.dataset) if in_order else loader.batch_sampler.sampler,
+                batches * batch_size,
             )
         }
     if deterministic and accumulated == 1:
@@ -69,11 +72,11 @@ def training_loader(
         )
     return ElasticDataLoader(
         loader.dataset,
-        global_batch_size=(loader.batch_size or 0) * accumulated,
-        micro_batch_size=loader.batch_size if accumulated > 1 else None,
+        global_batch_size=batch_size * accumulated,
+        micro_batch_size=batch_size if accumulated > 1 else None,
         seed=seed,
         # the remaining batches are complete, or the last of all
-        drop_last=loader.drop_last and batches is None,
+        drop_last=loader.batch_sampler.drop_last and batches is None,
         name="lightning",
         **order,
         **fetching_of(loader),
@@ -141,17 +144,18 @@ def _evaluation_loader(given: Any, what: str, limit: float, *, in_order: bool) -
         _refuse_limit(limit, argument, what)
         return loader
     order = order_of(loader, what)
-    if (order != {"shuffle": False} and not in_order) or loader.drop_last:
+    if (order != {"shuffle": False} and not in_order) or loader.batch_sampler.drop_last:
         raise ConfigurationError(
             f"{what}: the DataLoader shuffles, uses a sampler or drops its last batch, so an "
             "evaluation would not cover the whole dataset, or would differ each time; create it "
             "with shuffle=False, without a sampler and without drop_last"
         )
     dataset, batches = loader.dataset, _limited(loader, limit, argument)
+    batch_size = loader.batch_sampler.batch_size
     if batches is not None:
-        dataset = Subset(dataset, range(min(batches * loader.batch_size, len(dataset))))
+        dataset = Subset(dataset, range(min(batches * batch_size, len(dataset))))
     return ElasticDataLoader(
-        dataset, global_batch_size=loader.batch_size, train=False, **fetching_of(loader)
+        dataset, global_batch_size=batch_size, train=False, **fetching_of(loader)
     )
 
 

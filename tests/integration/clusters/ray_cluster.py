@@ -48,6 +48,8 @@ class RayCluster:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            # By default 15: beside another busy process, workers would get hardly any time.
+            "RAY_worker_niceness": "0",
             # Ray notices within seconds that a node was killed.
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "500",

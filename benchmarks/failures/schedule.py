@@ -20,7 +20,7 @@ class Fault:
     at_s: float
     """Since the first step of all workers."""
     victim: float
-    """From 0 to 1: place of the victim among the workers that are alive."""
+    """Place of the victim among the workers that are alive, as a number from 0 to 1."""
     absent_s: float
     """Time from the kill until a replacement may join."""
 

@@ -44,11 +44,11 @@ class Candidate:
     command: str
     start: systems.Start
     own_baseline: bool = True
-    """It is compared with itself without faults; False: with torch DDP."""
+    """True if the system is compared with itself without faults; False: with torch DDP."""
     target: bool = False
-    """It is to reach the target."""
+    """True if the system should reach the target."""
     deterministic: bool = False
-    """Its final parameters are to be those of the run without faults."""
+    """True if the final parameters should equal those of the run without faults."""
 
 
 @dataclass(kw_only=True)

@@ -155,7 +155,7 @@ class StepLogs:
     def __init__(self, directory: Path) -> None:
         self._tails = Tails(directory, suffix=".steps")
         self.commits: dict[int, list[Commit]] = {}
-        """By pid, oldest first."""
+        """Logs by the pids of their processes, oldest first."""
 
     def read(self) -> None:
         """Takes in what was written since the last call."""

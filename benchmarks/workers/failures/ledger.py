@@ -118,7 +118,7 @@ class Ledgers:
     def __init__(self, directory: Path) -> None:
         self._tails = Tails(directory, suffix=LEDGER_SUFFIX)
         self.of: dict[int, Entries] = {}
-        """By pid."""
+        """Ledgers by the pids of their processes."""
 
     def read(self) -> None:
         """Takes in what was written since the last call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,8 @@ ABSENT: Final = "absent"
 """File of the ledgers' directory: while it exists, a worker that starts does not join."""
 LEDGER_SUFFIX: Final = ".ledger"
 _POLL_S: Final = 0.01
+_PATIENCE_S: Final = 120
+"""Longest wait for other workers, or for the end of an absence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +56,15 @@ class Task:
     def wait_for_place(self) -> None:
         """Blocks while this worker's place is absent: a replacement is started at once and waits
         here, its imports done."""
-        while (self.ledgers / ABSENT).exists():
-            time.sleep(_POLL_S)
+        _wait(lambda: not (self.ledgers / ABSENT).exists(), "the end of the absence")
 
     def wait_for_all(self) -> None:
         """Blocks until as many workers have begun a ledger as there are at full strength: systems
         without a launcher of their own would otherwise begin with fewer."""
-        while len(list(self.ledgers.glob(f"*{LEDGER_SUFFIX}"))) < self.ranks:
-            time.sleep(_POLL_S)
+        _wait(
+            lambda: len(list(self.ledgers.glob(f"*{LEDGER_SUFFIX}"))) >= self.ranks,
+            f"{self.ranks} workers to begin",
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,3 +86,11 @@ def task_of(options: argparse.Namespace) -> Task:
         batch=options.batch,
         steps=options.steps,
     )
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {_PATIENCE_S} s for {what}")
+        time.sleep(_POLL_S)

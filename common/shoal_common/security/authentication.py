@@ -207,10 +207,10 @@ class TlsSettings:
     """Private key of `certificate`."""
 
     authority: Path | None = None
-    """For clients: certificate authorities by which the server is verified; None: the system's."""
+    """Certificate authorities by which clients verify the server; None: the system's."""
 
     client_authority: Path | None = None
-    """For servers: certificate authorities by which clients are verified (mutual TLS); None:
+    """Certificate authorities by which servers verify clients (mutual TLS); None:
     clients need no certificate."""
 
     def __post_init__(self) -> None:

@@ -64,8 +64,7 @@ class PartitionOptimizer:
         for run in self._runs:
             by_place.setdefault(self._place_of(run), []).append(run.values)
         self._places = list(by_place)
-        """For each of torch's parameter groups, the index of its hyperparameters in the
-        settings."""
+        """Indices of hyperparameters in the settings, one for each of torch's parameter groups."""
         declared = SERVER_OPTIMIZERS[settings.name]
         made: Callable[..., torch.optim.Optimizer] = declared.optimizer_class()
         least = declared.fused_from_bytes

@@ -92,8 +92,7 @@ class ShardedState(PartitionedState):
         """Copies of shards that would otherwise be on one other rank only, until the next
         resharding."""
         self._places: list[list[ParameterIndex]] = []
-        """For each of the optimizer's groups, its parameters in the user's order, as unit and
-        index."""
+        """Parameters of each of the optimizer's groups in the user's order, as unit and index."""
         self._state = ShardedOptimizerState(None)
         self.mirrors = TravellingMirrors(self.units, "device")
         self.whole_tensors = False

@@ -50,5 +50,5 @@ class Strategy:
     several_models: bool = False
     """True if the strategy supports several models in one loop, each with an optimizer."""
     why_one_model: str = ""
-    """For the error message: why the strategy does not support several models, and the closest
-    alternative."""
+    """Reason why the strategy does not support several models, and the closest alternative, for the
+    error message."""

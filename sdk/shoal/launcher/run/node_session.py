@@ -49,8 +49,8 @@ class Standing:
     placement: NodePlacement | None
     """Current place of the launcher; None if it has none."""
     starts: tuple[str, ...] = ()
-    """For each node in rank order, a key that identifies the current start of its workers. If the
-    keys change, workers of plain scripts are restarted. If a new generation has the same keys, the
+    """Keys that identify the current start of each node's workers, in rank order. If the keys
+    change, workers of plain scripts are restarted. If a new generation has the same keys, the
     coordinator had only lost sight of a node that was there all the time."""
     why: str = ""
     """Human-readable reason why the launcher has no place."""

@@ -212,8 +212,8 @@ class Step:
     source: StepSource | None
     """Loader of the step's samples; None: the user's own loop without a Shoal loader."""
     of: str = ""
-    """With several models: name of the step's model, or names of the models that the step has
-    updated; the same on all ranks. Empty for a single model."""
+    """Name of the step's model, or names of the models that the step has updated, if there are
+    several models; the same on all ranks. Empty for a single model."""
     trace: CollectiveTrace = dataclasses.field(default_factory=CollectiveTrace)
     """Trace of this rank's collectives in the step, and in an abandoned step before it."""
     share: Share | None = None

@@ -32,7 +32,7 @@ _HEADER: Final = """\
 Each table compares Shoal with other systems, measured on one machine in alternation. It names the
 machine, the command, and the load before the measurement. Tables may have been measured on
 different days. [Figures](../benchmarks.md) shows the most important results. `make bench` measures
-all tables (about two and a half hours on two quiet cores, of which T13 takes one), and
+all tables (two and a half hours on two quiet cores; T13 alone takes one hour), and
 `python -m benchmarks t2` measures one of them. `python -m benchmarks --docs docs` puts new
 results into this page. [Where the time goes](where-the-time-goes.md) records how Shoal's overhead
 was measured and reduced.

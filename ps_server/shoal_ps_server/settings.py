@@ -206,7 +206,7 @@ def command_line() -> argparse.ArgumentParser:
         (
             "--staging-memory",
             "BYTES",
-            "bytes of memory for incoming pushes, of which one worker may use a quarter "
+            "bytes of memory for incoming pushes; one worker may use a quarter of it "
             "(default: 1 GiB)",
         ),
         (

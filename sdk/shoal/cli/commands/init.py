@@ -29,7 +29,7 @@ def init(
         typer.Option(
             "--from",
             metavar="PLAIN.py",
-            help="Plain PyTorch script of which to write an elastic copy.",
+            help="Plain PyTorch script to convert. The converted copy is written to SCRIPT.py.",
             show_default=False,
         ),
     ] = None,

@@ -5,7 +5,8 @@ rule that matches a request is used, at most `times` times. They are set by POST
 Actions:
 
     refuse    answers 503 SlowDown, as S3 does under load
-    hang      does not answer until the client closes the connection
+    hang      receives the body, announces an answer (100 Continue), which ends the read timeout of
+              aiohttp, and does not answer until the client closes the connection
     cut       receives half of the body and closes the connection
     shorten   stores half of the body and answers as if all was stored
     hide      removes keys that contain `hidden` from a list, as a list that lags behind does
@@ -125,6 +126,8 @@ class Faults:
                 start_response, "503 Slow Down", "SlowDown", environ["REQUEST_METHOD"]
             )
         if action == "hang":
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            environ["werkzeug.socket"].sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             _await_close(environ["werkzeug.socket"])
             raise ConnectionError
         if action == "cut":

@@ -3,11 +3,14 @@
 An object appears complete or not at all, but several objects do not appear together, and nothing
 can be renamed. Credentials and endpoints are those of the provider's own variables and files.
 Every call blocks and may be repeated: it retries failures that may pass until `patience` is over.
-Objects have no thread; any thread may call.
+A request that transfers nothing for a time is canceled and counts as failed, because the providers'
+clients do not limit every wait (aiohttp waits for "100 Continue" without a deadline). Objects have
+no thread; any thread may call. Requests run in the event loop of fsspec's own thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import importlib
@@ -26,6 +29,7 @@ from urllib.parse import unquote, urlsplit
 
 import fsspec
 from fsspec.asyn import get_loop
+from fsspec.callbacks import Callback
 from shoal_common.backoff import Backoff
 from shoal_common.errors import ConfigurationError, PermissionDeniedError, UnavailableError
 
@@ -43,9 +47,20 @@ _MEMORY: Final = "memory"
 """fsspec's storage within one process, for tests and examples."""
 
 PATIENCE: Final = timedelta(minutes=5)
-"""Default time for which a call repeats what may pass."""
+"""Default time, from its first failure, for which a call repeats what may pass."""
+SILENCE: Final = timedelta(seconds=60)
+"""Default time without a transferred byte after which a request has failed."""
+_SLOWEST: Final = 64 << 10
+"""Bytes per second. Clients report progress only after each part, so the time for one part at this
+speed is added to the silence that a transfer may have."""
+_SLOWEST_COPY: Final = 10 << 20
+"""The same within a storage, which reports no progress."""
+_CANCEL_S: Final = 5.0
+"""Seconds that a canceled request has to abort what it began."""
 _PART: Final = 8 << 20
-"""Bytes of one part of a large object."""
+"""Bytes of one part of a large object in S3."""
+_LARGEST_PART: Final = 50 << 20
+"""Bytes of the largest part that the clients of other storages send."""
 _MOST_PARTS: Final = 9000
 """S3 accepts at most 10 000 parts per object."""
 _PARTS_AT_ONCE: Final = 4
@@ -146,6 +161,18 @@ class ThreadPerCall(ThreadPoolExecutor):
         return future
 
 
+class _Progress(Callback):
+    """Notes when a transfer last reported progress. fsspec calls it in its loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved_at = time.monotonic()
+
+    def call(self, hook_name: str | None = None, **kwargs: Any) -> None:
+        """Implements `Callback.call`, which follows each update."""
+        self.moved_at = time.monotonic()
+
+
 @dataclass(frozen=True)
 class ObjectFolder:
     """The objects whose names begin with one URL.
@@ -160,6 +187,7 @@ class ObjectFolder:
 
     url: str
     patience: timedelta = field(default=PATIENCE, compare=False)
+    silence: timedelta = field(default=SILENCE, compare=False)
 
     @classmethod
     def at(cls, url: str, patience: timedelta = PATIENCE) -> ObjectFolder:
@@ -187,7 +215,7 @@ class ObjectFolder:
 
     def child(self, name: str) -> ObjectFolder:
         """Returns the folder `name` within this one."""
-        folder = ObjectFolder(f"{self.url}/{name}", self.patience)
+        folder = ObjectFolder(f"{self.url}/{name}", self.patience, self.silence)
         folder.__dict__["_files"] = self._files
         return folder
 
@@ -196,35 +224,54 @@ class ObjectFolder:
 
         def names() -> list[str]:
             try:
-                listed = self._files.ls(self._path(), detail=False)
+                listed = self._request("ls", self._path(), detail=False)
             except FileNotFoundError:
                 return []
             return sorted({str(each).rstrip("/").rpartition("/")[2] for each in listed})
 
         return self._retried("listing", "", names)
 
-    def read(self, name: str) -> bytes | None:
-        """Returns the content of a small object; None if there is no such object."""
+    def size(self, name: str) -> int | None:
+        """Returns the bytes of an object; None if there is no such object."""
+
+        def size() -> int | None:
+            with contextlib.suppress(FileNotFoundError):
+                return int(self._request("info", self._path(name))["size"])
+            return None
+
+        return self._retried("reading", name, size)
+
+    def read(self, name: str, size: int = 0) -> bytes | None:
+        """Returns the content of an object; None if there is no such object. `size` is its bytes,
+        unless it is small."""
 
         def read() -> bytes | None:
             with contextlib.suppress(FileNotFoundError):
-                return bytes(self._files.cat_file(self._path(name)))
+                return bytes(self._request("cat_file", self._path(name), _within=size / _SLOWEST))
             return None
 
         return self._retried("reading", name, read)
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes or replaces a small object."""
-        self._retried("writing", name, lambda: self._files.pipe_file(self._path(name), content))
+        """Writes or replaces an object with `content`, which is in memory."""
+        within = len(content) / _SLOWEST
+        self._retried(
+            "writing",
+            name,
+            lambda: self._request("pipe_file", self._path(name), content, _within=within),
+        )
 
     def upload(self, file: Path, name: str) -> None:
         """Writes or replaces an object with the content of a file, in parts that are sent in
         parallel. Raises OSError if the file cannot be read."""
         size = file.stat().st_size
+        parts = self._in_parts(size)
+        within = min(size, 2 * parts.get("chunksize", _LARGEST_PART)) / _SLOWEST
 
         def upload() -> None:
-            self._files.put_file(str(file), self._path(name), **self._in_parts(size))
-            stored = int(self._files.info(self._path(name))["size"])
+            paths, progress = (str(file), self._path(name)), _Progress()
+            self._request("put_file", *paths, _within=within, callback=progress, **parts)
+            stored = int(self._request("info", self._path(name))["size"])
             if stored != size:
                 raise OSError(errno.EIO, f"{stored} bytes were stored of {size}")
 
@@ -237,22 +284,26 @@ class ObjectFolder:
             FileNotFoundError: there is no such object.
         """
 
+        within = min(size, _LARGEST_PART) / _SLOWEST
+
         def download() -> None:
-            self._files.get_file(self._path(name), str(file))
+            paths, progress = (self._path(name), str(file)), _Progress()
+            self._request("get_file", *paths, _within=within, callback=progress)
             found = file.stat().st_size
             if found != size:
                 raise OSError(errno.EIO, f"{found} bytes were received of {size}")
 
         self._retried("downloading", name, download, absent_is_error=True)
 
-    def copy(self, source: ObjectFolder, name: str) -> None:
-        """Copies an object of another folder of the same storage, without downloading it."""
-        self._retried(
-            "copying",
-            name,
-            lambda: self._files.cp_file(source._path(name), self._path(name)),
-            absent_is_error=True,
-        )
+    def copy(self, source: ObjectFolder, name: str, size: int) -> None:
+        """Copies an object of `size` bytes from another folder of the same storage, without
+        downloading it."""
+
+        def copy() -> None:
+            paths = source._path(name), self._path(name)
+            self._request("cp_file", *paths, _within=size / _SLOWEST_COPY)
+
+        self._retried("copying", name, copy, absent_is_error=True)
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes objects, one after another. Absent objects are ignored."""
@@ -260,7 +311,7 @@ class ObjectFolder:
 
             def remove(name: str = name) -> None:
                 with contextlib.suppress(FileNotFoundError):
-                    self._files.rm_file(self._path(name))
+                    self._request("rm_file", self._path(name))
 
             self._retried("removing", name, remove)
 
@@ -292,12 +343,34 @@ class ObjectFolder:
             "max_concurrency": _PARTS_AT_ONCE,
         }
 
+    def _request(self, method: str, *arguments: Any, _within: float = 0.0, **options: Any) -> Any:
+        """Calls a method of fsspec's implementation. Raises TimeoutError if the request reports no
+        progress for `silence` and `_within` seconds more."""
+        files = self._files
+        if not files.async_impl:  # memory://
+            return getattr(files, method)(*arguments, **options)
+        limit_s = self.silence.total_seconds() + _within
+        progress = options.get("callback") or _Progress()
+
+        async def bounded() -> Any:
+            progress.moved_at = time.monotonic()
+            task = asyncio.ensure_future(getattr(files, f"_{method}")(*arguments, **options))
+            while not task.done():
+                rest_s = progress.moved_at + limit_s - time.monotonic()
+                if rest_s <= 0:
+                    task.cancel()
+                    await asyncio.wait([task], timeout=_CANCEL_S)
+                    raise TimeoutError(f"nothing was transferred for {limit_s:.0f} s")
+                await asyncio.wait([task], timeout=rest_s)
+            return task.result()
+
+        return asyncio.run_coroutine_threadsafe(bounded(), files.loop).result()
+
     def _retried(
         self, doing: str, name: str, work: Callable[[], T], *, absent_is_error: bool = False
     ) -> T:
         what = f"{doing} {self.url}{'/' if name else ''}{name}"
-        give_up_at = time.monotonic() + self.patience.total_seconds()
-        backoff, said = Backoff(longest_s=_LONGEST_DELAY_S, first_s=0.2), False
+        backoff, give_up_at = Backoff(longest_s=_LONGEST_DELAY_S, first_s=0.2), None
         while True:
             try:
                 return work()
@@ -316,15 +389,15 @@ class ObjectFolder:
                         "or correct the URL"
                     ) from error
                 delay_s = backoff.next_s()
+                if give_up_at is None:
+                    give_up_at = time.monotonic() + self.patience.total_seconds()
+                    _log.warning("%s failed and is repeated: %s", what, _text(error))
                 if time.monotonic() + delay_s > give_up_at:
                     raise UnavailableError(
                         f"{what} failed ({_text(error)}); it was repeated for "
                         f"{self.patience.total_seconds():g} s",
                         reason="OBJECT_STORAGE_UNAVAILABLE",
                     ) from error
-                if not said:
-                    _log.warning("%s failed and is repeated: %s", what, _text(error))
-                    said = True
                 time.sleep(delay_s)
 
 
@@ -332,7 +405,9 @@ def read_object(url: str) -> bytes:
     """Returns the content of one object. Raises FileNotFoundError, and the errors of
     `ObjectFolder`."""
     parent, _, name = url.rpartition("/")
-    content = ObjectFolder.at(parent).read(name)
+    folder = ObjectFolder.at(parent)
+    size = folder.size(name)
+    content = None if size is None else folder.read(name, size)
     if content is None:
         raise FileNotFoundError(f"{url} does not exist")
     return content

@@ -18,6 +18,7 @@ from shoal_common.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from shoal_worker import object_storage
 from shoal_worker.checkpoint.files import read_checkpoint, write_checkpoint
 from shoal_worker.checkpoint.manifest import NAME, CheckpointInfo
 from shoal_worker.checkpoint.remote import RemoteCheckpoints
@@ -45,14 +46,9 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3S
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SHOAL_STAGING_DIR", str(tmp_path / "staging"))
-    set_timeout(monkeypatch, 120)
-    return server
-
-
-def set_timeout(monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
-    """Sets the time after which a client repeats a request; 15 s by default."""
-    timeouts = {"connect_timeout": seconds, "read_timeout": seconds}
+    timeouts = {"connect_timeout": 120, "read_timeout": 120}  # instead of 5 and 15
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": timeouts})
+    return server
 
 
 def url(tmp_path: Path) -> str:
@@ -60,8 +56,8 @@ def url(tmp_path: Path) -> str:
     return f"s3://{BUCKET}/{tmp_path.name}"
 
 
-def remote(tmp_path: Path, patience: timedelta = timedelta(minutes=5)) -> RemoteCheckpoints:
-    return RemoteCheckpoints(ObjectFolder(url(tmp_path), patience))
+def remote(tmp_path: Path, **kw: timedelta) -> RemoteCheckpoints:
+    return RemoteCheckpoints(ObjectFolder(url(tmp_path), **kw))
 
 
 def local(tmp_path: Path, step: int, *, elements: int = 1000) -> Path:
@@ -106,12 +102,40 @@ def test_keep_removes_older_checkpoints(s3: S3Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize("action", ["refuse", "hang", "cut"])
 @pytest.mark.parametrize("text", ["model.safetensors", NAME])
 def test_a_fault_of_a_moment_fails_nothing(
-    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, text: str
+    s3: S3Server, tmp_path: Path, action: str, text: str
 ) -> None:
-    if action == "hang":
-        set_timeout(monkeypatch, 2)
     s3.set_faults({"action": action, "method": "PUT", "text": text})
+    path = upload(tmp_path, 1, silence=timedelta(seconds=3))
+    assert len(s3.requests("PUT", f"{tmp_path.name}/step-1/{text}")) >= 2
+    check_newest(tmp_path, 1, path)
+
+
+def test_a_large_file_is_uploaded_although_one_part_hangs(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_storage, "_SLOWEST", 1 << 40)  # or the test waits for minutes
+    s3.set_faults({"action": "hang", "method": "PUT", "text": "partNumber=3"})
+    path = upload(tmp_path, 1, elements=6 << 20, silence=timedelta(seconds=5))
+    check_newest(tmp_path, 1, path)
+
+
+def test_a_storage_that_stays_silent_ends_every_kind_of_request(
+    s3: S3Server, tmp_path: Path
+) -> None:
     path = upload(tmp_path, 1)
+    s3.set_faults({"action": "hang", "text": tmp_path.name, "times": 10_000})
+    folder = ObjectFolder(url(tmp_path), MOMENT, MOMENT)
+    for request in (
+        folder.names,
+        lambda: folder.read("newest.json"),
+        lambda: folder.write("other", b"1"),
+        lambda: folder.remove(["newest.json"]),
+        lambda: folder.download("newest.json", tmp_path / "file", 1),
+        lambda: folder.copy(folder.child("step-1"), NAME, 1),
+    ):
+        with pytest.raises(UnavailableError, match="nothing was transferred for 1 s"):
+            request()
+    s3.set_faults()
     check_newest(tmp_path, 1, path)
 
 
@@ -122,7 +146,10 @@ def test_a_shortened_upload_is_found_and_repeated(s3: S3Server, tmp_path: Path) 
     check_newest(tmp_path, 1, path)
 
 
-def test_a_storage_that_stays_overloaded_leaves_no_checkpoint(s3: S3Server, tmp_path: Path) -> None:
+def test_a_storage_that_stays_overloaded_leaves_no_checkpoint(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of botocore, which would wait for a minute
     s3.set_faults({"action": "refuse", "method": "PUT", "text": "model", "times": 10_000})
     with pytest.raises(UnavailableError, match="it was repeated for 1 s") as raised:
         upload(tmp_path, 1, patience=MOMENT)

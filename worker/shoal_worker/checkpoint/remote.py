@@ -190,7 +190,7 @@ class RemoteCheckpoints:
                 def send(each: tuple[str, int]) -> None:
                     name, nbytes = each
                     failpoint("checkpoint.upload_file")
-                    if not (source is not None and _copied(source, folder, name)):
+                    if not (source is not None and _copied(source, folder, name, nbytes)):
                         folder.upload(local / name, name)
                     progress(nbytes)
 
@@ -335,12 +335,12 @@ def _download(folder: ObjectFolder, name: str, temporary: Path, size: int, where
         raise damaged(where, f"{name} does not exist") from error
 
 
-def _copied(source: ObjectFolder, folder: ObjectFolder, name: str) -> bool:
+def _copied(source: ObjectFolder, folder: ObjectFolder, name: str, nbytes: int) -> bool:
     """Copies a file with frozen values from an earlier checkpoint. Returns False if that fails."""
     if not name.startswith("frozen-"):
         return False
     try:
-        folder.copy(source, name)
+        folder.copy(source, name, nbytes)
     except (FileNotFoundError, UnavailableError):
         return False
     return True

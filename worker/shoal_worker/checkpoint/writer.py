@@ -119,10 +119,10 @@ class CheckpointWriter:
 
 # ------------------------------------------------------------------------------- waiting for a disk
 #
-# Waiting for a disk within an operation. A disk may take longer than a collective may, and ranks
-# that wait in one for a rank that waits for its disk would consider it stuck. All ranks therefore
-# tell each other repeatedly whether they are done. Runs on the training threads; the first rank's
-# disk access is on a separate thread.
+# Waiting for a disk or an object storage within an operation. It may take longer than a collective
+# may, and ranks that wait in one for a rank that waits for its disk would consider it stuck. All
+# ranks therefore tell each other repeatedly whether they are done. Runs on the training threads;
+# the first rank's disk access is on a separate thread.
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ def in_company(
             lines.say(
                 "a checkpoint's files",
                 partial(
-                    "the disks of ranks {} of {} have not responded".format, busy, len(replies)
+                    "ranks {} of {} are still reading or writing them".format, busy, len(replies)
                 ),
             )
 
@@ -185,7 +185,7 @@ def on_first(
         if not working.done():
             raise DeadlineError(
                 f"the files were not read or written within {patience.total_seconds():g} s; is "
-                "the disk available?",
+                "the disk or the object storage available?",
                 reason="CHECKPOINT_SLOW",
             )
         return working.result()

@@ -108,7 +108,9 @@ class ParameterServerClient:
         member_id: str = "",
         fell_back: Callable[[Transport], None] = lambda transport: None,
     ) -> None:
-        """Args:
+        """Prepares the client; the first call opens a connection.
+
+        Args:
         settings: address of the server, and options for calling it.
         interceptors: interceptors of the calls, e.g. for metrics.
         transport: transport of tensors. With AUTO, an unavailable transport is skipped, logged

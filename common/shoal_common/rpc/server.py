@@ -122,19 +122,18 @@ class RpcServer:
         metrics_registry: CollectorRegistry,
         job: str | None = None,
     ) -> None:
-        """Args:
+        """Prepares a server for one service; `start` opens its port.
+
+        Args:
             settings: address and authentication.
             service_name: e.g. "shoal.v1.Coordinator".
             register: adds the servicer to the server.
             allowed_roles: full method name, e.g. "/shoal.v1.Coordinator/CreateJob" -> roles besides
-            ADMIN that may
-                call the method. It must contain exactly the methods of the service, so that none is
-                open or
-                closed by mistake.
+                ADMIN that may call the method. It must contain exactly the methods of the service,
+                so that none is open or closed by mistake.
             metrics_registry: registry for the metrics of calls.
             job: the only job of the service; tokens for other jobs are rejected. None: the service
-            is for many jobs,
-                and its handlers check `caller()`.
+                is for many jobs, and its handlers check `caller()`.
 
         Raises:
             ConfigurationError: `allowed_roles` does not match the methods of the service.

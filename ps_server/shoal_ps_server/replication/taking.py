@@ -76,7 +76,9 @@ class Receiver:
         layout_of: Callable[[int, bool], Awaitable[Layout]],
         agree: Callable[[Configuration], Awaitable[Configuration]],
     ) -> None:
-        """Args:
+        """Prepares a server to receive partitions.
+
+        Args:
         job_id: id of the job.
         shard, moves, membership, changes: state of the server.
         layout_of: returns the shard map of an epoch or a newer one; with True as second argument,

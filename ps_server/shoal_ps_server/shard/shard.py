@@ -119,7 +119,9 @@ class Shard:
         restored: Iterable[PartitionImage] = (),
         batches: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Args:
+        """Creates a shard, empty or from a snapshot.
+
+        Args:
         optimizer: settings of the job's optimizer; None if they are not configured yet.
         restored: partitions from a snapshot.
         batches: ranges of keys of finished batches, as in `Batches`.

@@ -104,7 +104,9 @@ class Supervision:
         tend: Callable[[], None],
         patience: timedelta,
     ) -> None:
-        """Args:
+        """Begins to supervise a run.
+
+        Args:
         launchers: launchers of the run, which is over when they have ended.
         servers: parameter servers, which end after the launchers.
         tend: function to call every half second.

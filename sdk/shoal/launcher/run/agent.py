@@ -102,7 +102,9 @@ class Agent:
         show: Show | None = None,
         recorder: RunRecorder | None = None,
     ) -> None:
-        """Args:
+        """Prepares the agent; `run` starts the workers.
+
+        Args:
         settings: settings of the run.
         site: coordinator of the run, and this launcher's place among others.
         pump: pump that writes the output.

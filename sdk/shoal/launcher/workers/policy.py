@@ -119,7 +119,9 @@ class RestartPolicy:
         fail_fast: bool = True,
         fail_on_stop: bool = False,
     ) -> None:
-        """Args:
+        """Begins a run with no restart so far.
+
+        Args:
         workers: number of processes.
         max_restarts: maximum number of restarts: in total for a plain script, per worker for
             elastic workers. None: 0, or ELASTIC_RESTARTS for elastic workers that did not raise an

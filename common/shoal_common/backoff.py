@@ -37,5 +37,5 @@ class Backoff:
         return max(own_s, failure.retry_after.total_seconds() * _CHANCE.uniform(1.0, 1.25))
 
     def reset(self) -> None:
-        """Starts again with the first delay. Call it after a successful attempt."""
+        """Resets the delay to its first value. Must be called after a successful attempt."""
         self._next_s = self._first_s

@@ -33,7 +33,8 @@ CALLER_FLAGS: Final[Mapping[str, str]] = {
     "--tls-key": "PEM private key of --tls-cert",
     "--token-file": "file that contains the bearer token of this program",
 }
-"""Flag -> help, for all programs that call a service. The variables are SHOAL_TLS_CA and so on."""
+"""Flag -> help text, for all programs that call a service. The environment variables are
+SHOAL_TLS_CA and so on."""
 
 _SERVICE_FLAGS: Final[Mapping[str, str]] = {
     "--tokens": "file with lines `role: token` or `role@job: token` for the accepted tokens "
@@ -100,13 +101,13 @@ class CallerSettings(_SecuritySettings):
     services."""
 
     token: SecretStr | None = None
-    """Bearer token; can be set only by the variable."""
+    """Bearer token; can be set only by its environment variable."""
 
     token_file: Path | None = None
     """File that contains the bearer token."""
 
     tls_ca: Path | None = None
-    """Certificate authorities (PEM) by which services are verified; None: no TLS."""
+    """Certificate authorities (PEM) that verify services; None: no TLS."""
 
     tls_cert: Path | None = None
     """Client certificate chain (PEM), for mutual TLS."""
@@ -157,8 +158,8 @@ class ServiceSettings(_SecuritySettings):
     """The private key (PEM) of `tls_cert`."""
 
     tls_client_ca: Path | None = None
-    """Certificate authorities (PEM) by which clients are verified, for mutual TLS; None: clients
-    need no certificate."""
+    """Certificate authorities (PEM) that verify clients, for mutual TLS; None: clients need no
+    certificate."""
 
     insecure: bool = False
     """True to allow a `listen` address that other machines can reach without TLS or without
@@ -190,8 +191,8 @@ class ServiceSettings(_SecuritySettings):
 
 
 def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
-    """Raises ConfigurationError if a variable has its name of an earlier release. Ignoring the
-    variable would disable TLS."""
+    """Raises ConfigurationError if a variable is set under a name from an earlier release. Ignoring
+    the variable would disable TLS."""
     for old, new in _RENAMED.items():
         if environment.get(f"{prefix}{old}"):
             raise ConfigurationError(
@@ -219,8 +220,8 @@ def add_service_flags(parser: argparse.ArgumentParser, *, calls: bool) -> None:
 
 
 def refuse_password(flag: str, url: str | None, remedy: str) -> None:
-    """Raises ConfigurationError if the URL given as `flag` contains a password. `remedy`: remedy
-    for the error."""
+    """Raises ConfigurationError if the URL given as `flag` contains a password. `remedy`: last part
+    of the error message."""
     if url is not None and _has_password(url):
         raise ConfigurationError(
             f"{flag}: every user of this machine can see a password on the command line; {remedy}",

@@ -5,18 +5,18 @@
     ├── InvalidRequestError (ValueError)     INVALID_ARGUMENT     a malformed request
     ├── UnknownResourceError (LookupError)   NOT_FOUND            no such job, member, partition
     ├── PreconditionError                    FAILED_PRECONDITION  not allowed in the current state
-    │   └── StaleGenerationError             FAILED_PRECONDITION  the caller's generation is over
+    │   └── StaleGenerationError             FAILED_PRECONDITION  the caller's generation has ended
     ├── LimitError                           RESOURCE_EXHAUSTED   larger than allowed
     ├── AuthenticationError                  UNAUTHENTICATED      no valid token or certificate
     ├── PermissionDeniedError                PERMISSION_DENIED    a valid token of the wrong role
     ├── UnavailableError                     UNAVAILABLE          temporarily impossible; try again
-    ├── DeadlineError (TimeoutError)         DEADLINE_EXCEEDED    a wait ran into its deadline
-    ├── MembershipChanged                    ABORTED              a collective's group is gone
+    ├── DeadlineError (TimeoutError)         DEADLINE_EXCEEDED    a wait exceeded its deadline
+    ├── MembershipChanged                    ABORTED              a collective's group has ended
     ├── CorruptDataError                     DATA_LOSS            a file or transfer is damaged
     └── InternalError                        INTERNAL             a bug in Shoal
 
 Every error has a `reason`: an UPPER_SNAKE name that is stable across releases and is sent as
-google.rpc.ErrorInfo. An error of an overloaded service also has a `retry_after`, which is sent as
+google.rpc.ErrorInfo. An error from an overloaded service also has a `retry_after`, sent as
 google.rpc.RetryInfo. The message is meant for users: it contains the value, the expectation and the
 remedy. docs/troubleshooting.md has an entry for each reason. The conversions (to_status,
 from_rpc_error) are in shoal_common.rpc.status. This module does not import gRPC, since every
@@ -37,8 +37,8 @@ class ShoalError(Exception):
     """Name of the corresponding gRPC status."""
     default_reason: ClassVar[str] = "UNKNOWN"
     failed_at: float | None = None
-    """Time of the failure (`time.time()`), set if the error is raised only later. Of several
-    related failures, the earliest is the cause."""
+    """Time of the failure (`time.time()`), set if the error is raised some time after it. Of
+    several related failures, the earliest is the cause."""
 
     retry_after: timedelta | None
     """Minimum time to wait before asking an overloaded service again; None: not specified."""
@@ -73,7 +73,7 @@ class UnknownResourceError(ShoalError, LookupError):
 
 
 class PreconditionError(ShoalError):
-    """The request is well formed but not allowed in the current state. Repeating it unchanged will
+    """The request is well formed but not allowed in the current state. Retrying it unchanged does
     not help."""
 
     code = "FAILED_PRECONDITION"
@@ -81,8 +81,7 @@ class PreconditionError(ShoalError):
 
 
 class StaleGenerationError(PreconditionError):
-    """The caller acts in a generation that has ended. It must rejoin or exit; retrying does not
-    help."""
+    """The caller's generation has ended. The caller must rejoin or exit; retrying does not help."""
 
     default_reason = "STALE_GENERATION"
 
@@ -109,21 +108,22 @@ class PermissionDeniedError(ShoalError):
 
 
 class UnavailableError(ShoalError):
-    """The service cannot answer now. The same call may be repeated."""
+    """The service is temporarily unavailable. The same call may be retried."""
 
     code = "UNAVAILABLE"
     default_reason = "UNAVAILABLE"
 
 
 class DeadlineError(ShoalError, TimeoutError):
-    """A wait reached its deadline. The message says what was awaited."""
+    """A wait exceeded its deadline. The message names what was awaited."""
 
     code = "DEADLINE_EXCEEDED"
     default_reason = "DEADLINE_EXCEEDED"
 
 
 class MembershipChanged(ShoalError):
-    """A collective ran on a process group whose membership has ended. A new group is needed."""
+    """A collective was called on a process group whose members have changed. A new group is
+    needed."""
 
     code = "ABORTED"
     default_reason = "MEMBERSHIP_CHANGED"

@@ -1,8 +1,8 @@
 """Exit statuses of workers and of `shoal run` with a special meaning (docs/exit-status.md). All
 other statuses come from the script.
 
-Workers and `shoal run` use the same statuses, so that launchers and batch systems can treat them
-alike.
+Workers and `shoal run` use the same statuses, so that launchers and batch systems can handle both
+in the same way.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ PUT_OUT: Final = 75
 continues the job.
 
 A worker exits with this status if the coordinator has evicted it (expired lease, broken stream,
-stalled step), or if its process group broke during user code. Its launcher then replaces it, as
-after a kill by a signal. `shoal run` exits with this status if the job is not finished and no
-worker is left on this machine.
+stalled step), or if its process group broke during user code. Its launcher then replaces it, as if
+a signal had killed it. `shoal run` exits with this status if the job is not finished and no worker
+is left on this machine.
 """
 
 PREEMPTED: Final = 143
 """SIGTERM arrived before the job was finished. The status is 128 + 15, as shells report a process
-that the signal has ended. It is never used for a finished job."""
+killed by this signal. It is never used for a finished job."""

@@ -3,7 +3,7 @@ make the process fail.
 
 `SHOAL_FAILPOINTS` contains `name@hit=action` entries, comma-separated: at the `hit`-th pass (from
 1) through the failpoint `name`, the process performs `action`. Actions are `kill` (SIGKILL to this
-process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `hang` (blocks this thread for ever;
+process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `hang` (blocks this thread forever;
 heartbeats continue), `lose` (raises MembershipChanged, as if a peer had been lost) and `raise`
 (raises RuntimeError). Without the variable a failpoint costs one look-up in a cache.
 
@@ -23,7 +23,7 @@ Workers:
                                 holder
     step.closed                 the commit all-reduce has returned, and this rank has not read the
                                 result
-    several_models.updated      one of several models is updated, but its step may still be lost
+    several_models.updated      one of several models is updated, but its step may still be aborted
     several_models.sealed       all models that step are updated or about to be, and this rank has
                                 not contributed to the commit all-reduce
     several_models.closed       the commit all-reduce has returned, and this rank has not read the
@@ -69,7 +69,7 @@ Parameter servers:
     snapshot.renamed            the snapshot has its final name, and the older journal still exists
     snapshot.spare_kept         the newest journal file that the snapshot replaces is kept as the
                                 spare; older files still exist
-    snapshot.journal_shortened  all journal files that the snapshot replaces are gone
+    snapshot.journal_shortened  all journal files that the snapshot replaces have been removed
     pull.halfway                values of a partition have been sent, and the pull continues
     recovery.begun              no record of the journal has been replayed
     recovery.record_made        a record of the journal has been replayed
@@ -149,7 +149,7 @@ def _wanted() -> dict[tuple[str, int], str]:
 
 _hits: Counter[str] = Counter()
 _counting: Final = threading.Lock()
-"""Lock for the counts, since several threads may reach a failpoint at once."""
+"""Lock for the counts, since several threads may reach a failpoint at the same time."""
 
 
 def failpoint(name: str) -> None:

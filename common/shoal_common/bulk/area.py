@@ -31,7 +31,7 @@ _SIZE_SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GR
 
 
 class SharedArea:
-    """One side's view of the pieces that a connection shares. It must be closed."""
+    """One side's view of a connection's shared pieces. It must be closed."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -98,7 +98,7 @@ class SharedArea:
         return self._view[start : start + nbytes]
 
     def freed(self) -> bool:
-        """Records that the other side has read the oldest piece. Returns False if no piece contains
+        """Frees the oldest piece, which the other side has read. Returns False if no piece contains
         data."""
         if not self.in_use:
             return False

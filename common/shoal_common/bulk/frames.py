@@ -1,8 +1,8 @@
-"""Framing of a bulk channel: which bytes are sent, in which order, and the size limits. Contains no
-I/O and is used by both ends.
+"""Framing of a bulk channel: the bytes sent, their order, and the size limits. Contains no I/O and
+is used by both ends.
 
 The client opens a connection with `greeting`: a magic number and the ticket that OpenData returned.
-From then on both sides send frames. A frame consists of a head of 8 bytes (kind, three zeros,
+From then on both sides send frames. A frame consists of a header of 8 bytes (kind, three zeros,
 length as a big-endian u32) and content that depends on the kind:
 
     READY      server   length: bytes of the connection's shared memory; 0: none. The memory's
@@ -12,7 +12,7 @@ length as a big-endian u32) and content that depends on the kind:
     PULL       client   a PullRequest
     PARTITION  both     starts a partition: a PushHeader or a PullHeader; the payload follows in
                         DATA frames
-    DATA       both     `length` bytes of payload: after the head or, with shared memory, at the
+    DATA       both     `length` bytes of payload: after the header or, with shared memory, at the
                         start of the next piece
     END        both     the upload, or the response to a pull, is complete; length 0
     RESULT     server   a PushResponse, after END
@@ -23,7 +23,7 @@ length as a big-endian u32) and content that depends on the kind:
                         written again; length 0
 
 A connection carries one stream (an upload or a pull) at a time. The sender uses the pieces of
-shared memory in turn. Any violation of these rules ends the connection.
+shared memory in turn. Any violation of these rules closes the connection.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _LARGEST: Final = {
 
 
 class Frame(NamedTuple):
-    """Head of a frame."""
+    """Header of a frame."""
 
     kind: Kind
     length: int
@@ -96,12 +96,12 @@ def ticket_of(greeted: bytes) -> bytes | None:
 
 
 def head(kind: Kind, length: int = 0) -> bytes:
-    """Encodes the head of a frame."""
+    """Encodes the header of a frame."""
     return _HEAD.pack(kind, _ZEROS, length)
 
 
 def parse_head(data: bytes | bytearray | memoryview) -> Frame:
-    """Parses the head of a frame. Raises InvalidRequestError / STREAM_MALFORMED if it is invalid,
+    """Parses the header of a frame. Raises InvalidRequestError / STREAM_MALFORMED if it is invalid,
     or if the length exceeds the limit for frames of this kind."""
     number, zeros, length = _HEAD.unpack(data)
     try:

@@ -13,8 +13,8 @@ class Transport(enum.StrEnum):
     """The fastest one available: shared memory on the same machine, otherwise TCP, otherwise
     gRPC."""
     MEMORY = "memory"
-    """Only shared memory."""
+    """Shared memory only."""
     TCP = "tcp"
-    """Only a separate TCP connection, with TLS if the RPCs use TLS."""
+    """A separate TCP connection only, with TLS if the RPCs use TLS."""
     GRPC = "grpc"
-    """Only the connection of the RPCs."""
+    """The RPCs' own connection only."""

@@ -1,10 +1,9 @@
 """Client end of the bulk channel: opens connections with tickets, and chooses for each push or pull
 between the bulk channel and gRPC.
 
-Sockets block, at most until the deadline of the stream. Payloads are sent from the caller's buffers
-and received directly into them; shared memory costs one copy on each side. After a stream that
-succeeded, or that the server refused, the connection is used again; after any other failure it is
-closed.
+Socket calls block, at most until the stream's deadline. Payloads are sent from the caller's buffers
+and received directly into them; shared memory costs one copy on each side. If a stream succeeds or
+the server refuses it, the connection is reused; after any other failure it is closed.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ from shoal_common.settings import parse_address
 _log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 3.0
-"""Maximum time in seconds for a connection, its TLS handshake and the server's first response. If a
-firewall blocks the port, a call occasionally takes this much longer."""
+"""Maximum time in seconds to connect, perform the TLS handshake and receive the server's first
+response. If a firewall blocks the port, a call occasionally takes this much longer."""
 _AGAIN_AFTER_S: Final = 60.0
 """Seconds after which an unavailable transport is tried again."""
 _MORE: Final = getattr(socket, "MSG_MORE", 0)
@@ -93,7 +92,7 @@ class OpenedConnection:
         until: float,
     ) -> OpenedConnection:
         """Connects, sends the ticket, and waits for the server's response. Raises OSError, or the
-        error with which the server refuses the connection.
+        error that the server sends if it refuses the connection.
 
         `until`: deadline, by the monotonic clock.
         """
@@ -176,7 +175,7 @@ class OpenedConnection:
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
         # between streams the server sends nothing, so the socket becomes readable only when the
-        # connection ends
+        # connection is closed
         return not ready.poll(0)
 
     def cut(self) -> None:
@@ -244,8 +243,8 @@ class OpenedConnection:
     def _send_partitions(
         self, partitions: Iterable[tuple[pb.PushHeader, memoryview]]
     ) -> bytes | None:
-        """Sends partitions. If the server sends an ERROR frame meanwhile, stops and returns the
-        frame's message."""
+        """Sends partitions. If the server sends an ERROR frame before all are sent, stops and
+        returns the frame's message."""
         for header, payload in partitions:
             message = header.SerializeToString()
             self._send(head(Kind.PARTITION, len(message)), message, more=True)
@@ -295,8 +294,8 @@ class OpenedConnection:
     # ---------------------------------------------------------------------------------------- bytes
 
     def _send_data(self, data: memoryview) -> bytes | None:
-        """Sends one DATA frame. If the server has sent an ERROR frame, returns that frame's message
-        and sends nothing."""
+        """Sends one DATA frame. If the server has already sent an ERROR frame, returns that frame's
+        message without sending."""
         while (frame := self._frame_that_came()) is not None or (
             self._area is not None and self._area.is_full
         ):
@@ -371,8 +370,8 @@ class OpenedConnection:
 
     @contextmanager
     def _allowed(self) -> Iterator[None]:
-        """Limits a socket call to the time that the stream has left. Converts its OSErrors to
-        _Lost, to distinguish them from OSErrors raised by the code that produces payloads."""
+        """Limits a socket call to the stream's remaining time. Converts its OSErrors to _Lost, to
+        distinguish them from OSErrors raised by the code that produces payloads."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise _Lost(TimeoutError())
@@ -394,8 +393,8 @@ class BulkChannel:
         transport: Transport,
         fell_back: Callable[[Transport], None],
     ) -> None:
-        """`fell_back`: called with a transport that has failed unexpectedly, if another one is used
-        in its place."""
+        """`fell_back`: called with each transport that has failed unexpectedly and was replaced by
+        a different one."""
         self._settings = settings
         self._open_data = open_data
         self._transport = transport
@@ -406,7 +405,7 @@ class BulkChannel:
         self._used: set[OpenedConnection] = set()
         self._closed = False
         self._lock = threading.Lock()
-        """Guards all of the above except the arguments of __init__."""
+        """Guards all attributes above except the arguments of __init__."""
 
     @contextmanager
     def connection(
@@ -495,7 +494,7 @@ class BulkChannel:
             raise _Unsuitable(str(error), expected=False) from error
         except ShoalError as error:
             if error.reason != "UNIMPLEMENTED":
-                raise  # the same error as that of a push or pull over gRPC
+                raise  # the same error as for a push or pull over gRPC
             raise _Unsuitable(
                 "the server does not support the bulk channel", expected=False
             ) from error
@@ -507,7 +506,7 @@ class BulkChannel:
             )
         except (OSError, ShoalError) as error:
             if time.monotonic() >= until:
-                # the caller's deadline has passed, which does not show whether the transport works
+                # the caller's deadline has passed, so it is unknown whether the transport works
                 raise DeadlineError(
                     f"bulk connection to {self._settings.address}: Deadline Exceeded"
                 ) from error
@@ -543,8 +542,8 @@ class BulkChannel:
 
 
 class _Unsuitable(Exception):
-    """Raised if a transport is unavailable. `expected`: True if this was to be expected, as for
-    shared memory if the server is on another machine."""
+    """Raised if a transport is unavailable. `expected`: True if this is normal, such as shared
+    memory with a server on a different machine."""
 
     def __init__(self, message: str, *, expected: bool) -> None:
         super().__init__(message)
@@ -552,7 +551,7 @@ class _Unsuitable(Exception):
 
 
 class _Lost(Exception):
-    """Raised if the connection breaks, or the deadline of the stream passes."""
+    """Raised if the connection breaks or the stream's deadline passes."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause) or type(cause).__name__)

@@ -47,7 +47,8 @@ class Caller:
         self._channel = channel(settings, interceptors=interceptors)
         self._made_at = time.monotonic()
         self.stub = stub(self._channel)
-        """The service's methods on the newest channel. Read this attribute anew for each call."""
+        """The service's methods on the newest channel. Must be read again for each call, because
+        the channel may change."""
         self._streams: weakref.WeakSet[ResponseStream[Any]] = weakref.WeakSet()
         """Open streams, possibly on earlier channels."""
         self._closed = False
@@ -85,13 +86,13 @@ class Caller:
         with self._lock:
             self._streams.add(stream)
             closed = self._closed
-        if closed:  # the client was closed between the start of the call and its registration
+        if closed:  # the client was closed before this call was registered
             call.cancel()
         return stream
 
     def find_obstacle(self) -> Obstacle | None:
-        """Tries to reach the server. Returns what prevents this; None if the server can be reached.
-        Blocks for some seconds at most."""
+        """Tries to reach the server. Returns why it cannot be reached; None if it can. Blocks for a
+        few seconds at most."""
         return find_obstacle(self._settings)
 
     def seconds(self, deadline: timedelta | None) -> float:
@@ -138,8 +139,8 @@ class Caller:
 
 
 class ResponseStream(Generic[ResponseT]):
-    """Responses of a streaming call. One thread iterates over them. `cancel()`, called on any
-    thread, ends the iteration without an error."""
+    """Responses of a streaming call. Must be iterated over by one thread. `cancel()` ends the
+    iteration without an error and may be called on any thread."""
 
     def __init__(self, call: Any, caller: Caller, method: str) -> None:
         self._call = call
@@ -161,10 +162,10 @@ class ResponseStream(Generic[ResponseT]):
             return response
 
     def end(self) -> None:
-        """Ends the call with an error: the iterating thread raises a ShoalError."""
+        """Aborts the call: the iterating thread raises a ShoalError."""
         self._call.cancel()
 
     def cancel(self) -> None:
-        """Ends the call; the iteration stops without an error. Idempotent."""
+        """Cancels the call: the iteration stops without an error. Idempotent."""
         self._cancelled = True
         self._call.cancel()

@@ -6,7 +6,8 @@ ShoalErrors: those documented for each RPC in the .proto, and UnavailableError o
 the coordinator cannot be reached. `deadline` replaces ChannelSettings.deadline. This module builds
 requests; the coordinator validates them.
 
-A caller that belongs to a run of a job sets `run`. All its requests then refer to that run.
+A caller that belongs to a run of a job sets `run`; all requests of this client then refer to that
+run.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class CoordinatorClient:
         """Run to which all requests refer; None: the newest run."""
 
     def find_obstacle(self) -> Obstacle | None:
-        """Tries to reach the coordinator. Returns what prevents this, to explain an
-        UnavailableError; None if the coordinator can be reached."""
+        """Tries to reach the coordinator, to explain an UnavailableError. Returns why it cannot be
+        reached; None if it can."""
         return self._caller.find_obstacle()
 
     # ----------------------------------------------------------------------------------------- jobs
@@ -52,14 +53,14 @@ class CoordinatorClient:
         follow: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.CreateJobResponse:
-        """Creates the job, joins its current run, or begins its next run. Raises UnavailableError
+        """Creates the job, joins its current run, or starts its next run. Raises UnavailableError
         with reason RUN_ENDING until all members of the previous run have left; retry then.
 
         Args:
             spec: specification of the job.
             number: number of the only run that the caller accepts; 0: any.
             resume: True to continue a run that has failed or was stopped.
-            follow: True for the launchers' own job, which follows the runs of another job;
+            follow: True for the launchers' auxiliary job, which follows the runs of the main job;
                 `self.run` is then the run to follow.
             deadline: maximum duration of the call.
         """
@@ -102,9 +103,9 @@ class CoordinatorClient:
         Args:
             job_id: id of the job.
             member_id: id of the process as a member.
-            key: key of the member, if it has one; an admin needs none.
+            key: the member's key, if it has one; an admin may omit it.
             exit_code: exit code of the process.
-            signal: signal that ended the process; 0 if there was none.
+            signal: number of the signal that killed the process; 0 if none did.
             failure: if not empty, the job fails for this reason.
             finished: True if the member's script finished.
             deadline: maximum duration of the call.
@@ -132,8 +133,8 @@ class CoordinatorClient:
         reason: str = "",
         deadline: timedelta | None = None,
     ) -> pb.ReportMachineResponse:
-        """Reports the condition of a machine. `host`: host name that its members report when they
-        join."""
+        """Reports the condition of a machine. `host`: host name that the machine's members report
+        when they join."""
         request = pb.ReportMachineRequest(
             job_id=job_id, host=host, condition=condition, reason=reason, run=self.run
         )
@@ -157,7 +158,7 @@ class CoordinatorClient:
     def drain_server(
         self, job_id: str, server_id: str, *, reason: str = "", deadline: timedelta | None = None
     ) -> pb.DrainServerResponse:
-        """Asks a parameter server to hand over its partitions and exit. Returns at once;
+        """Asks a parameter server to hand over its partitions and exit. Returns immediately;
         `ServerStatus.draining` is true until the server has exited."""
         request = pb.DrainServerRequest(
             job_id=job_id, server_id=server_id, reason=reason, run=self.run
@@ -182,8 +183,8 @@ class CoordinatorClient:
     def join_session(
         self, messages: Iterator[pb.MemberMessage]
     ) -> ResponseStream[pb.MemberDirective]:
-        """Opens a member's session. gRPC iterates over `messages` on a thread of its own; the
-        iterator may block, but must end when the stream has ended."""
+        """Opens a member's session. gRPC iterates over `messages` on its own thread; the iterator
+        may block, but must end when the stream has ended."""
         return self._caller.stream("JoinSession", messages, pb.MemberDirective, None)
 
     def get_ranks(
@@ -203,8 +204,8 @@ class CoordinatorClient:
     def server_session(
         self, messages: Iterator[pb.ServerMessage]
     ) -> ResponseStream[pb.ServerDirective]:
-        """Opens a parameter server's session. gRPC iterates over `messages` on a thread of its own;
-        the iterator may block, but must end when the stream has ended."""
+        """Opens a parameter server's session. gRPC iterates over `messages` on its own thread; the
+        iterator may block, but must end when the stream has ended."""
         return self._caller.stream("ServerSession", messages, pb.ServerDirective, None)
 
     # ----------------------------------------------------------------------------------------- data
@@ -243,7 +244,7 @@ class CoordinatorClient:
         batch_ms: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.LeaseBatchesResponse:
-        """Leases batches. gRPC does not retry this call. After an UnavailableError, repeat it with
+        """Leases batches. gRPC does not retry this call. After an UnavailableError, retry it with
         the same `sequence`; otherwise batches may stay leased to the caller without its
         knowledge."""
         request = pb.LeaseBatchesRequest(

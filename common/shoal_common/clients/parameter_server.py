@@ -8,8 +8,8 @@ client in a forked child. Every method raises ShoalErrors: those documented for 
 .proto, and UnavailableError or DeadlineError if the server cannot be reached. `deadline` replaces
 ChannelSettings.deadline.
 
-The caller must know which server has which partition. It repeats failed pushes, which is safe
-because pushes have sequence numbers.
+The caller must know which server has which partition, and must retry failed pushes itself. This is
+safe because pushes have sequence numbers.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ checksum in each header."""
 
 
 class _Stub:
-    """Methods of the service. Methods that carry tensors use Shoal's own serialization instead of
-    the generated one."""
+    """Methods of the service. Those that carry tensors use Shoal's own serialization instead of the
+    generated code."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._generated = ParameterServerStub(channel)
@@ -82,7 +82,7 @@ class _Stub:
             f"/{SERVICE}/ReadRows", request_serializer=pb.ReadRowsRequest.SerializeToString
         )
         # The reader decodes the chunks, so that it can identify a malformed one. If a deserializer
-        # failed, gRPC would report only that.
+        # failed, gRPC would not report why.
         self.pull = channel.unary_stream(
             f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString
         )
@@ -114,10 +114,10 @@ class ParameterServerClient:
         settings: address of the server, and options for calling it.
         interceptors: interceptors of the calls, e.g. for metrics.
         transport: transport of tensors. With AUTO, an unavailable transport is skipped, logged
-            once, and tried again after a minute. Any other value is the only transport allowed; if
-            it is unavailable, calls raise UnavailableError / TRANSPORT_UNAVAILABLE.
-        member_id: member on whose behalf most calls are made. Connections for other members are
-            opened when they are needed.
+            once, and tried again after a minute. With any other value, only that transport is used;
+            if it is unavailable, calls raise UnavailableError / TRANSPORT_UNAVAILABLE.
+        member_id: member that makes most of the calls. Connections for other members are opened
+            when they are needed.
         fell_back: called with each transport that fails unexpectedly.
         """
         keep_freed_memory()
@@ -152,8 +152,8 @@ class ParameterServerClient:
             return time.monotonic() - min(self._calls.values()) if self._calls else 0.0
 
     def answers(self, deadline: timedelta) -> bool:
-        """Returns whether the server responds to a health check within `deadline`, whatever the
-        response is. The health check does not count as a call in progress."""
+        """Returns whether the server responds to a health check within `deadline`, with any status.
+        The health check does not count as a call in progress."""
         try:
             self._caller.stub.health.Check(
                 health_pb2.HealthCheckRequest(), timeout=deadline.total_seconds()
@@ -252,7 +252,7 @@ class ParameterServerClient:
         *,
         deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RowsHeader:
-        """Reads one bucket of a sparse table as a file, which is passed to `write` piece by piece.
+        """Reads one bucket of a sparse table as a file, and passes it to `write` piece by piece.
         Returns the header, whose size and checksum have been verified.
 
         Raises CorruptDataError (PAYLOAD_TRUNCATED, CHECKSUM_MISMATCH) if the file is damaged.
@@ -356,8 +356,8 @@ class ParameterServerClient:
     def open_data(
         self, job_id: str, member_id: str = "", *, deadline: timedelta | None = None
     ) -> pb.OpenDataResponse:
-        """Requests a ticket for the bulk channel. `push`, `initialize` and `pull` do this by
-        themselves."""
+        """Requests a ticket for the bulk channel. `push`, `initialize` and `pull` do this
+        automatically."""
         request = pb.OpenDataRequest(job_id=job_id, member_id=member_id)
         return self._unary("OpenData", request, pb.OpenDataResponse, deadline)
 
@@ -399,8 +399,8 @@ class ParameterServerClient:
     def get_server(
         self, *, member_id: str = "", deadline: timedelta | None = None
     ) -> pb.GetServerResponse:
-        """Returns the server's state. With `member_id`, the state of each partition contains the
-        last sequence number of that member."""
+        """Returns the server's state. With `member_id`, the state of each partition contains that
+        member's last sequence number."""
         return self._unary(
             "GetServer", pb.GetServerRequest(member_id=member_id), pb.GetServerResponse, deadline
         )
@@ -424,8 +424,8 @@ class ParameterServerClient:
 
 
 class _Outgoing:
-    """Chunks of an upload, and the error that occurred while they were produced. gRPC reports only
-    that there was an error, not which one."""
+    """Chunks of an upload, and the error raised while they were produced, which gRPC itself does
+    not report."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions

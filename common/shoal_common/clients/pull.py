@@ -56,8 +56,8 @@ class PullReceiver:
         self._received += nbytes
 
     def finish(self) -> list[pb.PullHeader]:
-        """Returns all headers. Called at the end of the stream. Raises CorruptDataError if the last
-        partition is incomplete."""
+        """Returns all headers. Must be called at the end of the stream. Raises CorruptDataError if
+        the last partition is incomplete."""
         self._check_complete()
         return self._headers
 

@@ -1,12 +1,12 @@
-"""Detects that a backup has replaced an unresponsive parameter server, and ends the calls that wait
-for the old server.
+"""Detects that a backup has replaced an unresponsive parameter server, and aborts the calls that
+are waiting for the old server.
 
 A process that is stopped (SIGSTOP, a frozen virtual machine) keeps its connections open, so a call
 to it would last until its deadline of a minute or more. The coordinator is faster: it promotes the
 backup as soon as the server's lease has expired. A thread of this module watches calls that take
-long. Only while a server does not respond to a health check, the thread asks the coordinator. Once
-the shard map has another address for the server, it closes the client of the old one. The calls
-then fail and are repeated with the same sequence numbers at the new address.
+long. It asks the coordinator only while a server does not respond to a health check. Once the shard
+map has a different address for the server, it closes the client of the old one. The calls then fail
+and are retried with the same sequence numbers at the new address.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.25
 _LONG_S: Final = 1.0
-"""Duration in seconds after which a call may be waiting for a stopped server."""
+"""Duration of a call, in seconds, after which its server is checked."""
 _CHECK_EVERY_TICKS: Final = 4
 _CHECK_DEADLINE: Final = timedelta(seconds=0.5)
 
 
 class TakeoverWatch:
-    """Watches one process's clients of a job's parameter servers. Thread-safe."""
+    """Watches a process's clients of the job's parameter servers. Thread-safe."""
 
     def __init__(self, shard_map: Callable[[], pb.ShardMap | None]) -> None:
         """`shard_map`: asks the coordinator for the servers' addresses; returns None if they are
@@ -42,8 +42,7 @@ class TakeoverWatch:
         self._lock = threading.Lock()
         self._clients: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
         self._silent: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
-        """Clients whose servers did not respond to a health check and have completed no call
-        since."""
+        """Clients whose servers failed a health check and have not completed a call since."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -72,7 +71,7 @@ class TakeoverWatch:
             self._wake.wait(_TICK_S)
 
     def _open_clients(self) -> list[ParameterServerClient]:
-        """Returns the clients that are open. If there are none, the watch's thread ends; adding a
+        """Returns the open clients. If there are none, lets the watch's thread exit; adding a
         client starts a new one."""
         with self._lock:
             clients = [client for client in self._clients if not client.is_closed]

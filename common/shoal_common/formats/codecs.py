@@ -1,15 +1,14 @@
-"""Compressed gradients as bytes: the layout of each `shoal.v1.Codec`, which this module reads and
-writes with numpy.
+"""Compressed gradients as bytes: reads and writes the layout of each `shoal.v1.Codec` with numpy.
 
 Only this module defines the layouts. Parameter servers decode pushes with it, and clients without
 torch encode with it. The worker's compressors (shoal_worker.compression) write the same bytes from
-torch tensors, on the CPU or a device; their docstrings describe what a codec loses and how the loss
-is compensated.
+torch tensors, on the CPU or a device; their docstrings describe what a codec omits or rounds, and
+how the error is compensated.
 
 Every codec encodes float32 values. All numbers are little-endian. A payload is padded with zero
 bytes to a multiple of 4. n: number of values.
 
-    RAW       float32[n]                       (other dtypes if a header says so; this module does
+    RAW       float32[n]                       (a header may specify other dtypes; this module does
                                                not handle those)
     FLOAT16   float16[n]
     BFLOAT16  uint16[n]                        the upper halves of the float32s, rounded to nearest
@@ -35,10 +34,10 @@ becomes NaN or infinite too, with POWERSGD the rest of its piece. RANDOMK might 
 and therefore sends NaN for all values.
 
 Decoding writes into memory provided by the caller, so no payload can cause further allocations.
-Every machine decodes equal payloads to equal bits. This is necessary because a push is decoded
-again by a server that recovers, by the server's backup, and by the sender, which keeps what the
-codec has omitted. The products of POWERSGD are therefore added one by one: the rounding of a BLAS
-matrix product depends on the processor.
+Every machine decodes a payload to the same bits. This is necessary because a push is decoded again
+by a server that recovers, by the server's backup, and by the sender, which keeps what the codec has
+omitted. The products of POWERSGD are therefore added one at a time: the rounding of a BLAS matrix
+product depends on the processor.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ POWERSGD: Final[int] = pb.CODEC_POWERSGD
 
 FOR_VALUES: Final = (FLOAT16, BFLOAT16, INT8)
 """Codecs allowed in pulls. Their error in each value is proportional to that value or to the
-largest value of its block. The other codecs omit values; in pushes, later pushes make up for that,
-but pulls could not."""
+largest value of its block. The other codecs omit values. Later pushes make up for omissions in a
+push; pulls have no such correction."""
 INT8_BLOCK: Final = 256
 INT8_LARGEST: Final = 127
 SIGN_BLOCK: Final = 1024
@@ -75,7 +74,7 @@ TOPK_BLOCK: Final = 65536
 RANDOMK_HEADER_BYTES: Final = 16
 POWERSGD_LARGEST_RANK: Final = 64
 """Maximum rank of a piece. Decoding makes this many passes over a piece, and a server does nothing
-else meanwhile."""
+else while it decodes."""
 _TILE: Final = 1 << 16
 """Number of values processed at a time, so that they stay in the processor's cache."""
 
@@ -90,15 +89,15 @@ _NAN_BFLOAT16: Final = 0x7FC0
 
 
 def blocks(length: int, block: int) -> int:
-    """Returns the number of blocks into which `length` values are divided. `block`: number of
-    values per block."""
+    """Returns the number of blocks needed for `length` values. `block`: number of values per
+    block."""
     return -(-length // block)
 
 
 def piece_shape(*, offset: int, length: int, row: int) -> tuple[int, int]:
     """Returns the number of rows and columns of a range of elements of a flattened tensor. A range
-    that splits a row counts as one row. So does any range of a vector, since factoring it would
-    gain nothing.
+    that splits a row counts as one row. A range of a vector also counts as one row, since factoring
+    it would gain nothing.
 
     `row`: number of elements per index of the tensor's first dimension.
     """
@@ -114,7 +113,7 @@ def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
     `kept`: k, for TOPK and RANDOMK.
 
     Raises:
-        InvalidRequestError (CODEC_UNSUPPORTED): not one of the codecs above, or POWERSGD.
+        InvalidRequestError (CODEC_UNSUPPORTED): `codec` is unknown or POWERSGD.
     """
     sizes: dict[int, int] = {
         RAW: 4 * length,
@@ -153,8 +152,8 @@ def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED; PAYLOAD_SIZE_MISMATCH if the payload does not match
             `out`'s length; PAYLOAD_INVALID for indices outside of the tensor, duplicate indices,
-            and ranks that a piece cannot have. Transports protect payloads with a checksum, so the
-            sender has made such errors.
+            and ranks that a piece cannot have. Transports protect payloads with a checksum, so such
+            errors were made by the sender.
     """
     if out.dtype != np.float32 or out.ndim != 1 or not out.flags.c_contiguous:
         raise ConfigurationError(

@@ -122,8 +122,7 @@ class DeadlineError(ShoalError, TimeoutError):
 
 
 class MembershipChanged(ShoalError):
-    """A collective was called on a process group whose members have changed. A new group is
-    needed."""
+    """The members of a collective's process group have changed. A new group is needed."""
 
     code = "ABORTED"
     default_reason = "MEMBERSHIP_CHANGED"

@@ -15,7 +15,7 @@ Workers:
                                 gathered those of the other ranks
     whole_batch.before_headers  this rank has its rows, but the other ranks do not know how many
     whole_batch.before_rows     every rank knows how many rows each rank has, but has only its own
-    reduction.under_way         this rank has started to sum some of the step's gradients, and has
+    reduction.under_way         this rank has started some of the step's all-reduces, and has
                                 waited for none
     reduction.completed         the step's gradients are summed, but the step is not prepared on
                                 this rank
@@ -83,7 +83,7 @@ Parameter servers:
     backup.copied               the copy is on the backup's disk, and the primary was not notified
     backup.record_made          a backup has written and applied a change, and the primary was not
                                 notified
-    backup.promoted             a backup was made the primary, and serves nobody yet
+    backup.promoted             a backup was made the primary, and has not served a call yet
     move.frozen                 partitions that are to move to another server are frozen, and
                                 nothing of them was sent
     move.taken                  the receiver has all partitions on disk, and the giver was not
@@ -92,13 +92,13 @@ Parameter servers:
                                 coordinator was not notified
     move.reported               the giver has queued its report to the coordinator
     move.activated              the receiver serves the partitions according to a shard map that is
-                                on its disk, and has answered nobody yet
+                                on its disk, and has not answered a call yet
     move.dropped                the giver has dropped the partitions
 
 Coordinator:
 
     decision.before_write       a change is about to be written to Redis
-    decision.written            the change is in Redis, and nobody was notified
+    decision.written            the change is in Redis, and no member was notified
 """
 
 from __future__ import annotations

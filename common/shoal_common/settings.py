@@ -1,5 +1,5 @@
-"""Parses durations, addresses and environment variables that users have written. Each mistake
-raises one clear ConfigurationError.
+"""Parses durations, addresses and environment variables written by users. Each mistake raises one
+clear ConfigurationError.
 
 Only a service's settings module reads the environment, through ShoalSettings; all other code
 receives values. This module is independent of the services and their defaults.
@@ -148,8 +148,8 @@ class ShoalSettings(BaseSettings):
 
     @classmethod
     def load(cls, **given: Any) -> Self:
-        """Loads the settings. `given`: values of flags, which override the environment; None: the
-        flag was not given."""
+        """Loads the settings. `given`: values of flags, which override the environment; None for a
+        flag that was not given."""
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:

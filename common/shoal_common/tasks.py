@@ -13,11 +13,11 @@ _AGAIN_S: Final = 0.2
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancels tasks until all have ended. Their results, including errors, are left to the code
-    that awaits them.
+    """Cancels tasks until all have ended. The code that awaits the tasks must handle their results
+    and errors.
 
-    A single cancellation may be lost if it coincides with the end of the operation that the task
-    awaits. Python 3.11's asyncio.wait_for loses it (python/cpython issue 86296), and redis-py sends
+    A single cancellation may be lost if the operation that the task awaits completes at the same
+    time. Python 3.11's asyncio.wait_for loses it (python/cpython issue 86296), and redis-py sends
     every command through asyncio.wait_for.
     """
     pending = set(tasks)

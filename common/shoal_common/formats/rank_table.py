@@ -1,9 +1,8 @@
-"""Rank table of a generation, as coordinator and members know it: its digest, and the changes from
-one table to the next.
+"""Rank table of a generation: its digest, and the changes from one table to the next.
 
 Members of a generation of thousands of ranks receive only the changes since the previous
-generation, and a digest of the full table. Only this module defines what the digest covers and what
-a change means; the coordinator decides which members receive a change.
+generation, and a digest of the full table. This module defines the digest's input and the format of
+a change; the coordinator decides which members receive a change.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from shoal_common.errors import CorruptDataError
 T = TypeVar("T")
 
 MOST_SENT_WHOLE: Final = 64
-"""Maximum world size at which the full table is always sent. Such a table has a few kilobytes, and
-members need not request it."""
+"""Maximum world size at which the full table is always sent. Such a table takes a few kilobytes, so
+that members need not request it."""
 DIGEST_BYTES: Final = 16
 
 
@@ -68,8 +67,8 @@ def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int
 
 
 def runs(ranks: Iterable[int]) -> list[int]:
-    """Encodes ascending ranks as runs of consecutive ranks: first rank and length of each run,
-    alternately."""
+    """Encodes ascending ranks as ranges of consecutive ranks: [first rank, length, first rank,
+    length, ...]."""
     found: list[int] = []
     for rank in ranks:
         if found and rank == found[-2] + found[-1]:

@@ -1,8 +1,8 @@
 """Identity of a job's run as text. Launchers pass it to their workers, and parameter servers store
 it in their data directories.
 
-This module does not import protobuf, which code that reads files and environments does not need.
-The gRPC code creates the messages.
+This module does not import protobuf, because code that only reads files and environment variables
+does not need it. The gRPC code creates the messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from shoal_common.errors import ConfigurationError
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Identity of a run: its number in the job, and its start time. The start time distinguishes it
-    from an earlier run with the same number, which exists if the coordinator has lost its data."""
+    from an earlier run with the same number, which can exist if the coordinator has lost its
+    data."""
 
     number: int
     began_unix_ms: int = 0
@@ -24,7 +25,7 @@ class Run:
 
     @classmethod
     def parse(cls, text: str, *, what: str) -> Run:
-        """Parses the result of `str(run)`. `what`: where the text is from, used in errors. Raises
+        """Parses the result of `str(run)`. `what`: source of the text, used in errors. Raises
         ConfigurationError."""
         found = re.fullmatch(r"([1-9]\d{0,8}):(\d{1,18})", text, re.ASCII)
         if found is None:

@@ -2,10 +2,10 @@
 are exact even if the worker is killed.
 
 The worker maps the file into its memory and writes a few numbers at each commit, without a system
-call; the kernel keeps them if the process receives SIGKILL. The file has two slots with checksums.
-Each commit overwrites the older slot, so that one slot is always complete. A *span* is a period in
-which the worker committed step after step in one generation; training may have paused between two
-spans. Times are from `time.monotonic_ns`, a clock that all processes of a machine share.
+call. They survive a SIGKILL, because the kernel owns the mapped pages. The file has two slots with
+checksums. Each commit overwrites the older slot, so that one slot is always complete. A *span* is a
+period of consecutive commits in one generation; training may have paused between two spans. Times
+are from `time.monotonic_ns`, a clock that all processes of a machine share.
 
 The coordinator gets progress reports separately (`shoal.v1.Progress`); this file is only for the
 launcher on the same machine.
@@ -41,7 +41,7 @@ _KNOWN: Final = struct.Struct("<Qqq")
 _KNOWN_AT: Final = _RING_AT + MOST_SPANS * _SPAN.size
 _MOST_KNOWN: Final = 256
 MOST_METRICS: Final = 16
-"""Maximum number of reported numbers in a tally, in addition to the loss."""
+"""Maximum number of reported metrics in a tally, in addition to the loss."""
 _METRIC: Final = struct.Struct("<256sd")
 _METRICS_AT: Final = _KNOWN_AT + _MOST_KNOWN * _KNOWN.size
 _STRATEGY_AT: Final = _METRICS_AT + MOST_METRICS * _METRIC.size
@@ -70,33 +70,34 @@ class Counts(NamedTuple):
     commits: int = 0
     """Number of commits of this process."""
     samples: int = 0
-    """Samples of the run's committed steps; 0 if the script distributes its samples itself."""
+    """Number of samples in the run's committed steps; 0 if the script distributes its samples
+    itself."""
     samples_before: int = 0
-    """Value of `samples` before this process's first commit. It is above 0 in a joiner and in a
-    resumed run."""
+    """Value of `samples` before this process's first commit; above 0 in a joiner and in a resumed
+    run."""
     steps_before: int = 0
     """Number of steps of the run before this process's first commit."""
     steps_in_all: int = 0
-    """Total number of steps of the run, as its loop over epochs determines; 0 if unknown."""
+    """Total number of steps of the run, as computed from its loop over epochs; 0 if unknown."""
     epoch: int = 0
     lost_steps: int = 0
     """Number of steps that were aborted in this process because of a fault."""
     losses: int = 0
-    """Number of losses added up in `loss_sum`."""
+    """Number of losses in `loss_sum`."""
     loss_sum: float = 0.0
     """Sum of the finite losses that were reported."""
     loss: float = math.nan
-    """Loss reported last; NaN if none was."""
+    """Last reported loss; NaN if there is none."""
     asynchronous: bool = False
-    """True if each worker makes steps of its own (async_sgd), so that the run's steps and samples
-    are the sum over the workers."""
+    """True if each worker takes its own steps (async_sgd), so that the run's steps and samples are
+    sums over the workers."""
     batch: int = 0
-    """Key of the batch whose push was committed last; 0 if pushes have no batch."""
+    """Key of the last batch whose push was committed; 0 if pushes do not belong to batches."""
     unpushed_steps: int = 0
-    """Number of inner steps since the last push. They are included in `commits`, but the servers do
-    not have them yet."""
+    """Number of inner steps since the last push. They are included in `commits`, although the
+    servers have not received them."""
     unpushed_samples: int = 0
-    """Samples of the `unpushed_steps`."""
+    """Number of samples in the `unpushed_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +110,13 @@ class Tally:
     spans_before: int
     """Number of earlier spans."""
     in_doubt: int = 0
-    """Key of a batch whose push has begun and is not counted as a commit yet; 0 if there is none.
-    If the worker dies, the push may have reached the servers."""
+    """Key of a batch whose push has started but is not yet counted as a commit; 0 if there is none.
+    If the worker dies, the push may or may not have reached the servers."""
     known: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Key -> steps and samples of batches that another worker had already pushed. These are not
-    among the commits: the other worker has counted them, or has them `in_doubt`."""
+    """Key -> steps and samples of batches that a different worker had already pushed. They are not
+    counted as commits here: the other worker has counted them, or has them `in_doubt`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Last value of each number that the script reports in addition to the loss, by name;
+    """Last value of each metric that the script reports in addition to the loss, by name;
     finite."""
     strategy: str = ""
     """Name of the worker's strategy."""
@@ -158,11 +159,11 @@ class TallyWriter:
         self._known = 0
 
     def pushing(self, batch: int) -> None:
-        """Records that a push has begun. `batch`: key of the batch; 0: no push is in progress."""
+        """Records that a push has started. `batch`: key of the batch; 0: no push is in progress."""
         struct.pack_into("<Q", self._memory, _PUSHING_AT, batch)
 
     def known(self, batch: int, steps: int, samples: int) -> None:
-        """Records that another worker had already pushed a batch, or a round of `steps` steps.
+        """Records that a different worker had already pushed a batch, or a round of `steps` steps.
         `batch`: key of the batch or round."""
         self.pushing(0)
         _KNOWN.pack_into(
@@ -192,14 +193,15 @@ class TallyWriter:
         self.recount(counts)
 
     def metrics(self, values: Iterable[tuple[str, float]]) -> None:
-        """Overwrites the reported numbers. `values`: at most `MOST_METRICS` names and values, in an
+        """Overwrites the reported metrics. `values`: at most `MOST_METRICS` names and values, in an
         order that never changes; new names are added at the end."""
         for place, (name, value) in enumerate(values):
             encoded = name.encode()[:256]
             _METRIC.pack_into(self._memory, _METRICS_AT + place * _METRIC.size, encoded, value)
 
     def strategy(self, name: str) -> None:
-        """Records the name of the worker's strategy. Called once, before the first commit."""
+        """Records the name of the worker's strategy. Must be called once, before the first
+        commit."""
         encoded = name.encode()[:_STRATEGY_BYTES]
         self._memory[_STRATEGY_AT : _STRATEGY_AT + len(encoded)] = encoded
 

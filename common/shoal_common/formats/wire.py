@@ -2,9 +2,9 @@
 protobuf makes of their payload.
 
 A generated class copies a `bytes` field when it is set, serialized, parsed and read. Here protobuf
-handles only the header, and the payload stays a memoryview: encoding copies once (gRPC sends only
-`bytes`), decoding never. Clients with generated classes exchange the same bytes: encodings that are
-valid but unusual (unknown fields, another order) are left to protobuf itself.
+handles only the header, and the payload stays a memoryview: encoding copies it once (gRPC sends
+only `bytes`), decoding never. The format is compatible with the generated classes: encodings that
+are valid but unusual (unknown fields, a different order) are left to protobuf itself.
 
 The functions are serializers and deserializers for gRPC: they convert `(header or None, payload)`
 to `bytes` and back. The module needs only numpy; bfloat16, which numpy lacks, is represented as
@@ -41,7 +41,7 @@ HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader, pb.R
 
 @dataclass(frozen=True)
 class DtypeInfo:
-    """One element type in its different representations."""
+    """An element type's protocol number, name and numpy dtype."""
 
     dtype: int
     """Value of shoal.v1.Dtype."""
@@ -72,8 +72,8 @@ _BY_NAME: Final = {info.name: info for info in DTYPES.values()}
 
 
 def dtype_info(dtype: int | str) -> DtypeInfo:
-    """Returns the properties of a shoal.v1.Dtype, which is given by its number or its name
-    ("bfloat16"). Raises InvalidRequestError / DTYPE_UNSUPPORTED for an unknown type."""
+    """Returns the properties of a shoal.v1.Dtype, given its number or its name ("bfloat16"). Raises
+    InvalidRequestError / DTYPE_UNSUPPORTED for an unknown type."""
     info = _BY_NAME.get(dtype) if isinstance(dtype, str) else DTYPES.get(dtype)
     if info is None:
         raise InvalidRequestError(
@@ -99,7 +99,7 @@ def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
 def framed(
     header: HeaderT, payload: memoryview, size: int = CHUNK_BYTES
 ) -> Iterator[tuple[HeaderT | None, memoryview]]:
-    """Yields the chunks in which one partition is sent. The first one has the header."""
+    """Yields the chunks of one partition, to be sent in order. The first chunk has the header."""
     opening: HeaderT | None = header
     for piece in chunks(payload, size):
         yield opening, piece

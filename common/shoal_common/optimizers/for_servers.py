@@ -1,9 +1,9 @@
 """Declarations of the optimizers that parameter servers support, by name.
 
-With a declaration, a worker extracts the settings of a user's torch optimizer, and a server creates
-an optimizer from them. Hyperparameters are sent as numbers by name; a pair in torch (`betas`)
-becomes two names, a switch becomes 0 or 1. This module does not import torch: classes are given by
-name and imported when they are used.
+A worker uses a declaration to extract the settings of a user's torch optimizer; a server uses it to
+create an optimizer from these settings. Hyperparameters are sent as numbers by name; a pair in
+torch (`betas`) becomes two names, and a bool becomes 0 or 1. This module does not import torch:
+classes are given by name and imported when they are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Unit(enum.Enum):
     """Granularity at which an optimizer updates values."""
 
     ELEMENT = "element"
-    """Every element is updated by itself, so that adjacent tensors can be merged."""
+    """Each element is updated independently, so adjacent tensors can be merged."""
     ROW = "row"
     """The elements at one index of a tensor's first dimension are updated together; the state has
     one number per such row. Rows must not be split."""
@@ -44,12 +44,12 @@ class OptimizerDeclaration:
     unit: Unit = Unit.ELEMENT
     """Granularity of the update, which determines how a tensor may be split."""
     defaults: Hyperparameters
-    """Default value of each hyperparameter, which is torch's."""
+    """Default value of each hyperparameter, the same as in torch."""
     switches: frozenset[str] = frozenset()
     """Hyperparameters that are 0 or 1."""
     structural: frozenset[str] = frozenset()
     """Hyperparameters that determine which state the optimizer keeps. They cannot change once the
-    optimizer runs."""
+    optimizer has started."""
     below_one: frozenset[str] = frozenset()
     """Hyperparameters that must lie in [0, 1)."""
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -57,31 +57,32 @@ class OptimizerDeclaration:
     state: frozenset[str]
     """Names of the state tensors that the optimizer may keep for a parameter."""
     state_tensors: Callable[[Hyperparameters], int]
-    """Returns how many state tensors there are with the given hyperparameters. Each is as large as
-    the parameter, or has one number per row."""
+    """Returns the number of state tensors with the given hyperparameters. Each has the parameter's
+    size, or one number per row."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a torch parameter group that must have the given value."""
     fused_from_bytes: int | None = None
-    """Number of bytes of values from which on torch's fused implementation is used; None: never."""
+    """Minimum size of the values, in bytes, for torch's fused implementation; None: it is never
+    used."""
     not_for: frozenset[str] = frozenset()
     """Dtypes for which the optimizer produces NaN, by numpy's names."""
     always_tried: Callable[[Hyperparameters], bool] = lambda values: False
-    """Returns whether a valid update may produce NaN with these hyperparameters. Each update is
-    then first tried on a copy."""
+    """Returns whether a valid update may produce NaN with these hyperparameters. If so, each update
+    is first tried on a copy."""
     growth: Callable[[Hyperparameters], float] = lambda values: 1.0
     """Returns the largest factor by which one update may multiply the norm of a parameter, with
     these hyperparameters; 1 if an update only adds the gradient times the learning rate."""
     contradiction: Callable[[Hyperparameters], str] = lambda values: ""
-    """Returns the problem of values that are valid one by one but not together; empty if there is
-    none."""
+    """Returns why values that are valid individually are invalid in combination; empty if they are
+    valid."""
 
     def optimizer_class(self) -> Any:
         """Imports torch and returns the class that computes the update."""
         return getattr(import_module(self.module), self.torch_class)
 
     def cuts_rows(self, *, row: int, offset: int, length: int) -> bool:
-        """Returns whether a piece of a tensor has an incomplete row although this optimizer needs
-        complete rows.
+        """Returns whether a piece of a tensor would contain an incomplete row although this
+        optimizer needs complete rows.
 
         `row`: number of elements per row. `offset`, `length`: position and size of the piece, in
         elements.
@@ -128,8 +129,8 @@ def _so_many_gradients(values: Hyperparameters) -> str:
 
 
 _EPS_VANISHES: Final = frozenset({"float16"})
-"""Dtypes in which the usual eps of Adagrad and RMSprop is rounded to zero, so that torch computes 0
-/ 0 for a gradient of zero."""
+"""Dtypes that round the usual eps of Adagrad and RMSprop to zero, so that torch computes 0 / 0 for
+a gradient of zero."""
 
 
 def _moments(values: Hyperparameters) -> int:
@@ -333,8 +334,8 @@ TABLE_OPTIMIZERS: Final = {
     **{name: SERVER_OPTIMIZERS[name] for name in ("sgd", "adagrad", "rowwise_adagrad")},
     SPARSE_ADAM.name: SPARSE_ADAM,
 }
-"""Optimizers for the rows of sparse tables: those of torch that accept sparse gradients, and
-Shoal's row-wise ones."""
+"""Optimizers for the rows of sparse tables: torch's optimizers for sparse gradients, and Shoal's
+row-wise ones."""
 
 
 def in_words() -> str:

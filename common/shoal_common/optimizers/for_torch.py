@@ -6,7 +6,7 @@ therefore correct only for tensors that are not split (in a single process, or u
 replicate the model); strategies that split tensors refuse them.
 
 Values and state of 16-bit types are computed in float32 and rounded once. Norms do not depend on
-the number of threads, so that a parameter server that recovers on another machine computes the same
+the number of threads, so a parameter server that recovers on a different machine computes the same
 bits (`torch.linalg.vector_norm` guarantees this, `sum` does not).
 """
 
@@ -65,13 +65,13 @@ class _OwnOptimizer(torch.optim.Optimizer):
         gradients: list[torch.Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        """Updates parameters of one device and dtype. `gradients`: directions of descent in the
-        dtype used for computation; they must not be modified."""
+        """Updates parameters that share a device and a dtype. `gradients`: gradients to descend
+        along (negated if `maximize` is set), in the dtype used for computation; read-only."""
         raise NotImplementedError
 
 
 class LAMB(_OwnOptimizer):
-    """Adam whose step for each tensor is scaled to the learning rate times the norm of the tensor.
+    """Adam, with each tensor's step scaled to the learning rate times the norm of the tensor.
 
     Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
     minutes", ICLR 2020, with its bias correction and phi(z) = z: with r = m' / (sqrt(v') + eps) and
@@ -92,8 +92,8 @@ class LAMB(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """The arguments are those of `torch.optim.Adam`. `maximize`: True to ascend instead of
-        descend.
+        """The arguments have the same meaning as in `torch.optim.Adam`. `maximize`: True to ascend
+        instead of descend.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -178,8 +178,8 @@ class RowWiseAdagrad(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """The arguments are those of `torch.optim.Adagrad`. `maximize`: True to ascend instead of
-        descend.
+        """The arguments have the same meaning as in `torch.optim.Adagrad`. `maximize`: True to
+        ascend instead of descend.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -252,11 +252,11 @@ class DelayedNesterov(_OwnOptimizer):
     gradients the momentum, m' = momentum * m + their mean, moves the values by `lr * momentum *
     m'`.
 
-    With `every` = the number of workers, that many gradients in any order amount to one step of
-    `torch.optim.SGD` with `nesterov=True` and their mean; with 1 each gradient does. If
-    `weight_decay` is not 0, g includes `weight_decay * w`.
+    `every` gradients, in any order, amount to one step of `torch.optim.SGD` with `nesterov=True`
+    and their mean; usually `every` is the number of workers. With `every=1`, each gradient is such
+    a step. If `weight_decay` is not 0, g includes `weight_decay * w`.
 
-    State per tensor: two tensors of its shape and type (`momentum_buffer`, `gradient_sum`), and
+    State per tensor: two tensors of its shape and dtype (`momentum_buffer`, `gradient_sum`), and
     `step`, the number of gradients since the last momentum step.
     """
 
@@ -270,8 +270,8 @@ class DelayedNesterov(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """The arguments are those of `torch.optim.SGD`. `every`: number of gradients per momentum
-        step, >= 1.
+        """The arguments have the same meaning as in `torch.optim.SGD`. `every`: number of gradients
+        per momentum step, >= 1.
 
         Raises:
             ConfigurationError: an invalid value.

@@ -3,8 +3,8 @@
 `connect` and `connect_async` return once the server has responded to a PING. Otherwise they raise
 one ShoalError with the server's address (without its password) and the remedy. Replies are bytes,
 because Shoal stores protobuf in Redis. This module does not start servers (embedded.py does) and
-defines no keys. redis-py's clients are thread-safe; the asynchronous client belongs to the loop
-that created it.
+defines no keys. redis-py's synchronous clients are thread-safe; an asynchronous client belongs to
+the loop that created it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RedisSettings:
     BLPOP) block without limit."""
 
     retries: int = 3
-    """Number of times that a command is repeated if its connection breaks. Commands must be
-    idempotent, or this must be 0."""
+    """Number of retries of a command if its connection breaks. Commands must be idempotent, or this
+    must be 0."""
 
     def __post_init__(self) -> None:
         scheme = _split(self.url).scheme
@@ -111,9 +111,8 @@ async def connect_async(
 
 
 def with_authority(url: str, authority: Path | None) -> str:
-    """Adds a certificate authority to a rediss:// URL, by which the server is verified. Returns
-    other URLs unchanged. None: the authority in the URL or the system's authorities remain in
-    use."""
+    """Adds a certificate authority that verifies the server to a rediss:// URL. Returns other URLs
+    unchanged. None: the authority in the URL or the system's authorities remain in use."""
     parts = _split(url)
     if authority is None or parts.scheme != "rediss" or "ssl_ca_certs=" in parts.query:
         return url
@@ -135,7 +134,7 @@ def _split(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError as error:
-        # The URL is not repeated, since it may contain an unrecognized password.
+        # The message omits the URL, since it may contain an unrecognized password.
         raise ConfigurationError(
             f"cannot parse the Redis URL: {error}; expected redis://HOST:PORT"
         ) from error

@@ -9,8 +9,8 @@ password: anyone with a shell on the machine can reach it. With a HOST it requir
 password, which is part of its URL. It does not support TLS.
 
 The server dies with the process that started it (PR_SET_PDEATHSIG). The kernel ties that signal to
-the *thread* that started the server, so each server is started by a thread of its own, which then
-waits for it. Apart from that thread's two notifications (started, ended), all state belongs to the
+the *thread* that started the server, so each server is started by its own thread, which then waits
+for it. Apart from that thread's two notifications (started, ended), all state belongs to the
 caller's thread.
 """
 
@@ -48,9 +48,9 @@ _STOP_DEADLINE_S: Final = 10.0
 _PORT_ATTEMPTS: Final = 5
 _LOOPBACK: Final = "127.0.0.1"
 _LEAST_ROOM: Final = 1 << 16
-"""Minimum number of free bytes on the disk with the server's data."""
+"""Minimum free space, in bytes, on the disk with the server's data."""
 _ACCESS: Final = "access.conf"
-"""Name of the file from which the server reads its password. As an argument, the password would be
+"""Name of the file with the server's password. As a command-line argument, the password would be
 visible to everyone on the machine."""
 
 
@@ -61,11 +61,11 @@ class EmbeddedRedis:
         directory: directory that keeps the data across restarts, for one server at a time; None: a
             temporary directory that `close()` deletes.
         port: port to listen on; 0: a free port chosen by the operating system.
-        host: name or address of this machine at which other machines can reach the server. With a
-            loopback address, only this machine can.
+        host: name or address of this machine, for other machines to reach the server. With a
+            loopback address, only this machine can reach it.
 
     Raises:
-        UnavailableError: there is no server program, or it does not start.
+        UnavailableError: no server program was found, or it does not start.
         ConfigurationError: the directory is unusable or in use, or `host` was not found.
         DeadlineError: the server did not respond within 20 s.
     """
@@ -107,7 +107,7 @@ class EmbeddedRedis:
     @classmethod
     def from_url(cls, url: str, *, port: int = 0) -> EmbeddedRedis:
         """Starts a server for `embedded://` (temporary data) or `embedded:///absolute/directory`.
-        In both forms, the name or address of this machine may follow the two slashes."""
+        In both forms, a name or address of this machine may follow the two slashes."""
         expected = (
             "expected embedded:// or embedded:///ABSOLUTE/DIRECTORY, or with a host "
             "embedded://HOST or embedded://HOST/ABSOLUTE/DIRECTORY"
@@ -150,12 +150,12 @@ class EmbeddedRedis:
         return not self._closed and not self._child.ended.is_set()
 
     def last_words(self) -> str:
-        """Returns the last lines of the server's log, joined to one line."""
+        """Returns the last lines of the server's log, joined into one line."""
         return self._child.log_tail()
 
     def close(self) -> None:
-        """Stops the server, first with SIGINT, and waits for its end. Deletes a temporary data
-        directory."""
+        """Stops the server, first with SIGINT, and waits until it has exited. Deletes a temporary
+        data directory."""
         if self._closed:
             return
         self._closed = True
@@ -208,7 +208,7 @@ def find_server_binary() -> Path:
 
 
 class _Child:
-    """Process of an embedded server, and the thread that started it and waits for its end."""
+    """Process of an embedded server, and the thread that started it and waits until it exits."""
 
     def __init__(self, command: list[str], port: int, log: Path, lock: int) -> None:
         self.port = port

@@ -3,7 +3,7 @@ Synchronous and asyncio callers use the same settings.
 
 Each call has its own deadline, which the clients set (shoal_common.clients). Synchronous channels
 may be shared between threads and must never be used in a forked child; an asyncio channel belongs
-to the loop in which it was created.
+to the loop that created it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class ChannelSettings:
     closing the connection."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
-    """Maximum time for the response to a ping. After that, the connection is given up."""
+    """Maximum time for the response to a ping. After that, the connection is closed."""
 
     max_message_bytes: int = 16 << 20
     """Maximum size of a message sent or received."""
 
     attempts: int = 4
-    """Total number of attempts of an idempotent call that fails with UNAVAILABLE, 1 to 5. 1: no
+    """Maximum number of attempts of an idempotent call that fails with UNAVAILABLE, 1 to 5. 1: no
     retries."""
 
     first_backoff: timedelta = timedelta(milliseconds=100)
@@ -183,8 +183,9 @@ def is_name(address: str) -> bool:
     """Returns whether the host of `address` (host:port) is a name rather than an IP address.
 
     A channel that failed to resolve a name waits up to two minutes before it tries again, and no
-    option shortens this. A container has no name while it restarts, and has another address
-    afterwards. Callers that use a name therefore create a new channel after a failure.
+    option shortens this. A container's name cannot be resolved while it restarts, and its address
+    may be different afterwards. Callers that use a name therefore create a new channel after a
+    failure.
     """
     try:
         ipaddress.ip_address(parse_address(address).host.strip("[]"))

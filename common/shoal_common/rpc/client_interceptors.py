@@ -20,15 +20,15 @@ Entries = tuple[tuple[str, str], ...]
 
 
 def with_entries(metadata: Any, entries: Entries) -> Entries:
-    """Returns the metadata of a call with these entries added. Entries that the call itself sets
-    take precedence."""
+    """Returns the metadata of a call with these entries added. Entries set by the call itself take
+    precedence."""
     given = tuple(metadata or ())
     names = {name for name, _ in given}
     return (*given, *(entry for entry in entries if entry[0] not in names))
 
 
 class _SyncDetails(grpc.ClientCallDetails):
-    """Details of a call, with further metadata entries."""
+    """Details of a call, with additional metadata entries."""
 
     def __init__(self, details: Any, entries: Entries) -> None:
         self.method = details.method
@@ -132,7 +132,7 @@ class FinishedCalls(
         self._followers: tuple[Callable[[ClientCall], None], ...] = ()
 
     def follow(self, finished: Callable[[ClientCall], None]) -> None:
-        """Registers a callback for calls that begin from now on. gRPC calls it on its own threads,
+        """Registers a callback for calls started from now on. gRPC invokes it on its own threads,
         so it must not block."""
         self._followers = (*self._followers, finished)
 

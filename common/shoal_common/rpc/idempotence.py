@@ -1,5 +1,5 @@
-"""Lists which RPCs are safe to retry if it is unknown whether the first attempt arrived, and
-creates the service config by which gRPC retries them.
+"""Lists the RPCs that are safe to retry if it is unknown whether the first attempt arrived, and
+creates the service config that makes gRPC retry them.
 
 A test compares the lists with the descriptors of the services: every RPC is in exactly one list.
 """
@@ -48,8 +48,8 @@ NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
     "shoal.v1.Coordinator": frozenset(
         {"JoinSession", "ServerSession", "LeaseBatches", "WatchEvents"}
     ),
-    # Uploads have sequence numbers and are safe to repeat, but gRPC would have to keep the entire
-    # stream in memory, so the caller repeats them. A Follow stream begins with the primary's
+    # Uploads have sequence numbers and are safe to retry, but gRPC would have to keep the entire
+    # stream in memory, so the caller retries them. A Follow stream begins with the primary's
     # current state.
     "shoal.v1.ParameterServer": frozenset(
         {"Initialize", "Push", "RestoreRows", "Follow", "TakePartitions"}
@@ -60,7 +60,7 @@ NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
 
 def service_config(*, attempts: int, first_backoff: timedelta, longest_backoff: timedelta) -> str:
     """Returns gRPC's service config as JSON: idempotent methods get `attempts` attempts (2 to 5) in
-    total, and are repeated only on UNAVAILABLE."""
+    total, and are retried only on UNAVAILABLE."""
     names = [
         {"service": service, "method": method}
         for service, methods in IDEMPOTENT.items()

@@ -1,5 +1,5 @@
-"""Metrics of gRPC calls, on servers and in clients. The names are those of grpc-ecosystem, so that
-existing dashboards and alerts can be used.
+"""Metrics of gRPC calls, on servers and in clients, named as in grpc-ecosystem, so that existing
+dashboards and alerts work.
 
 Server: grpc_server_started_total, grpc_server_handled_total, grpc_server_msg_received_total,
 grpc_server_msg_sent_total, grpc_server_handling_seconds. Client: the same with grpc_client_,
@@ -51,7 +51,7 @@ _GO_CODES: Final[Mapping[int | None, str]] = {
 
 
 class ServerMetrics:
-    """Metrics of a server's calls. Create only one object per registry."""
+    """Metrics of a server's calls. At most one object may be created per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *more: str) -> Counter:
@@ -89,7 +89,7 @@ class ServerMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodMetrics:
-    """Metrics of one gRPC method, with their label values set."""
+    """Metrics of one gRPC method, with the method's label values set."""
 
     started: Counter
     handled: Callable[[str], Counter]
@@ -181,6 +181,6 @@ def split_method(method: str) -> tuple[str, str]:
 
 
 def go_code(code: grpc.StatusCode | int | None) -> str:
-    """Returns a status code in the spelling of Go. The contexts of grpc.aio use numbers instead."""
+    """Returns the Go name of a status code, which grpc.aio's contexts give as a number."""
     number = code.value[0] if isinstance(code, grpc.StatusCode) else code
     return _GO_CODES.get(number, "Unknown")

@@ -1,7 +1,7 @@
 """Finds out why a gRPC server cannot be reached, since gRPC itself in most cases reports only
 UNAVAILABLE.
 
-The probe performs the steps of a gRPC connection one by one on a plain socket: name lookup, TCP
+The probe performs the steps of a gRPC connection individually, on a plain socket: name lookup, TCP
 connection, TLS handshake, and the first HTTP/2 frames. It makes no call and sends no token.
 """
 
@@ -22,8 +22,8 @@ _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x
 """First bytes that an HTTP/2 client sends (RFC 9113, section 3.4): the preface and an empty
 SETTINGS frame."""
 _OF_CERTIFICATES: Final = ("certificate", "unknown ca")
-"""Words that occur in the names of TLS alerts about a client's certificate. Other alerts are not
-about certificates; a proxy sends them while its server restarts."""
+"""Substrings of the names of TLS alerts about a client's certificate. Other alerts have different
+causes; for example, a proxy sends them while its server restarts."""
 _FRAME_HEADER: Final = 9
 _SETTINGS: Final = 4
 
@@ -41,10 +41,10 @@ class Obstacle:
 def find_obstacle(
     settings: ChannelSettings, *, timeout: timedelta = timedelta(seconds=2)
 ) -> Obstacle | None:
-    """Tries to reach the server. Returns what prevents this; None if the server responds with
+    """Tries to reach the server. Returns why it cannot be reached; None if the server responds with
     HTTP/2.
 
-    Blocks for the system's name lookup, and then for at most `timeout` per step.
+    Blocks during the system's name lookup, and then for at most `timeout` per step.
     """
     address = parse_address(settings.address)
     host = address.host.strip("[]")
@@ -187,8 +187,8 @@ def _unwanted_certificate(tls: TlsSettings) -> str:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """Returns the first bytes of the server's response, at least the header of a frame. Returns
-    fewer bytes if the server closes the connection."""
+    """Returns the first bytes of the server's response: at least a frame's header, or fewer bytes
+    if the server closes the connection."""
     answer = b""
     while len(answer) < _FRAME_HEADER:
         try:

@@ -2,8 +2,8 @@
 as statuses, and a graceful shutdown.
 
 A service provides its servicer and the roles that may call each method; its handlers report errors
-by raising ShoalErrors. All objects belong to the event loop that called `start`. The main function
-of the service handles signals and calls `drain_and_stop`.
+by raising ShoalErrors. All objects belong to the event loop that called `start`. The service's main
+function handles signals and calls `drain_and_stop`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ ALL_AT_ONCE: Final = (
     ("grpc.server.max_pending_requests", 30_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
 )
-"""Options that raise gRPC's limits on waiting calls. By default gRPC cancels calls at random when
-more than a thousand (at most three thousand) wait for the handler. Ten thousand members may arrive
-at once, e.g. after a restart of the coordinator."""
+"""Options that raise gRPC's limits on waiting calls. By default, once a thousand calls are waiting
+for a handler, gRPC cancels calls at random, and once three thousand are waiting, it cancels all
+further calls. Ten thousand members may connect at the same time, e.g. after a restart of the
+coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +64,17 @@ class ServerSettings:
     tokens."""
 
     drain_timeout: timedelta = timedelta(seconds=10)
-    """Maximum time for which calls in progress may continue once a shutdown has begun."""
+    """Maximum time that calls in progress may take once a shutdown has begun."""
 
     max_message_bytes: int = 16 << 20
     """Maximum size of a message, received or sent. Larger ones fail with RESOURCE_EXHAUSTED."""
 
     keepalive: timedelta = timedelta(seconds=20)
     """Time without traffic after which a ping is sent, to detect a client that has vanished without
-    closing the connection, and end its streams."""
+    closing the connection, and to close its streams."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
-    """Maximum time for the response to a ping. After that, the connection is given up."""
+    """Maximum time for the response to a ping. After that, the connection is closed."""
 
     shortest_keepalive: timedelta = timedelta(seconds=5)
     """Minimum interval between a client's pings. Clients that ping more often are disconnected, so
@@ -109,8 +110,8 @@ class ServerSettings:
 
 
 class RpcServer:
-    """One service on one port. Call `start` once and `drain_and_stop` once, on the same event
-    loop."""
+    """One service on one port. `start` and `drain_and_stop` must each be called once, on the same
+    event loop."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class RpcServer:
             register: adds the servicer to the server.
             allowed_roles: full method name, e.g. "/shoal.v1.Coordinator/CreateJob" -> roles besides
                 ADMIN that may call the method. It must contain exactly the methods of the service,
-                so that none is open or closed by mistake.
+                so that no method is allowed or forbidden by mistake.
             metrics_registry: registry for the metrics of calls.
             job: the only job of the service; tokens for other jobs are rejected. None: the service
                 is for many jobs, and its handlers check `caller()`.
@@ -140,8 +141,8 @@ class RpcServer:
         """
         _check_completeness(service_name, allowed_roles)
         self.draining = asyncio.Event()
-        """Event that is set when a shutdown begins. Long-lived streams should then end by
-        themselves."""
+        """Event that is set when a shutdown begins. Handlers of long-lived streams should then
+        return."""
         self._settings = settings
         self._service_name = service_name
         self._register = register
@@ -197,11 +198,10 @@ class RpcServer:
         await self._server.stop(self._settings.drain_timeout.total_seconds())
 
     def _watch_expiry(self) -> None:
-        """Checks now and once a day whether the certificate has expired or will soon, and logs a
-        warning in that case.
+        """Checks now and once a day whether the certificate has expired or will expire soon, and
+        logs a warning if so.
 
-        The certificate is the one that was read at the start, even if its file has been renewed
-        since.
+        Checks the certificate that was loaded at startup, even if its file has been renewed since.
         """
         tls = self._settings.tls
         if tls is None or tls.certificate is None:
@@ -268,8 +268,8 @@ def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
         # Otherwise two servers could share a port without an error, and each would get some of the
         # calls.
         ("grpc.so_reuseport", 0),
-        # Clients ping idle connections (ChannelSettings.keepalive); more frequent pings than this
-        # end the connection with GOAWAY. The C name of this option is
+        # Clients ping idle connections (ChannelSettings.keepalive); with more frequent pings, the
+        # server closes the connection with GOAWAY. The C name of this option is
         # MIN_RECV_PING_INTERVAL_WITHOUT_DATA; its string differs.
         ("grpc.http2.min_ping_interval_without_data_ms", milliseconds(settings.shortest_keepalive)),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -2,8 +2,8 @@
 statuses.
 
 A single interceptor does all this, and creates the wrapper of a method only once, because ten
-thousand sessions may begin or end at once and each layer costs time for each of them and for each
-message. Everything runs on the server's event loop.
+thousand sessions may open or close at the same time, and each layer costs time for each session and
+each message. Everything runs on the server's event loop.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def member_key() -> str:
 
 
 class Admission:
-    """Admits a call if the role of its bearer token may call the method. Health checks need no
-    token; reflection needs any known token. With an open token table, every caller may do
-    everything."""
+    """Admits a call if its bearer token's role may call the method. Health checks need no token;
+    reflection needs any known token. With an open token table, every caller may do everything."""
 
     def __init__(
         self,
@@ -106,14 +105,13 @@ class Admission:
 
 
 class ServerInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that counts calls, authenticates callers and converts errors. It is the only
-    interceptor of the server."""
+    """The server's only interceptor: counts calls, authenticates callers and converts errors."""
 
     def __init__(self, metrics: ServerMetrics, admission: Admission) -> None:
         self._metrics = metrics
         self._admission = admission
         self._served: dict[str, grpc.RpcMethodHandler] = {}
-        """Full name of a method of the service -> its handler with the wrapper."""
+        """Full name of a method of the service -> its wrapped handler."""
 
     async def intercept_service(
         self,
@@ -130,11 +128,11 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return served
 
     def _serve(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns the handler of a method with the wrapper.
+        """Returns the wrapped handler of a method.
 
         Requests are decoded only after the call is admitted. A single request is decoded here, so
-        that a malformed one gets a meaningful status (grpc.aio itself would respond with UNKNOWN).
-        Streamed requests are decoded while the handler reads them.
+        that a malformed request gets a meaningful status (grpc.aio itself would respond with
+        UNKNOWN). Streamed requests are decoded while the handler reads them.
         """
         behaviour, metrics, admission = (
             behaviour_of(handler),

@@ -35,7 +35,7 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 _LONGEST_MESSAGE_BYTES: Final = 1200
 _LONGEST_REASON: Final = 63
 _LONGEST_RETRY: Final = timedelta(minutes=1)
-"""Maximum retry delay that is accepted from another process."""
+"""Maximum retry delay that is accepted from a peer."""
 
 _CLASSES: Final[Mapping[str, type[ShoalError]]] = {
     name: kind
@@ -52,7 +52,7 @@ _BY_CODE: Final[Mapping[grpc.StatusCode, type[ShoalError]]] = {
     },
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
     # A caller that cancels a call does not read its status. If the status is read, the server has
-    # ended without waiting for the call.
+    # exited without waiting for the call.
     grpc.StatusCode.CANCELLED: errors.UnavailableError,
 }
 
@@ -91,7 +91,7 @@ def as_shoal_error(error: Exception, method: str) -> ShoalError:
     """Converts an error raised in `method` to a ShoalError for the caller.
 
     An error that is neither a ShoalError nor a malformed request is a bug. It is logged with its
-    traceback, and the caller is told only the method and the class.
+    traceback; the caller receives only the method and the exception class.
     """
     if isinstance(error, ShoalError):
         if isinstance(error, errors.InternalError):
@@ -142,7 +142,7 @@ def _status(error: ShoalError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoReturn:
-    """Ends a grpc.aio call with the status of an error. Handlers of an RpcServer need not call
+    """Aborts a grpc.aio call with the status of an error. Handlers of an RpcServer need not call
     this; they raise the error."""
     status = to_status(error)
     await context.abort(status.code, status.details, status.trailing_metadata)
@@ -150,10 +150,10 @@ async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoRetur
 
 
 def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
-    """Returns the ShoalError for a failed call. Raise it `from rpc_error`.
+    """Returns the ShoalError for a failed call, to be raised `from rpc_error`.
 
-    `call`: the call and its target, e.g. "GetJob at 127.0.0.1:7000". It is put before messages that
-    gRPC itself has generated, which do not name the call.
+    `call`: the call and its target, e.g. "GetJob at 127.0.0.1:7000". It is prepended to messages
+    that gRPC itself has generated, which do not name the call.
     """
     code = rpc_error.code()
     message = rpc_error.details() or code.name

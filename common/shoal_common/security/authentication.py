@@ -23,18 +23,18 @@ from shoal_common.errors import AuthenticationError, ConfigurationError, Permiss
 
 BEARER: Final = "Bearer "
 MEMBER_KEY: Final = "shoal-member-key"
-"""gRPC metadata key of the secret by which the coordinator and the parameter servers distinguish
-members that share a token."""
+"""gRPC metadata key of a member's secret. Services use it to distinguish members that share a
+token."""
 _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Role(StrEnum):
-    """Role of the holder of a token. ADMIN may do everything. The `allowed_roles` of each method
-    determine what the others may do."""
+    """Role of the holder of a token. ADMIN may do everything. Other roles may call the methods
+    whose `allowed_roles` include them."""
 
     ADMIN = "admin"
-    """Operates the cluster: drains members, stops jobs, and everything that the other roles may
-    do."""
+    """Operates the cluster: may drain members, stop jobs, and do everything that the other roles
+    may do."""
     WORKER = "worker"
     SERVER = "server"
     VIEWER = "viewer"
@@ -46,8 +46,8 @@ class Role(StrEnum):
 ANY_ROLE: Final = frozenset(Role)
 
 COMPANIONS: Final = (".nodes", ".torchrun")
-"""Suffixes of the auxiliary jobs through which a job's launchers coordinate. A token for a job is
-valid for these too."""
+"""Suffixes of the auxiliary jobs that a job's launchers use to coordinate. A token for a job is
+also valid for these."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Holder:
 
     role: Role
     job: str | None = None
-    """The only job for which the token is valid, with the auxiliary jobs of its launchers; None:
+    """The only job that the token is valid for, together with its launchers' auxiliary jobs; None:
     all jobs."""
 
     def may_touch(self, job_id: str) -> bool:
@@ -99,7 +99,7 @@ class TokenTable:
 
     @classmethod
     def open(cls) -> TokenTable:
-        """Returns the empty table, with which no authentication is required."""
+        """Returns an empty table, which disables authentication."""
         return cls()
 
     @classmethod
@@ -198,7 +198,7 @@ def _parse_holder(text: str, where: str) -> Holder:
 @dataclass(frozen=True, kw_only=True)
 class TlsSettings:
     """PEM files of one side of a TLS connection. A server needs a certificate and its key; a client
-    needs them only for mutual TLS."""
+    needs both only for mutual TLS."""
 
     certificate: Path | None = None
     """Certificate chain of this side."""
@@ -207,11 +207,11 @@ class TlsSettings:
     """Private key of `certificate`."""
 
     authority: Path | None = None
-    """Certificate authorities by which clients verify the server; None: the system's."""
+    """Certificate authorities that clients use to verify the server; None: the system's."""
 
     client_authority: Path | None = None
-    """Certificate authorities by which servers verify clients (mutual TLS); None:
-    clients need no certificate."""
+    """Certificate authorities that servers use to verify clients (mutual TLS); None: clients need
+    no certificate."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -257,7 +257,7 @@ class TlsSettings:
         name. Raises ConfigurationError."""
         self.load()
         context = ssl.create_default_context(cafile=self.authority)
-        # Python 3.13 sets this flag, with which certificates that gRPC accepts would be rejected
+        # Python 3.13 sets this flag, which would reject some certificates that gRPC accepts
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         if self.certificate is not None and self.key is not None:
             context.load_cert_chain(self.certificate, self.key)
@@ -287,14 +287,14 @@ def _checked(what: str, path: Path, load: Callable[[], object]) -> None:
 
 
 def member_key_digest(key: str) -> str:
-    """Returns the digest by which services verify the key of a member: 32 hexadecimal digits; empty
-    for an empty key."""
+    """Returns the digest of a member's key, for verification by services: 32 hexadecimal digits;
+    empty for an empty key."""
     return hashlib.sha256(b"member\0" + key.encode()).hexdigest()[:32] if key else ""
 
 
 def check_member_key(member_id: str, known: str, key: str) -> None:
     """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `known` is the digest of `key`. An
-    empty `known`, of a member without a key, is accepted."""
+    empty `known` accepts any key, since the member has none."""
     if known and not hmac.compare_digest(known, member_key_digest(key)):
         raise PermissionDeniedError(
             f"the caller does not have the key of member {member_id!r}; a process may act only "

@@ -1,8 +1,8 @@
-"""Creates certificates: those of an authority for development, and short-lived ones for connections
+"""Creates certificates: an authority for development, and short-lived certificates for connections
 between members of a job.
 
-A permanent cluster usually has an authority of its own; these certificates are for clusters without
-one. `cryptography` is imported on demand, since most processes never need it.
+A permanent cluster usually has its own authority; these certificates are for clusters without one.
+`cryptography` is imported on demand, since most processes never need it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 WARN_BEFORE_EXPIRY: Final = timedelta(days=30)
 _BACKDATED: Final = timedelta(minutes=10)
-"""Time by which the start of a certificate's validity is put back. It exceeds the differences
-between the clocks of a cluster's machines."""
+"""How far a certificate's validity is backdated. Exceeds the clock skew between a cluster's
+machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,18 @@ class Issued:
 
 
 def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[str, bytes]:
-    """Creates an authority, a certificate for all services, and one for all clients. Returns the
-    files to write: name -> contents.
+    """Creates an authority, a certificate for all services, and a certificate for all clients.
+    Returns the files to write: name -> contents.
 
     The private key of the authority is not among the files, so it cannot issue further
     certificates. To renew any file, renew all of them.
 
     Args:
         names: names and addresses at which clients reach the services.
-        lifetime: time for which the certificates are valid.
+        lifetime: duration of the certificates' validity.
 
     Raises:
-        ConfigurationError: a name that a certificate cannot contain, or a lifetime that is too
-            long.
+        ConfigurationError: a certificate cannot contain a name, or the lifetime is too long.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -228,11 +227,11 @@ def _general_name(name: str) -> Any:
 
 
 class PairContexts:
-    """TLS between two processes that share a secret but have no certificates that others could
-    verify.
+    """TLS between two processes that share a secret but have no certificates from a common
+    authority.
 
     The listener's key is derived from the secret. Anyone who knows the secret therefore knows the
-    listener's public key, and nobody else can impersonate the listener. The caller proves within
+    listener's public key, and no one else can impersonate the listener. The caller proves within
     the connection that it knows the secret, or another secret that it was given.
     """
 

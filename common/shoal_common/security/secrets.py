@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from typing import Final
 
 SECRETS: Final = ("SHOAL_TOKEN", "SHOAL_STORE_URL")
-"""Environment variables of callers that contain secrets. For each, a variable with the suffix _FILE
-may contain the path of a file with the secret instead."""
+"""Environment variables of callers that contain secrets. For each of them, a variable with the
+suffix _FILE may instead contain the path of a file with the secret."""
 
 _OF_ONE_PROCESS: Final = ("SHOAL_MEMBER_KEY",)
-"""Variables that contain the secrets of one process and are never passed on."""
+"""Variables with the secrets of a single process, which are never passed on."""
 
 SERVICE_SECRETS: Final = (
     "SHOAL_PS_SERVER_TOKEN",
     "SHOAL_COORDINATOR_REDIS",
     "SHOAL_COORDINATOR_STORE_URL",
 )
-"""Variables with secrets of services, which start nothing that runs user code."""
+"""Variables with the secrets of services, which start no processes that run user code."""
 
 _taken: dict[str, str] = {}
 """Variable -> secret, for secrets that were removed from this process's environment."""

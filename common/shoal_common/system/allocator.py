@@ -18,7 +18,7 @@ _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
 
 KEPT_BYTES: Final = 256 << 20
-"""Maximum amount of freed memory at the top of a heap that is kept."""
+"""Maximum amount of freed memory that is kept at the top of a heap."""
 
 _GROWTH_BYTES: Final = 16 << 20
 _LARGEST_MMAP_THRESHOLD: Final = 32 << 20
@@ -26,7 +26,7 @@ _LARGEST_MMAP_THRESHOLD: Final = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Configures malloc for the entire process. Call it once, early.
+    """Configures malloc for the entire process. Should be called once, early.
 
     Returns False if nothing was changed: the C library is not glibc or refuses, or the environment
     already configures malloc (MALLOC_TRIM_THRESHOLD_ and similar, or GLIBC_TUNABLES), which takes

@@ -1,7 +1,7 @@
 """Finds out what a thread is waiting for, according to the kernel: the file, pipe or lock of its
 current system call.
 
-It reads only /proc, so it never waits for the file system or the lock for which the thread waits.
+It reads only /proc, so it never blocks on the file system or lock that the thread is waiting for.
 It works for threads of this process and, where the kernel lets this user trace them, of its
 descendants.
 """
@@ -66,9 +66,9 @@ class KernelWait:
     def look(self, thread: int) -> str:
         """Returns what a thread of this process is waiting for (`kernel_wait`).
 
-        A lock is reported only from the second call on, and only if the thread has slept since the
-        first. Otherwise a thread that computes in Python, and therefore briefly waits for Python's
-        own lock, would seem to wait. `thread`: the thread's id in the kernel.
+        A lock is reported only from the second call on, and only if the thread has been asleep
+        since the first call. Otherwise a thread that computes in Python, and therefore briefly
+        waits for the GIL, would seem to be waiting. `thread`: the thread's id in the kernel.
         """
         found = kernel_wait(thread)
         before, self._before = self._before, (thread, _switches(thread))
@@ -77,7 +77,7 @@ class KernelWait:
 
 def kernel_wait(thread: int, *, pid: int | None = None) -> str:
     """Returns a human-readable description of what a thread is waiting for, such as "reading a
-    pipe" or "sleeping"; empty if it is computing or this is unknown.
+    pipe" or "sleeping"; empty if it is computing or the cause is unknown.
 
     `thread`: the thread's id in the kernel. `pid`: process of the thread; None: this process.
     """
@@ -100,8 +100,8 @@ def process_state(pid: int) -> str:
 
 
 def _switches(thread: int) -> str:
-    """Returns the number of times that a thread of this process has begun to wait, as text; empty
-    if the thread has ended."""
+    """Returns how often a thread of this process has gone to sleep, as text; empty if the thread
+    has ended."""
     return _field(Path(f"/proc/self/task/{thread}/status"), "voluntary_ctxt_switches")
 
 

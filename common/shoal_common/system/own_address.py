@@ -1,10 +1,10 @@
-"""Addresses of this machine: the one that it announces to other machines, and the one on which its
-processes listen.
+"""Addresses of this machine: the address that it announces to other machines, and the address that
+its processes listen on.
 
 By default both are the local address of connections to the coordinator. The machine's own name is
 not resolved, since this often gives 127.0.1.1, or nothing. Users choose another address with
-`--local-addr` or SHOAL_LOCAL_ADDR, as an address, an interface or a host name. If processes listen
-on another address than the one at which others reach them (NAT), users also set `--listen-addr` or
+`--local-addr` or SHOAL_LOCAL_ADDR, as an address, an interface or a host name. If processes must
+listen on a different address than the announced one (NAT), users also set `--listen-addr` or
 SHOAL_LISTEN_ADDR. Announced addresses are numeric, so that other machines need not resolve names.
 Linux only.
 """
@@ -34,15 +34,15 @@ REACHED_ELSEWHERE: Final = (
 """Explanation of the addresses that were tried, for errors about connections to other workers."""
 ELSEWHERE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))
 """Addresses that belong to no host (RFC 5737, RFC 3849). The local address of a connection to them
-is the one used for other machines."""
+is the address used to reach other machines."""
 _REASON: Final = "ADDRESS_UNUSABLE"
 _UNSPECIFIED: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAddress:
-    """Address at which other machines reach this machine, and the address on which its processes
-    listen. Both are numeric."""
+    """Address that other machines use to reach this machine, and the address that its processes
+    listen on. Both are numeric."""
 
     announced: str
     bound: str
@@ -50,8 +50,7 @@ class OwnAddress:
 
     @classmethod
     def find(cls, local: str | None, listen: str | None, *, towards: tuple[str, int]) -> OwnAddress:
-        """Resolves the values of `--local-addr` and `--listen-addr`, which are None if they were
-        not given.
+        """Resolves the values of `--local-addr` and `--listen-addr`; None: the flag was not given.
 
         `towards`: host and port of the coordinator. The default is the local address of connections
         to this host.
@@ -114,7 +113,8 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Returns whether this machine has a numeric address, so that processes can listen on it."""
+    """Returns whether a numeric address belongs to this machine, so that processes can listen on
+    it."""
     try:
         with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
@@ -142,7 +142,7 @@ def of_interface(name: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface that has a numeric address; None if this machine does not have the
+    """Returns the interface with a numeric address; None if this machine does not have the
     address."""
     return next((name for name, addresses in interfaces().items() if address in addresses), None)
 
@@ -168,7 +168,7 @@ def name_for_others() -> str | None:
 
 
 def own_host(given: str) -> str:
-    """Returns the host at which other machines reach a service on this machine.
+    """Returns the host that other machines use to reach a service on this machine.
 
     `given`: an interface, whose address is returned, or a host, which is returned unchanged. If it
     is empty, returns this machine's name or, if that is unusable, the local address of connections
@@ -184,8 +184,8 @@ def own_host(given: str) -> str:
 
 
 def _own(given: str, flag: str, preferred: str | None) -> str:
-    """Returns the address of this machine to which `given` resolves. Raises ConfigurationError if
-    there is none."""
+    """Resolves `given` to an address of this machine. Raises ConfigurationError if there is
+    none."""
     candidates = _candidates(given, flag)
     own = [address for address in candidates if is_own(address)]
     if not own:
@@ -205,14 +205,14 @@ def _own(given: str, flag: str, preferred: str | None) -> str:
 
 
 def _announced(given: str, preferred: str | None) -> str:
-    """Returns the address to which `given` resolves. Another machine may have this address, if
-    traffic sent to it arrives here (NAT)."""
+    """Resolves `given` to an address, which may belong to a different machine that forwards its
+    traffic to this one (NAT)."""
     return _chosen(_candidates(given, LOCAL_ADDR), preferred)
 
 
 def _candidates(given: str, flag: str) -> list[str]:
-    """Returns the numeric addresses for an address, an interface or a host name. Raises
-    ConfigurationError if `given` is none of these, or if other machines could not use it."""
+    """Returns the numeric addresses of `given`: an address, an interface or a host name. Raises
+    ConfigurationError if it is none of these, or if other machines could not use it."""
     given = given[1:-1] if given.startswith("[") and given.endswith("]") else given
     parsed = _parsed(given)
     if parsed is not None:
@@ -282,7 +282,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 class _InterfaceAddress(ctypes.Structure):
-    """Beginning of C's struct ifaddrs."""
+    """First fields of C's struct ifaddrs."""
 
 
 _InterfaceAddress._fields_ = [

@@ -5,8 +5,8 @@ Linux only (prctl). Used for the embedded Redis server and by launchers. This mo
 supervise children: restarts, output and exit codes are left to the caller.
 
 The kernel ties PR_SET_PDEATHSIG to the *thread* that started the child, not to its process: when
-that thread ends, the child receives the signal. Start such children on a thread that lives at least
-as long as they may.
+that thread ends, the child receives the signal. Such children must be started on a thread that
+lives at least as long as they may.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def tied_to_parent(
 
 
 def children_cpu_s() -> float:
-    """Returns the processor time, in seconds, of the children of this process that are alive. Omits
-    children that end meanwhile."""
+    """Returns the processor time, in seconds, of this process's living children. Omits children
+    that exit during the call."""
     used = 0
     for listing in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended

@@ -4,14 +4,14 @@ killed.
 Each directory has a keeper: a separate process that waits until the owner has ended and then
 removes the directory if it still exists. The keeper is started before the directory is created, in
 a session of its own, so that signals to the owner's process group or terminal do not reach it. An
-owner that closes normally removes the directory itself and ends the keeper.
+owner that closes the directory normally removes it itself and stops the keeper.
 
-If the keeper was killed too (power failure, end of a container), the next process that creates a
+If the keeper was killed too (power failure, stopped container), the next process that creates a
 directory removes the directories of dead owners. A living owner holds locks on its directory and on
 a file in it; the kernel releases the locks however the owner ends. The file gets its name only
 after it is locked, so a file that can be locked belongs to a dead owner. A directory without the
-file belongs to a dead owner if it can be locked after a minute (the file of a living owner may be
-gone, since systems remove old files from /tmp). Only directories of this user are removed: those
+file belongs to a dead owner if it can be locked after a minute (a living owner's file may be
+missing, since systems remove old files from /tmp). Only directories of this user are removed: those
 named shoal-* that contain the file, and those named shoal-scratch-* that do not.
 """
 
@@ -36,8 +36,8 @@ _PREFIX: Final = "shoal-"
 _OWN_PREFIX: Final = "shoal-scratch-"
 _LOCK: Final = ".shoal-owner"
 _UNLOCKED_S: Final = 60.0
-"""Age in seconds below which the directory of a living owner may not be locked yet. Locking takes
-far less time."""
+"""Age in seconds after which a living owner must have locked its directory. Locking takes far less
+time."""
 
 # Its standard input ends with the owner and everything that the owner forked, which hold the other
 # end as well. A process started by the owner, such as a Redis server being killed by the kernel,
@@ -101,8 +101,7 @@ class ScratchDirectory:
 
 
 class _Keeper:
-    """Helper process that removes `path` if the process that started it ends without calling
-    `close`."""
+    """Helper process that removes `path` if its parent exits without calling `close`."""
 
     def __init__(self, path: Path) -> None:
         """Starts the helper process. Raises OSError."""
@@ -116,7 +115,7 @@ class _Keeper:
         )
 
     def close(self) -> None:
-        """Ends the helper process after the directory has been removed."""
+        """Stops the helper process after the directory has been removed."""
         self._process.kill()
         self._process.wait()
         self._close_pipe()
@@ -140,7 +139,7 @@ def remove_orphans() -> None:
     for path in found:
         with contextlib.suppress(
             OSError
-        ):  # the directory is gone or has no lock, or its owner is alive
+        ):  # the directory has been removed or has no lock, or its owner is alive
             status = os.lstat(path)
             if status.st_uid == os.geteuid():
                 _remove_if_orphaned(Path(path))

@@ -4,7 +4,7 @@ A process that calls `serve_stacks` opens a file in memory. When a real-time sig
 `faulthandler` writes the stacks of all threads to the file. This handler is C code, so it works
 even while a thread holds Python's lock. `read_stacks` opens the file through /proc, sends the
 signal, and waits until the handler has returned. Children that the process forks (data workers)
-inherit both. As with any signal, a system call in progress may return early; Python repeats it (PEP
+inherit both. As with any signal, a system call in progress may return early; Python retries it (PEP
 475). Linux only.
 """
 
@@ -35,8 +35,8 @@ _THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
 
 @cache
 def serve_stacks() -> bool:
-    """Allows other processes of this user to read this process's stacks from now on. Called once
-    per process.
+    """Allows other processes of this user to read this process's stacks from now on. Must be called
+    at most once per process.
 
     Returns False, and changes nothing, if the signal is in use or the system has no files in
     memory.
@@ -93,7 +93,7 @@ def serving_children(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def _opened(pid: int) -> Iterator[int]:
-    """Yields a descriptor of the file to which a process writes its stacks."""
+    """Yields a descriptor of the file that contains a process's stacks."""
     try:
         if _mask(Path(f"/proc/{pid}/status"), "SigCgt") & _MASK:
             for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -145,7 +145,7 @@ def _is_pending(pid: int) -> bool:
 
 
 def _blocking(pid: int) -> set[str]:
-    """Returns the threads that block the signal, as a thread does while it runs the signal's
+    """Returns the threads that block the signal. A thread blocks it while it runs the signal's
     handler."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():

@@ -18,8 +18,8 @@ LARGEST_ROW_BYTES: Final = 64 << 10
 _LIMITLESS: Final = 1 << 62
 """Exclusive upper bound for limits on rows and ages."""
 _ROW_UNCHANGED: Final = ("momentum", "dampening", "nesterov", "weight_decay")
-"""Hyperparameters that must be 0, because they change rows even without a gradient: every step
-would have to update all rows."""
+"""Hyperparameters that must be 0, because they would change rows without a gradient, so that every
+step would have to update all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class TableSpec:
     values."""
 
     buckets: int = DEFAULT_BUCKETS
-    """Number of partitions over which the rows are spread, by a hash of their ids."""
+    """Number of partitions of the table. A row's partition is determined by a hash of its id."""
     seed: int
     """Seed of the initial values, 0 to 2**64 - 1."""
     initializer: str
     """Distribution of the initial values, one of INITIALIZERS."""
     scale: float
-    """Size of the initial values. uniform: values are in [-scale, scale); normal: the standard
+    """Scale of the initial values. uniform: values are in [-scale, scale); normal: the standard
     deviation; zeros: 0."""
     optimizer: str
     """Name of the optimizer, a key of TABLE_OPTIMIZERS."""
@@ -42,7 +42,7 @@ class TableSpec:
     """All of the optimizer's hyperparameters as (name, value), sorted by name; `with_defaults`
     fills them in."""
     max_age: int = 0
-    """A row is evicted after this number of pushes to its bucket without an update of the row; 0:
+    """Number of pushes to a bucket, without an update of the row, after which a row is evicted; 0:
     never."""
     max_rows: int = 0
     """Maximum number of rows in the table, divided equally among its buckets; 0: unlimited."""
@@ -62,7 +62,7 @@ class TableSpec:
         cls, *, optimizer: str, hyperparameters: Mapping[str, float], **others: Any
     ) -> TableSpec:
         """Creates a specification with all hyperparameters, so that equal tables compare equal. If
-        the optimizer is unknown, keeps the given ones."""
+        the optimizer is unknown, keeps only the given hyperparameters."""
         declared = TABLE_OPTIMIZERS.get(optimizer)
         values = {
             **(declared.defaults if declared is not None else {}),

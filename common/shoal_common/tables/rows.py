@@ -1,10 +1,10 @@
 """Trained rows of a table or of one of its buckets: their values, their optimizer state, and the
-step in which each was last updated.
+step of each row's last update.
 
 Rows are in slots 0 to n - 1 of growing arrays. An open-addressing hash table finds the slots of a
-batch of ids at once. Results depend only on ids, never on slots, so that training with restored
-rows continues bitwise identically. torch performs the arithmetic: the rows of an update are
-gathered, updated by a torch optimizer as one tensor, and written back.
+batch of ids in one operation. Results depend only on ids, never on slots, so that training with
+restored rows continues bitwise identically. torch performs the arithmetic: the rows of an update
+are gathered, updated by a torch optimizer as one tensor, and written back.
 
 A `Rows` object belongs to one thread.
 """
@@ -32,8 +32,8 @@ _SECRET: Final = np.uint64(secrets.randbits(64))
 """Random number of this process, which makes positions in the hash table unpredictable."""
 Slots = npt.NDArray[np.int64]
 _PARTS: Final = 16
-"""Each eviction removes this fraction (a sixteenth) of the maximum number of rows at once, because
-it must scan all rows."""
+"""Evictions are batched by this factor, because each must scan all rows: by age every `max_age` /
+16 steps, by number a sixteenth of the maximum number of rows at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class RowsImage:
     state: Mapping[str, Values]
     """Optimizer state by torch's names: `[n, dim]`, or `[n]` if there is one number per row."""
     updated_at: npt.NDArray[np.int64]
-    """Step in which each row was last updated."""
+    """Step of each row's last update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,11 @@ class RowsUpdate:
 
 
 class Rows:
-    """Trained rows by id. The owner numbers steps from 1 and makes one update per step. Steps
-    without rows count too."""
+    """Trained rows by id. The owner must number steps from 1 and make one update per step, even for
+    a step without rows."""
 
     def __init__(self, spec: TableSpec, dim: int, image: RowsImage | None = None) -> None:
-        """`image`: rows to begin with; None: none."""
+        """`image`: initial rows; None: no rows."""
         self._spec = spec
         self._dim = dim
         declared = spec.declared
@@ -120,7 +120,7 @@ class Rows:
 
     def values(self, ids: Ids) -> Values:
         """Returns the values of the rows with the given ids, `[len(ids), dim]`, in a new array.
-        Rows that are not stored have their initial values. Ids may occur several times."""
+        For rows that are not stored, returns their initial values. Ids may occur several times."""
         return self._values_at(ids, self._find(ids))
 
     def _values_at(self, ids: Ids, slots: Slots) -> Values:
@@ -144,7 +144,7 @@ class Rows:
 
     def misfit(self, image: RowsImage) -> str:
         """Returns why an image cannot belong to this table: wrong shapes or dtypes, or ids that are
-        not unique and ascending. Empty if it can."""
+        not unique and ascending. Empty if the image fits."""
         count = len(image.ids)
         expected: dict[str, tuple[tuple[int, ...], Any]] = {
             "ids": ((count,), np.int64),
@@ -215,7 +215,7 @@ class Rows:
         )
 
     def update(self, ids: Ids, gradients: Values, step: int) -> None:
-        """Applies the update of step `step`, and evicts rows that are due. Raises MemoryError if
+        """Applies the update of step `step`, and evicts rows if necessary. Raises MemoryError if
         the space was not reserved."""
         if len(ids):
             slots = self._find(ids)
@@ -256,8 +256,8 @@ class Rows:
     # ------------------------------------------------------------------------------------- evicting
 
     def _evict(self, step: int) -> None:
-        """Evicts rows that are too old or too many. The result depends only on `step` and on when
-        rows were last updated, so repeating an update evicts the same rows."""
+        """Evicts rows that are too old or too many. The result depends only on `step` and on each
+        row's last update, so repeating an update evicts the same rows."""
         age = self._spec.max_age
         if age and step % max(1, age // _PARTS) == 0:
             self._drop(self._updated_at[: self._count] <= step - age)
@@ -266,8 +266,8 @@ class Rows:
             self._drop(self._oldest(self._count - most + most // _PARTS))
 
     def _oldest(self, count: int) -> npt.NDArray[np.bool_]:
-        """Returns a mask of the slots of the `count` rows whose last update is longest ago. Of rows
-        last updated in the same step, those with the smallest ids are selected."""
+        """Returns a mask, by slot, that selects the `count` least recently updated rows. Among rows
+        updated in the same step, smaller ids are selected first."""
         updated_at = self._updated_at[: self._count]
         border = np.partition(updated_at, count - 1)[count - 1]
         chosen: npt.NDArray[np.bool_] = updated_at < border
@@ -293,14 +293,14 @@ class Rows:
     # -------------------------------------------------------------------------------------- finding
 
     def _arrays(self) -> list[npt.NDArray[Any]]:
-        """Returns all arrays with data of rows. In each of them, a row is at its slot."""
+        """Returns all arrays with data of rows, each indexed by slot."""
         return [self._ids, self._values, self._updated_at, *self._state.values()]
 
     def _find(self, ids: Ids) -> Slots:
         return self._table.find(ids, self._ids)
 
     def _add(self, ids: Ids, slots: Slots) -> None:
-        """Assigns a slot to each id that has none, and writes it to `slots`."""
+        """Assigns a slot to each id without one, and writes it to `slots`."""
         fresh = np.flatnonzero(slots < 0)
         if len(fresh):
             self.reserve(len(fresh))
@@ -371,14 +371,14 @@ class _SlotTable:
             at = places[waiting]
             free = self._slots[at] == _NO_SLOT
             self._slots[at[free]] = slots[waiting[free]]
-            # If several ids were to be inserted at the same position, one of them is there now.
+            # If several ids hashed to the same position, one of them is stored there now.
             waiting = waiting[self._slots[at] != slots[waiting]]
             places[waiting] = (places[waiting] + 1) & (len(self._slots) - 1)
 
     def _first(self, ids: Ids) -> Slots:
-        """Returns the first position to probe for each id. It depends on a secret, so that nobody
-        can choose ids that all collide. The secret affects only where rows are stored, not the
-        results."""
+        """Returns the first position to probe for each id. It depends on a secret, so that an
+        attacker cannot choose ids that all collide. The secret affects only where rows are stored,
+        not the results."""
         return (mixed(hashed(ids) ^ _SECRET) >> np.uint64(32)).astype(np.int64) & (
             len(self._slots) - 1
         )

@@ -3,7 +3,7 @@
 The results are the same bits on every machine: only integers are used, and one float64 product that
 is rounded to float32. The generator is counter-based: it applies splitmix64's last mixing step
 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) to seed, id
-and element index, so that any row can be generated independently of others.
+and element index, so that any row can be generated independently of other rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _Words = npt.NDArray[np.uint64]
 
 _GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _TWELVE: Final = 12
-"""Number of uniform numbers that are added to approximate a normally distributed one. Their sum has
-variance 1 and is never more than six standard deviations from the mean."""
+"""Number of uniform random numbers whose sum approximates a normally distributed number. The sum
+has variance 1 and is never more than six standard deviations from the mean."""
 _MOST_AT_ONCE: Final = 1 << 18
 """Number of elements that are generated at a time, so that temporary arrays stay in the processor's
 cache."""

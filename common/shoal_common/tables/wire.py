@@ -1,5 +1,5 @@
-"""Format in which rows are sent: the ids and gradients of a push (PushHeader.rows), and the ids of
-a pull (PartitionPull.ids)."""
+"""Format of rows on the wire: the ids and gradients of a push (PushHeader.rows), and the ids of a
+pull (PartitionPull.ids)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal_common.tables.values import Ids, Values, buckets_of
 
 
 def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
-    """Adds up the gradients of ids that occur several times, in the given order. Returns the
-    distinct ids, ascending, and their gradients `[n, dim]`."""
+    """Sums the gradients of each id, in the given order. Returns the distinct ids, ascending, and
+    their gradients `[n, dim]`."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     first = (
@@ -25,7 +25,7 @@ def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
 
 
 def by_bucket(ids: Ids, buckets: int) -> list[npt.NDArray[np.int64]]:
-    """Groups ids by bucket. Returns for each bucket the positions of its ids in `ids`."""
+    """Groups ids by bucket. For each bucket, returns the positions of its ids in `ids`."""
     numbers = buckets_of(ids, buckets)
     order = np.argsort(numbers, kind="stable")
     bounds = np.searchsorted(numbers[order], np.arange(1, buckets))

@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S: Final = 10
 _BACKLOG: Final = 128
-"""Maximum number of connections that wait to be accepted. Of a larger burst, the kernel drops
+"""Maximum number of connections waiting to be accepted. In a larger burst, the kernel drops
 packets, which clients send again after a second."""
 _MOST_OPEN: Final = 64
-"""Number of open connections above which the oldest ones are closed, so that clients which send
-their requests slowly or never cannot keep others out."""
+"""Number of open connections above which the oldest ones are closed, so that clients that send
+their requests slowly or never cannot block other clients."""
 _MOST_SERVED: Final = 256
 """Maximum number of connections with a thread, including closed ones whose routes are still
-running. Any further connection is closed at once."""
+running. Any further connection is closed immediately."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,11 @@ def serve_metrics(
         listen: address (host:port) to listen on; port 0 means a free port (`.port`).
         registry: metrics to serve.
         routes: path -> function that responds to its requests.
-        unhealthy: returns the reason for which /healthz responds with 503; None: it responds with
-            200.
+        unhealthy: returns the reason for a 503 from /healthz, or None for a 200.
         tokens: accepted tokens. Unless the table is open, every path except /healthz and
             `without_token` requires a token, with any role.
-        job: the only job that the pages show; None: they show all jobs, and a token for a single
-            job is rejected.
+        job: the only job that the pages show; None: they show all jobs, so tokens for a single job
+            are rejected.
         without_token: paths that need no token.
         checking_job: paths that accept a token for a single job, because their routes check the
             request's holder.
@@ -202,7 +201,7 @@ class _BoundedServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Starts a thread for a connection. If there are too many connections, closes this one or
-        the oldest ones. Called on the listening thread."""
+        the oldest ones. Must be called on the listening thread."""
         with self._lock:
             too_many = len(self._served) >= _MOST_SERVED
             slow = list(self._served)[: max(0, len(self._served) + 1 - _MOST_OPEN)]
@@ -217,7 +216,7 @@ class _BoundedServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a connection. Called on the connection's own thread."""
+        """Closes a connection. Must be called on the connection's own thread."""
         with self._lock:
             self._served.pop(request, None)
         super().shutdown_request(request)

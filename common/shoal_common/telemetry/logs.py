@@ -3,8 +3,8 @@
     2026-03-01T12:00:00.123Z INFO coordinator shoal_coordinator.sessions member joined job_id=mnist
     member_id=4f2c
 
-Times are UTC. Line breaks within a message or a traceback are written as \\n, so that a record
-never takes two lines.
+Times are UTC. Line breaks within a message or a traceback are written as \\n, so that a record is
+always a single line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def configure_logging(service: str, level: str = "INFO") -> None:
 
 
 def _value(value: object) -> str:
-    """Returns a value as text, in quotes if it would otherwise be unclear where it ends."""
+    """Returns a value as text, quoted if its end would otherwise be ambiguous."""
     text = str(value)
     if text and not any(character.isspace() or character in '"=' for character in text):
         return text

@@ -1,5 +1,5 @@
-"""Logs the stack of an event loop that is blocked, so that the log of a service that does not
-respond shows the line at which it hangs."""
+"""Logs the stack of a blocked event loop, so that the log of an unresponsive service shows the line
+where it hangs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class LoopWatch:
 
     The loop records the time several times per `after`. If the record is older than `after`, the
     thread logs what the loop's thread is executing, innermost call first, at most once a minute. A
-    call that holds Python's lock blocks the watching thread too; it is logged without a stack once
-    it has returned.
+    call that holds the GIL blocks the watching thread too; it is logged without a stack once it has
+    returned.
     """
 
     def __init__(self, name: str, *, after: timedelta = timedelta(seconds=5)) -> None:
-        """Starts to watch. Called on the loop's thread. `name`: name of the service, used in logs.
-        `after`: time after which the loop counts as blocked."""
+        """Starts watching. Must be called on the loop's thread. `name`: name of the service, used
+        in logs. `after`: time after which the loop counts as blocked."""
         self._name, self._after_s = name, after.total_seconds()
         self._loop = asyncio.get_running_loop()
         self._native_id, self._ident = threading.get_native_id(), threading.get_ident()
@@ -43,7 +43,7 @@ class LoopWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch. Called on the loop's thread."""
+        """Stops watching. Must be called on the loop's thread."""
         self._turns.cancel()
         self._closed.set()
         self._thread.join()

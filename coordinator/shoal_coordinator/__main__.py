@@ -29,9 +29,9 @@ _REDIS_CHECK_INTERVAL_S: Final = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the coordinator and returns its exit status: 0 after SIGTERM or SIGINT; 1, with one
-    line on stderr, if the coordinator could not serve, had to stop serving, or was replaced by
-    another."""
+    """Runs the coordinator and returns its exit status: 0 after SIGTERM or SIGINT; 1, with one line
+    on stderr, if the coordinator could not serve, had to stop serving, or was replaced by a
+    different coordinator."""
     try:
         settings = parse_command_line(arguments)
         configure_logging("coordinator", settings.log_level)
@@ -66,7 +66,7 @@ def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
 
 
 def _rarely_collect() -> None:
-    """Makes garbage collection rare, because sessions are numerous and live long.
+    """Makes garbage collection rare, because sessions are numerous and long-lived.
 
     Ten thousand sessions amount to a million long-lived objects. Python scans them after every few
     hundred allocations by default, which took a third of the time of ten thousand joins.
@@ -106,9 +106,8 @@ async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None)
 
 
 async def _lost(own_redis: EmbeddedRedis, stop: asyncio.Event) -> bool:
-    """Waits until the embedded Redis server has ended, then stops this coordinator, because Redis
-    is started only when a coordinator starts. Returns False if the coordinator was already
-    stopping."""
+    """Waits until the embedded Redis server has exited, then stops this coordinator, which cannot
+    restart the server. Returns False if the coordinator was already stopping."""
     while own_redis.alive:
         await asyncio.sleep(_REDIS_CHECK_INTERVAL_S)
     unasked = not stop.is_set()

@@ -26,7 +26,7 @@ class Leased:
 
 def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     """Applies a member's request: acknowledges finished batches and leases more, first come, first
-    served. A request for no batches returns the member's leases to the pool."""
+    served. A request for zero batches returns the member's leases to the pool."""
     live_member(draft, event.member_id)
     epochs = draft.epochs_of(event.loader)
     newest = max(epochs, default=0)

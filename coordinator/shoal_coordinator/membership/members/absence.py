@@ -2,9 +2,9 @@
 from the coordinator.
 
 Silence alone cannot distinguish these cases. A member whose lease has expired is evicted if another
-member waits for it or cannot continue without it. A member that still trains with its peers keeps
-its rank, for at most Policy.absence_ms. Whether it trains is inferred from its peers: in
-synchronous training no step is committed without it, so its peers would be waiting.
+member is waiting for it or cannot continue without it. A member that is still training with its
+peers keeps its rank, for at most Policy.absence_ms. Whether it is training is inferred from its
+peers: in synchronous training no step is committed without it, so its peers would be waiting.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, Member, Me
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """Summary of what the members of the newest generation with recent heartbeats report."""
+    """Summary of the latest reports of the newest generation's members that have a recent
+    heartbeat."""
 
     count: int
     waited_ms: int
-    """Shortest time, in milliseconds, for which one of these members has been waiting for its
-    peers; 0 if any of them is not waiting."""
+    """Shortest time, in milliseconds, that any of these members has been waiting for its peers; 0
+    if any of them is not waiting."""
 
 
 def heard_of(draft: Draft) -> Heard:
@@ -45,7 +46,7 @@ def heard_of(draft: Draft) -> Heard:
 
 
 def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
-    """Evicts members whose lease has expired if another member waits for them."""
+    """Evicts members whose lease has expired if another member is waiting for them."""
     if not events:
         return
     heard = heard_of(draft)
@@ -64,8 +65,8 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 
 def lose_absent(draft: Draft) -> None:
-    """Evicts absent members before a generation that must be formed at once, because they would not
-    receive it."""
+    """Evicts absent members before a generation that must be formed immediately, because they would
+    not receive it."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
     suspects = [
         name
@@ -115,8 +116,8 @@ def somebody_absent(draft: Draft) -> Member | None:
 
 
 def is_closed(draft: Draft, pulse: Pulse) -> bool:
-    """Returns whether a member's stream ended soon after a heartbeat, as happens when a process
-    exits. A network failure ends a stream only after a longer silence."""
+    """Returns whether a member's stream closed soon after a heartbeat, as happens when a process
+    exits. A network failure closes a stream only after a longer silence."""
     return (
         pulse.detached_ms is not None
         and pulse.detached_ms - pulse.heard_ms <= draft.policy.closed_within_ms
@@ -124,8 +125,8 @@ def is_closed(draft: Draft, pulse: Pulse) -> bool:
 
 
 def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
-    """Returns the reason for evicting a silent member; None if no other member is known to need it
-    gone."""
+    """Returns the reason for evicting a silent member; None if no member is known to be waiting for
+    it."""
     longest_ms = (
         draft.policy.absence_ms if pulse.progress.sequence else draft.policy.quiet_absence_ms
     )

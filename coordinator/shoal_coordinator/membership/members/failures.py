@@ -1,5 +1,5 @@
-"""Handles failed collectives: waits briefly for news of a death that explains the failure, and acts
-if there is none."""
+"""Handles failed collectives: waits briefly for a reported death that explains the failure, and
+acts if there is none."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from shoal_coordinator.membership.model.state import (
 
 
 def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
-    """Records a collective that failed at a member. Ignores a failure in a generation that has been
+    """Records that a collective failed on a member. Ignores a failure in a generation that has been
     replaced.
 
-    Otherwise opens an incident. If a death explains the failure, a stream or a launcher reveals it
-    within the settle time, and a new generation ends the incident. If not, `incident_due` decides.
-    """
+    Otherwise opens an incident. If a death explains the failure, a closed stream or a launcher
+    reveals it within the settle time, and a new generation closes the incident. If not,
+    `incident_due` decides. """
     member = live_member(draft, event.member_id)
     if event.generation > draft.number:
-        # A member that knows a generation which Redis has lost reports it when it joins, not here.
+        # A member that knows a generation lost by Redis reports it when it joins, not here.
         raise InvalidRequestError(
             f"collective_failure.generation={event.generation}: expected at most {draft.number}, "
             f"the newest generation of job {draft.spec.job_id}",
@@ -76,7 +76,7 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
         draft.incident = Incident(
             generation=event.generation, opened_ms=draft.now.ms, due_ms=due_ms, reports={}
         )
-    # This may be the last report that the incident was waiting for.
+    # This may be the last report needed to resolve the incident.
     due_ms = min(draft.incident.due_ms, draft.now.ms + _settle_ms(draft))
     newest = max(event.generation, draft.incident.generation)
     draft.incident = replace(
@@ -94,8 +94,8 @@ def _has_ended(draft: Draft) -> bool:
 
 
 def incident_moot(draft: Draft) -> None:
-    """Ends the incident of a job that has finished, and tells the members that reported it that no
-    generation will follow."""
+    """Closes the incident of a job that has finished, and notifies the members that reported it
+    that no generation will follow."""
     if draft.incident is not None:
         for member_id in sorted(draft.incident.reports.keys() & draft.members.keys()):
             draft.effects.append(_over(draft, member_id))
@@ -103,19 +103,19 @@ def incident_moot(draft: Draft) -> None:
 
 
 def _over(draft: Draft, member_id: str) -> SendStop:
-    """Returns the message that tells a waiting member that no further generation will follow."""
+    """Returns the message to a waiting member that no further generation will follow."""
     steps = finished_steps(draft) if draft.phase is JobPhase.FINISHED else None
     return SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=steps)
 
 
 def incident_due(draft: Draft) -> None:
-    """Handles an incident that no death has explained: evicts stuck members, separates two members
-    that cannot reach each other, and forms a new generation.
+    """Handles an incident that no death has explained: evicts stuck members, quarantines one of two
+    members that cannot reach each other, and forms a new generation.
 
     A member that its peers were waiting for when they timed out is evicted once it has made no
     progress for stall_timeout_ms; the incident stays open until then. It also stays open for
-    members that are themselves only waiting: when the first reporter's group ends, their groups end
-    too, and they report within Policy.timeout_settle_ms.
+    members that are only waiting themselves: when the first reporter's group is aborted, their
+    groups are aborted too, and they report within Policy.timeout_settle_ms.
     """
     incident = draft.incident
     if incident is None or draft.broken or _has_ended(draft) or draft.now.ms < incident.due_ms:
@@ -160,8 +160,8 @@ def incident_due(draft: Draft) -> None:
 
 
 def _away(draft: Draft, incident: Incident) -> dict[str, int]:
-    """Returns the members of the group that have no open stream and have not reported the failure,
-    each with the time at which its stream ended. One of them may be the cause."""
+    """Returns the members of the failed group that have no open stream and have not reported the
+    failure: member id -> time when its stream closed. One of them may be the cause."""
     ranks = () if draft.generation is None else draft.generation.ranks
     pulses = {
         rank.member_id: draft.pulse(rank.member_id)
@@ -199,8 +199,7 @@ def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> Non
 
 
 def _is_past(draft: Draft, incident: Incident) -> bool:
-    """Returns whether all members already work in a generation that was written after the incident
-    began."""
+    """Returns whether every member is already working in a generation newer than the incident's."""
     generation = draft.generation
     if generation is None or incident.generation >= generation.number:
         return False
@@ -208,13 +207,13 @@ def _is_past(draft: Draft, incident: Incident) -> bool:
 
 
 def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
-    """Returns the members that peers were waiting for when they timed out, that have reported no
-    failure themselves and have made no progress since. Each comes with the time until which the
-    incident waits for it.
+    """Returns the members that timed-out peers were waiting for, if they have not reported the
+    failure themselves and have made no progress since: pairs of member id and the time until which
+    the incident stays open for it.
 
     A member is judged by its own history. Progress counters start with the process, so comparing
-    two members does not show which one is ahead. A member that neither its peers nor the
-    coordinator can reach is on a machine that was lost.
+    two members does not show which one is ahead. If neither its peers nor the coordinator can reach
+    a member, its machine was lost.
     """
     timed_out = [report for report in incident.reports.values() if report.timed_out]
     if not timed_out or draft.generation is None:
@@ -224,7 +223,7 @@ def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
             frozenset().union(*(report.suspects for report in timed_out))
         )
     else:
-        # A member that joined with a later generation was not in the one that failed.
+        # A member that joined with a later generation was not in the failed generation.
         later = incident.generation < draft.generation.number
         accused = [
             rank.member_id for rank in draft.generation.ranks if not (later and rank.joining)
@@ -268,8 +267,8 @@ def _mutual_accusations(incident: Incident) -> list[Pair]:
 
 
 def _quarantine(draft: Draft, pairs: list[Pair]) -> None:
-    """Counts how often pairs of members accuse each other of being unreachable. When a pair reaches
-    the limit, quarantines the member with the higher rank."""
+    """Counts how often each pair of members has accused each other of being unreachable. When a
+    pair reaches the limit, quarantines the member with the higher rank."""
     for pair in pairs:
         count = draft.accusations.get(pair, 0) + 1
         draft.accusations = {**draft.accusations, pair: count}
@@ -319,9 +318,9 @@ def _higher_rank_first(draft: Draft, first: Member, second: Member) -> tuple[Mem
 
 
 def _members_of_ranks(draft: Draft, event: CollectiveFailed) -> frozenset[str]:
-    """Returns the ids of the members with the suspected ranks; none if the report is about another
-    generation, because ranks identify members only within a generation and no record of older ones
-    is kept."""
+    """Returns the ids of the members with the suspected ranks; none if the report is about an older
+    generation, because ranks identify members only within a generation and older rank tables are
+    not kept."""
     generation = draft.generation
     if generation is None or event.generation != generation.number:
         return frozenset()

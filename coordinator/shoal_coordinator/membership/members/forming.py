@@ -33,7 +33,7 @@ def form(
     draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()
 ) -> None:
     """Writes the next generation. It consists of all members with a rank, the `draining` members,
-    and the `joiners` ready members that have waited longest.
+    and the `joiners` longest-waiting ready members.
 
     The caller must have checked that the number of members is between `Draft.fewest_workers` and
     max_workers.
@@ -51,7 +51,7 @@ def form(
         nonce=draft.nonce,
         cause=cause,
         ranks=ranks,
-        # A member may miss the generation that interrupts it and receive only this one.
+        # A member may miss the interrupting generation and receive only this one.
         interrupts_below=previous.interrupts_below
         if cause is Cause.BORDER and previous is not None
         else draft.number,
@@ -93,7 +93,7 @@ def form(
 
 
 def named(identity: Identity, rank: int | None) -> str:
-    """Returns a human-readable name of a member. `rank`: last rank of the member; None if it had
+    """Returns a human-readable name of a member. `rank`: the member's last rank; None if it had
     none."""
     return (
         f"{'a worker' if rank is None else f'rank {rank}'} (pid {identity.pid} on {identity.host})"
@@ -115,8 +115,8 @@ def _joined(draft: Draft, generation: Generation) -> str:
 
 
 def draining_in_group(draft: Draft) -> list[Member]:
-    """Returns the draining members that have not reached their step boundary. Such a member is in
-    the newest generation, or no other member has yet switched to a generation without it."""
+    """Returns the draining members that have not reached their step boundary: those in the newest
+    generation, and those excluded by generations that no other member has adopted yet."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or draft.generation is None:
         return []
     furthest = max((draft.works_in(rank.member_id) for rank in draft.generation.ranks), default=0)
@@ -129,8 +129,8 @@ def draining_in_group(draft: Draft) -> list[Member]:
 
 
 def holds_state(draft: Draft, member: Member) -> bool:
-    """Returns whether a member is known to have worked in a generation, so that it holds training
-    state."""
+    """Returns whether a member is known to have worked in a generation, and therefore holds
+    training state."""
     return (
         member.holds_state
         or draft.works_in(member.member_id) > 0
@@ -146,10 +146,10 @@ def _placed_with_state(generation: Generation | None, member_id: str) -> bool:
 def _choose(
     draft: Draft, joiners: int, draining: Mapping[str, Member]
 ) -> tuple[list[Member], list[Member]]:
-    """Returns the members that continue, in rank order, and the new ones.
+    """Returns the members that continue, in rank order, and the new members.
 
-    When a job leaves the hold, all members are READY, including those of the newest generation.
-    These take precedence over other waiting members and keep their order.
+    When a job on hold resumes, all members are READY, including those of the newest generation. The
+    latter take precedence over other waiting members and keep their order.
     """
     placed = (
         [draft.members[r.member_id] for r in draft.generation.ranks if r.member_id in draft.members]
@@ -163,8 +163,8 @@ def _choose(
         for member in placed
         if member.phase is MemberPhase.RANKED or member.member_id in going_on
     ]
-    # A member that a newer generation has excluded, which nobody has adopted yet, follows the other
-    # members of its host.
+    # A member excluded by a newer generation that no one has adopted yet follows the other members
+    # of its host.
     survivors += [member for member in draining.values() if member not in survivors]
     waiting = [
         m
@@ -176,8 +176,8 @@ def _choose(
 
 
 def _give_ranks(draft: Draft, generation: Generation) -> None:
-    """Assigns ranks to the members of a generation. Leaves the records of members without a change
-    untouched, so that they need not be written again."""
+    """Assigns ranks to the members of a generation. Leaves unchanged members' records untouched, so
+    that they need not be written again."""
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
     members, unplaced = draft.members, draft.unplaced
     for rank in generation.ranks:
@@ -190,9 +190,9 @@ def _give_ranks(draft: Draft, generation: Generation) -> None:
 
 
 def _leave_out_draining(draft: Draft, generation: Generation, previous: Generation | None) -> None:
-    """Records for each draining member that the new generation excludes the last generation it
-    belongs to. If the other members are interrupted, the draining member cannot reach a step
-    boundary and is told to leave now."""
+    """Records for each draining member excluded by the new generation which generation was its
+    last. If the other members are interrupted, the draining member cannot reach a step boundary and
+    is asked to leave now."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or previous is None:
         return
     for member in list(draft.members.values()):

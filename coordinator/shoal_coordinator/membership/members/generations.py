@@ -17,8 +17,8 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, MemberPhas
 
 _MOST_NAMED: Final = 5
 _PAUSE_MS: Final = 5
-"""Delay in milliseconds before all waiting members are told again why they wait, multiplied by the
-number of waiting members beyond FEW_READY."""
+"""Delay in milliseconds, per waiting member beyond FEW_READY, before all waiting members are
+notified again of the reason for their wait."""
 
 
 def generation_due(draft: Draft) -> None:
@@ -32,7 +32,7 @@ def generation_due(draft: Draft) -> None:
     if draft.in_phase(MemberPhase.READY) == 0:
         draft.grace_until_ms = None
     elif draft.is_fresh and draft.grace_until_ms is None:
-        # The coordinator was restarted before the first generation: the grace period starts again.
+        # The coordinator was restarted before the first generation: restarts the grace period.
         draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
     if draft.phase is JobPhase.WAITING:
         _while_waiting(draft)
@@ -44,10 +44,10 @@ def generation_due(draft: Draft) -> None:
 
 
 def _after_failure(draft: Draft) -> None:
-    """Forms a generation after a failure of the newest one: the survivors continue at once,
+    """Forms a generation after a failure of the newest one: the survivors continue immediately,
     together with joiners that are ready.
 
-    Draining members stay for now: they have not reached their step boundary, and the other members
+    Draining members are included: they have not reached their step boundary, and the other members
     may need their part of the state.
     """
     lose_absent(draft)
@@ -63,11 +63,10 @@ def _after_failure(draft: Draft) -> None:
 
 
 def _while_waiting(draft: Draft) -> None:
-    """Forms a generation in a job in which no member trains, once enough members wait.
+    """Forms a generation in a job that is not training, once enough members are waiting.
 
     A new run waits for the grace period. Members that hold state continue as soon as there are
-    enough of them. Members that arrive after all others were lost continue once they are as many as
-    before.
+    enough of them. If all members were lost, new members start once there are as many as before.
     """
     ready = draft.in_phase(MemberPhase.READY)
     if ready < draft.fewest_workers:
@@ -117,8 +116,9 @@ def _at_border(draft: Draft) -> None:
 
 
 def _may_supersede(draft: Draft) -> bool:
-    """Returns whether the newest generation may be replaced. It may not while some members have yet
-    to adopt it: those that have adopted it would wait in vain for those that skip it."""
+    """Returns whether the newest generation may be replaced. It must not be replaced while some
+    members have yet to adopt it: members that have adopted it would wait in vain for members that
+    skip it."""
     generation = draft.generation
     if (
         generation is None
@@ -131,13 +131,13 @@ def _may_supersede(draft: Draft) -> bool:
 
 
 def _put_on_hold(draft: Draft, reason: str) -> None:
-    """Puts a job on hold whose newest generation has ended with too few members. All members wait
-    for others, or leave if the job stops."""
+    """Puts a job on hold because its newest generation has ended and too few members are left. All
+    members wait for others, or leave if the job is stopping."""
     if draft.phase is JobPhase.RUNNING:
         draft.phase = JobPhase.WAITING
     draft.incident = None
     for member in draining_in_group(draft):
-        # Its process group is gone, so it will not reach another step boundary.
+        # Its process group has ended, so it will not reach another step boundary.
         draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason, now=True))
     for member in list(draft.members.values()):
         if member.phase is MemberPhase.RANKED:
@@ -157,8 +157,8 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 
 def _tell_unplaced(draft: Draft) -> None:
-    """Tells members that have just begun to wait why they wait. If the reason has changed, tells
-    all ready members."""
+    """Notifies members that have just begun to wait of the reason. If the reason has changed,
+    notifies all ready members."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (
         JobPhase.WAITING,
         JobPhase.RUNNING,
@@ -187,8 +187,8 @@ def _tell_unplaced(draft: Draft) -> None:
 
 
 def _why_ready_ones_wait(draft: Draft) -> str | None:
-    """Returns the reason why ready members do not get a rank soon; None if they only wait for the
-    grace period or a step boundary."""
+    """Returns the reason why ready members will not get a rank soon; None if they are waiting only
+    for the end of the grace period or for a step boundary."""
     if draft.phase is not JobPhase.RUNNING:
         waiting = draft.in_phase(MemberPhase.READY) < draft.fewest_workers
         return _who_is_missing(draft) if waiting else None
@@ -227,7 +227,7 @@ def _who_is_missing(draft: Draft) -> str:
 
 def _joiners(draft: Draft, *, beside: int = 0) -> int:
     """Returns how many ready members fit into a generation in addition to the members with a rank
-    and `beside` others; 0 if the job is stopping."""
+    and `beside` other members; 0 if the job is stopping."""
     if draft.phase is JobPhase.STOPPING:
         return 0
     return min(

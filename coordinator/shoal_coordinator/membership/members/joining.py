@@ -1,5 +1,4 @@
-"""Rules for members that arrive: new members, reconnecting members, and members that request a
-rank."""
+"""Rules for new members, reconnecting members, and members that request a rank."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.state import JobPhase, Member, MemberPhase
 
 FEW_READY: Final = 100
-"""Up to this number of waiting members, each one is told at once why it waits, before a start and
-whenever the reason changes."""
+"""Maximum number of waiting members for which each is notified immediately why it is waiting,
+before a start and whenever the reason changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,8 @@ class Joined:
 
 def member_joined(draft: Draft, event: MemberJoined) -> Joined:
     """Admits the member that has opened a session. Raises an error if its id belongs to a former
-    member or another process, if its machine is refused, or if the job accepts no more members."""
+    member or a different process, if its machine is refused, or if the job accepts no more
+    members."""
     member_id = event.identity.member_id
     if event.last_generation > draft.number + draft.policy.most_lost_generations:
         raise InvalidRequestError(
@@ -97,8 +97,8 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
 
 
 def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined:
-    """Continues the session of a known member on a new stream. Sends again everything that the
-    member may have missed."""
+    """Continues the session of a known member on a new stream. Resends everything that the member
+    may have missed."""
     before, after = member.identity, event.identity
     if before.key_digest and before.key_digest != after.key_digest:
         raise PermissionDeniedError(
@@ -120,7 +120,7 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
         draft.effects.append(SendDrain(member_id=member_id, reason=member.reason))
     generation = draft.generation
     if draft.phase is JobPhase.FINISHED and event.works_in == 0:
-        # Its peers finished while it could not be told.
+        # Its peers finished while it could not be notified.
         stop = SendStop(
             member_id=member_id,
             reason=draft.stop_reason,
@@ -153,7 +153,7 @@ def member_ready(draft: Draft, event: MemberReady) -> None:
     draft.put_member(replace(member, phase=MemberPhase.READY, ready_order=draft.last_order))
     draft.records.append(Record(kind="member_ready", member_id=event.member_id))
     if draft.phase is not JobPhase.WAITING or draft.in_phase(MemberPhase.READY) <= FEW_READY:
-        # beyond that number, all waiting members are told together
+        # beyond that number, all waiting members are notified together
         draft.unplaced[event.member_id] = None
     if draft.grace_until_ms is None:
         draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
@@ -168,8 +168,8 @@ def has_place(draft: Draft, member: Member) -> bool:
 
 
 def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendStop:
-    """Returns the message that tells a member that the job stops or has ended. `reason`: None means
-    the reason why the job stops."""
+    """Returns the message to a member that the job is stopping or has ended. `reason`: None means
+    the job's own reason for stopping."""
     now = not has_place(draft, member)
     # The member worked in a generation, and the others have continued without it.
     known = member.holds_state or draft.works_in(member.member_id) > 0
@@ -189,8 +189,8 @@ def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendSto
 
 
 def finished_steps(draft: Draft) -> int | None:
-    """Returns the number of committed steps of a member that has finished the script; None if no
-    member has, or its steps are unknown."""
+    """Returns the number of steps committed by a member that has finished the script; None if no
+    member has, or the number is unknown."""
     return max(
         (
             departure.steps

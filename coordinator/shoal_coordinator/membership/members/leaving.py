@@ -1,5 +1,5 @@
-"""Rules for members that leave: lost members, members that leave by themselves, and members that
-are asked to leave."""
+"""Rules for members that leave: lost members, members that leave on their own, and members that are
+asked to leave."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _REFUSAL_OF: Mapping[Ending, Refusal] = {
 
 
 def member_lost(draft: Draft, event: MemberLost) -> None:
-    """Removes a member whose process is gone although it had not left, and interrupts the members
-    that worked with it. A repeated report changes nothing."""
+    """Removes a member whose process has died without leaving, and interrupts the members that
+    worked with it. A repeated report has no effect."""
     member = draft.members.get(event.member_id)
     if member is None:
         return
@@ -63,11 +63,11 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
 
 
 def member_left(draft: Draft, event: MemberLeft) -> None:
-    """Removes a member that leaves. Unless a generation without it was written before, this
-    interrupts the other members, as a loss does.
+    """Removes a member that leaves. Interrupts the other members, like a loss, unless a generation
+    without the member was already written.
 
     The first member with a rank that finishes ends the run for all members. If a member was asked
-    to leave, its leave concerns only that member, whatever the reason that it reports.
+    to leave, only that member leaves, whatever reason it reports.
     """
     member = live_member(draft, event.member_id)
     if event.reason is LeaveReason.FAILED:
@@ -88,15 +88,15 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
             _finish(draft, reason)
             _tell_awaiting(draft, member, reason, finished_steps=event.steps)
     elif has_place(draft, member) and draft.phase is JobPhase.STOPPING and not event.alone:
-        # All members leave at the same step boundary, so the remaining ones have also passed the
+        # All members leave at the same step boundary, so the remaining members have also passed the
         # last step and only have to leave.
         if not draft.departing:
             _tell_awaiting(draft, member, draft.stop_reason)
         draft.departing = True
     elif has_place(draft, member):
         # It left at a step boundary before a generation without it was written: on SIGTERM, or
-        # because too few would have remained. In a job that stops, its peers wait at that boundary
-        # for a new generation; they stop at the next one.
+        # because too few would have remained. If the job is stopping, its peers wait at that
+        # boundary for a new generation, and stop at the next boundary.
         draft.broken.append(f"member {member.member_id} left ({event.reason})")
     apart = _compare_replicas(draft, member, event)
     _take_out(
@@ -112,8 +112,9 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
 
 
 def _compare_replicas(draft: Draft, member: Member, event: MemberLeft) -> str:
-    """Compares a leaving member's state after its last step with that of members that left earlier.
-    A difference fails the job. Returns a description of the difference; empty if there is none."""
+    """Compares a leaving member's state after its last step with the state of members that left
+    earlier. If they differ, fails the job. Returns a description of the difference; empty if there
+    is none."""
     if event.replicas is None or event.reason is not LeaveReason.FINISHED:
         return ""
     draft.replicas, apart = compare(
@@ -137,9 +138,9 @@ class ExitNoted:
 def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
     """Records that a launcher has seen a process exit.
 
-    If the process had finished its script, the report counts as the member's leave, since the leave
-    itself may still be on its way on the stream, or was never sent because the coordinator was
-    absent. Any other exit with status 0 has no effect while the stream is open.
+    If the process had finished its script, the report counts as the member's Leave message, which
+    may still be in transit on the stream, or was never sent because the coordinator was
+    unreachable. Any other exit with status 0 has no effect while the stream is open.
     """
     known = event.member_id in draft.members
     pulse = draft.pulse(event.member_id)
@@ -182,8 +183,8 @@ class DrainNoted:
 
 
 def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
-    """Starts to drain a member, which then leaves at its next step boundary. A repeated request
-    changes nothing.
+    """Starts draining a member, which then leaves at its next step boundary. A repeated request has
+    no effect.
 
     A generation without the member, which takes effect at a step boundary (BORDER), is formed as
     soon as enough members remain or joiners can replace it.
@@ -209,7 +210,7 @@ def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
 
 
 def drain_refused(draft: Draft) -> None:
-    """Drains the members on machines that have been refused since this transition began."""
+    """Drains the members on machines that were refused during this transition."""
     if not draft.machines_changed or draft.phase not in (JobPhase.WAITING, JobPhase.RUNNING):
         return
     for member in list(draft.members.values()):
@@ -223,8 +224,8 @@ def drain_refused(draft: Draft) -> None:
 
 def stop_requested(draft: Draft, event: StopRequested) -> None:
     """Asks all members to leave at their next step boundary. Ignores a repeated request, and a
-    request for a job that has finished. Ignores the outcome of a plain script that a launcher
-    reports if the run has or had members."""
+    request for a job that has finished. Ignores a launcher's report of a plain script's outcome if
+    the run has or had members."""
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED) or (
         event.ending is not JobEnding.STOPPED and not draft.is_untouched
     ):
@@ -238,8 +239,8 @@ def stop_requested(draft: Draft, event: StopRequested) -> None:
 
 
 def last_one_left(draft: Draft) -> None:
-    """Finishes a job that is stopping and has no members left, and tells its servers to exit. Runs
-    at the end of each transition."""
+    """Finishes a job that is stopping and has no members left, and makes its servers exit. Runs at
+    the end of each transition."""
     if draft.members or draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
         return
     if draft.phase is JobPhase.STOPPING:
@@ -248,7 +249,7 @@ def last_one_left(draft: Draft) -> None:
 
 
 def _fail(draft: Draft, failure: str) -> None:
-    """Ends the job with an error. Only the first error is recorded; it overrides any other
+    """Fails the job with an error. Only the first error is recorded; it overrides any other
     outcome."""
     if draft.ending is JobEnding.FAILED:
         return
@@ -260,9 +261,9 @@ def _fail(draft: Draft, failure: str) -> None:
 
 
 def _finish(draft: Draft, reason: str) -> None:
-    """Ends the run. Members with a rank have confirmed the last step and finish by themselves;
-    other members are told. Spares are told too, since they may be waiting for a generation that
-    their peers will never adopt."""
+    """Ends the run. Members with a rank have confirmed the last step and finish on their own; all
+    other members, including spares, are notified. A spare may be waiting for a generation that its
+    peers will never adopt."""
     draft.phase, draft.ended_unix_ms = JobPhase.FINISHED, draft.now.unix_ms
     draft.ending = draft.ending or JobEnding.COMPLETED
     draft.stop_reason = draft.stop_reason or reason
@@ -281,13 +282,12 @@ def _finish(draft: Draft, reason: str) -> None:
 def _tell_awaiting(
     draft: Draft, left: Member, reason: str, *, finished_steps: int | None = None
 ) -> None:
-    """Tells members to stop if they would wait in vain because `left` has left from an older
-    generation. At the step boundary at which it left, all members would have adopted the newest
-    generation.
+    """Stops members that would wait in vain because `left` has left from an older generation. At
+    the step boundary where it left, all members would have adopted the newest generation.
 
-    The members told are those waiting in their first generation, those that have not adopted the
-    generation that was to follow a failure, and those that were quarantined from the generation of
-    `left` and were to return in the newest one.
+    These are members waiting in their first generation, members that have not adopted the
+    generation that was to follow a failure, and members that were quarantined from the generation
+    of `left` and were to return in the newest one.
     """
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:
@@ -358,7 +358,7 @@ def _release_quarantined(draft: Draft, member_id: str) -> None:
 
 
 def reached_again(draft: Draft) -> None:
-    """Readmits quarantined members that can reach their peers again, at the next step boundary."""
+    """Readmits, at the next step boundary, quarantined members that can reach their peers again."""
     if draft.in_phase(MemberPhase.QUARANTINED) == 0:
         return
     for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED]:
@@ -390,13 +390,13 @@ def _release(draft: Draft, kept_out: Member) -> None:
 
 
 def _is_missed(draft: Draft, member: Member) -> bool:
-    """Returns whether other members work in a process group with this member, or may do so."""
+    """Returns whether other members may be working in a process group with this member."""
     if has_place(draft, member):
         return True
     if member.works_in == 0 or draft.generation is None:
         return False
     # A generation without this member was written; members that have not adopted it are still in
-    # the older group.
+    # the older process group.
     return any(
         draft.works_in(rank.member_id) < draft.number
         for rank in draft.generation.ranks

@@ -1,4 +1,4 @@
-"""Rules about machines: which ones are refused, and when repeated deaths of workers exclude one.
+"""Rules about machines: refuses machines, and excludes machines whose workers die repeatedly.
 
 A machine is identified by the host name that its members report. Machines that are not in
 `machines` are healthy.
@@ -32,7 +32,7 @@ _PRESENT = (MemberPhase.READY, MemberPhase.RANKED)
 
 
 def machine_reported(draft: Draft, event: MachineReported) -> None:
-    """Records the reported condition of a machine. A repeated report changes nothing. An excluded
+    """Records the reported condition of a machine. A repeated report has no effect. An excluded
     machine stays excluded until it is reported as healthy."""
     known = draft.machines.get(event.host)
     if event.condition is MachineCondition.HEALTHY:
@@ -57,7 +57,7 @@ def machine_reported(draft: Draft, event: MachineReported) -> None:
 
 
 def check_machine(draft: Draft, host: str) -> None:
-    """Raises PreconditionError if new members from a machine are refused."""
+    """Raises PreconditionError if the machine is refused new members."""
     machine = draft.machines.get(host)
     if machine is not None and machine.refuses:
         raise PreconditionError(
@@ -68,7 +68,7 @@ def check_machine(draft: Draft, host: str) -> None:
 
 
 def member_gone(draft: Draft, host: str) -> None:
-    """Removes the record of a machine that is being taken away once no member is left on it."""
+    """Removes the record of a machine that is being withdrawn, once no member is left on it."""
     machine = draft.machines.get(host)
     if (
         machine is not None
@@ -79,8 +79,8 @@ def member_gone(draft: Draft, host: str) -> None:
 
 
 def member_died(draft: Draft, member: Member, event: MemberLost) -> None:
-    """Counts the death of a member against its machine. Excludes the machine if members die there
-    again and again while members on other machines live.
+    """Counts the death of a member against its machine. Excludes the machine if members keep dying
+    there while members on other machines survive.
 
     A machine is excluded only if the job can continue without it. A death shortly after another one
     on the same machine probably has the same cause and does not count.

@@ -1,11 +1,10 @@
-"""Readmits members that know generations which Redis has lost, whether Redis has lost its latest
-writes or all of its data.
+"""Readmits members that know generations lost by Redis, whether Redis has lost its latest writes or
+all of its data.
 
 The members continue in the newest generation that they know. It is still valid, because only one
 list of members was ever announced under its number and nonce; only the coordinator's record is
-lost. New generations therefore get higher numbers, and a returning member counts as one that holds
-state whether or not it is on record. Once all members have returned, one generation is written for
-them.
+lost. New generations therefore get higher numbers, and a returning member is assumed to hold state
+whether or not it is on record. Once all members have returned, one generation is written for them.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from shoal_coordinator.membership.model.state import Member, MemberPhase, Recove
 
 
 def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
-    """Returns whether the member worked in a generation that Redis has lost. If so, new generations
-    get numbers above that generation."""
+    """Returns whether the member worked in a generation that Redis has lost. If so, makes sure that
+    new generations get higher numbers."""
     reported, recovery = event.last_generation, draft.recovery
     if reported <= draft.number:
         return recovery is not None and reported > recovery.known
@@ -49,8 +48,8 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
 
 
 def continue_recovery(draft: Draft) -> None:
-    """Continues a recovery that was in progress when the coordinator was restarted: members again
-    have one lease duration to return."""
+    """Continues a recovery that was in progress when the coordinator was restarted: members get
+    another lease duration to return."""
     recovery = draft.recovery
     if recovery is not None and recovery.until_ms == Recovery.FOUND:
         draft.recovery = replace(recovery, until_ms=draft.now.ms + draft.spec.lease_ms)
@@ -79,13 +78,13 @@ def readmit(draft: Draft, event: MemberJoined) -> None:
 
 
 def is_recovering(draft: Draft) -> bool:
-    """Returns whether members have yet to return, so that no generation may be formed."""
+    """Returns whether members have yet to return. Until then, no generation may be formed."""
     return draft.recovery is not None and draft.recovery.until_ms is not None
 
 
 def recovery_due(draft: Draft) -> None:
     """Forms one generation for the members that have returned, once all ranks of the newest lost
-    generation are back or have had one lease duration to return."""
+    generation have returned or one lease duration has passed."""
     recovery = draft.recovery
     if recovery is None or recovery.until_ms is None:
         return

@@ -1,11 +1,11 @@
-"""Explains stalled steps: tells all members which member waits for which, before anything is done
-about it. Evicts members in the two cases that the coordinator can decide: hung members, and members
-on lost machines.
+"""Explains stalled steps: tells all members which member is waiting for which, before anything is
+done about it. Evicts members in the two cases that the coordinator can decide: hung members, and
+members on lost machines.
 
 Each heartbeat reports whether the member's training thread is waiting for its peers, since when,
-and which peers it cannot reach. Either some members wait for others that are not waiting, or all
-wait because a connection between two of them is broken. Members that only report broken connections
-to each other end their group themselves and report the failure (failures.py).
+and which peers it cannot reach. Either some members are waiting for others that are not waiting, or
+all are waiting because a connection between two of them is broken. Members that only report broken
+connections to each other abort their group themselves and report the failure (failures.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shoal_coordinator.membership.model.state import Generation, JobPhase, Stall
 _MOST_NAMED: Final = 4
 _AT: Final = ", which is at "
 _SURELY_WAITS_MS: Final = 1_000
-"""A member counts as waiting if it had waited at least this long at its last heartbeat; a shorter
-wait may be one of many in a normal step."""
+"""A member counts as waiting if it had been waiting at least this long at its last heartbeat;
+shorter waits are part of a normal step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Place:
     pulse: Pulse
     silent_ms: int
     waited_ms: int
-    """Time in milliseconds for which the rank had been waiting for its peers of this generation."""
+    """How long the rank had been waiting for its peers of this generation, in milliseconds."""
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ def _places(draft: Draft, generation: Generation) -> list[Place]:
 
 
 def _divide(draft: Draft, places: Iterable[Place]) -> tuple[list[Place], list[Place], list[Place]]:
-    """Returns the members that wait, those that work, and those that are silent."""
+    """Returns three lists of ranks: waiting, working, and silent."""
     waiting, working, silent = [], [], []
     for place in places:
         if place.silent_ms > draft.spec.unheard_ms:
@@ -121,7 +121,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
     if working and waited_ms >= stall_ms - draft.spec.unheard_ms:
         for place in working:
             if place.pulse.progress.server_wait_s:
-                continue  # the member waits for a parameter server, which has a deadline of its own
+                continue  # waits for a parameter server, with a separate deadline
             if now_ms - place.pulse.active_ms > stall_ms and place.pulse.progress.cpu_s > 0:
                 detail = (
                     f"no progress and no CPU time for {stall_ms} ms, while all others waited for it"
@@ -181,7 +181,7 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
 
 
 def _silent_members(draft: Draft, places: Sequence[Place]) -> tuple[SilentMember, ...]:
-    """Returns the silent members whose stacks another member on the same machine can read."""
+    """Returns the silent members whose stacks can be read by another member on the same machine."""
     _, _, silent = _divide(draft, places)
     if not silent:
         return ()

@@ -1,10 +1,10 @@
-"""Finds stragglers: members that slow the others down, while training continues, because they
-compute slowly or have a slow connection.
+"""Finds stragglers: members that compute slowly or have a slow connection, and so slow the others
+down while training continues.
 
 In synchronous training the steps of all ranks take equally long, because each rank waits for the
-slowest. The slowest rank is the one that does not wait: it spends the largest part of a step
-outside of waits (Progress.busy_time_s). If a connection is slow, all ranks wait, including the one
-behind it. That rank is then the one at which most of the permanently busy connections end
+slowest. The slowest rank is the one that waits least: its time outside of waits
+(Progress.busy_time_s) exceeds the others'. If a connection is slow, all ranks wait, including the
+rank behind it. That rank is identified as the endpoint of most of the permanently busy connections
 (Progress.busy_link).
 """
 
@@ -21,19 +21,19 @@ from shoal_coordinator.membership.model.pulse import Progress
 from shoal_coordinator.membership.model.state import Generation, Straggler
 
 _SHARE_OF_STEP: Final = 0.2
-"""A rank is a straggler if the others' steps would become shorter by at least this fraction if it
-were as fast as they are."""
+"""A rank is a straggler if steps would become shorter by more than this fraction if it were as fast
+as the others."""
 _LEAST_S: Final = 0.05
 _MOSTLY_WAITING: Final = 0.5
 _SLOW_STEP_S: Final = 0.5
 _SLOW_BYTES_PER_S: Final = 25e6
 """Speed below which a connection counts as slow: 200 Mbit/s. With two ranks, a comparison cannot
-show which one has the slow connection, so the absolute speed decides."""
+show whose connection is slow, so the absolute speed decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Step times that one rank reports in its heartbeats."""
+    """Step times reported in a rank's heartbeats."""
 
     rank: int
     member_id: str

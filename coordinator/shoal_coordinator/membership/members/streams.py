@@ -1,14 +1,15 @@
-"""Interprets the end of a stream whose member has not left: either the member has died, or the
-network between the members and the coordinator has failed.
+"""Interprets a closed stream whose member has not left: either the member has died, or the network
+between the members and the coordinator has failed.
 
-A process that is killed closes its connection at once, and so can a failing network for many
-connections together. To the coordinator a single case looks the same; the other members' streams
-make the difference. If most streams break together, the network has failed, and the leases decide.
-If a single stream breaks, its member has died: at once if a peer's collective has failed too,
-otherwise once no other stream has broken for Policy.break_window_ms. This short wait delays no
-recovery, because a peer that needed the dead member would have reported a failure. If a stream ends
-long after the last heartbeat, gRPC has given it up because of a network failure or a lost machine;
-the end says no more than the silence before it (absence.py).
+When a process is killed, its connection closes immediately. A failing network can also close
+connections, usually many at the same time. A single closed connection looks the same in both cases;
+the other members' streams make the difference. If most streams break together, the network has
+failed, and the leases decide. If a single stream breaks, its member counts as dead: immediately if
+a peer's collective has failed too, otherwise once no other stream has broken for
+Policy.break_window_ms. This short wait does not delay any recovery, because a peer that needed the
+dead member would have reported a failure. If a stream closes long after the last heartbeat, gRPC
+has closed it because of a network failure or a lost machine; this adds no information to the
+silence before it (absence.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shoal_coordinator.membership.model.events import Ending, MemberLost, Stream
 
 
 def stream_broken(draft: Draft, event: StreamBroken) -> None:
-    """Records that the stream of a member has ended. `streams_due` decides what this means."""
+    """Records that a member's stream has closed. `streams_due` decides what this means."""
     if event.member_id in draft.members:
         draft.broken_streams = {**draft.broken_streams, event.member_id: draft.now.ms}
 
@@ -55,7 +56,7 @@ def streams_due(draft: Draft) -> None:
 
 
 def _missed(draft: Draft, broken: Mapping[str, int]) -> list[str]:
-    """Returns the members whose streams broke while collectives of their peers failed. Returns none
+    """Returns the members whose streams broke while their peers' collectives failed. Returns none
     unless one of the reporting peers is still connected."""
     if (
         draft.incident is None

@@ -1,7 +1,6 @@
 """Data types of the pure core: the state of a job, the events that change it, and their effects.
 
-- `state`: the state of one job. Parts of it: `spec` (the job's specification), `shards` (which
-  server
+- `state`: the state of one job. Its parts: `spec` (the job's specification), `shards` (which server
   owns which parameters), `batches` (leased batches), `replicas` (digests of the ranks' state).
 - `events`: inputs. `effects`: messages and other actions. `draft`: a state that is being changed.
 - `pulse`: contents of heartbeats. `observation`: a snapshot for metrics and pages.

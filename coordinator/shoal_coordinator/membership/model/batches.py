@@ -1,5 +1,5 @@
-"""Leases the batches of an epoch to members, first come, first served. The batches of a lost member
-are leased again.
+"""Leases the batches of an epoch to members, first come, first served. A lost member's batches can
+be leased again.
 
 `Epoch` and `Loader` are the frozen values that are stored. `Ledger` is the working copy of an epoch
 within a transition, so that a thousand requests copy the leases only once. Finished batches need
@@ -18,8 +18,7 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Response to the last numbered request of a member, which is repeated if the request is
-    repeated."""
+    """Response to a member's last numbered request, sent again if the request is retried."""
 
     sequence: int
     batches: tuple[int, ...]
@@ -32,7 +31,7 @@ class Epoch:
     batches: int
     """Number of batches, numbered from 0."""
     first_key: int = 0
-    """Number of batch 0 for the parameter servers. Batch n has this number plus n."""
+    """Key of batch 0, as used by the parameter servers. Batch n has this key plus n."""
     dealt: int = 0
     """All batches below this number have been leased at least once."""
     returned: tuple[int, ...] = ()
@@ -83,7 +82,7 @@ class Ledger:
 
     def finish(self, member_id: str, finished: Iterable[int]) -> None:
         """Records that a member has finished batches. Ignores batches that are not leased to it,
-        since the message may be repeated."""
+        since the message may be a retry."""
         done = set(finished)
         left = tuple(batch for batch in self._leased.get(member_id, ()) if batch not in done)
         self.changed |= len(left) < len(self._leased.get(member_id, ()))
@@ -93,7 +92,7 @@ class Ledger:
             self._leased.pop(member_id, None)
 
     def held(self, member_id: str, *, without: Iterable[int] = ()) -> int:
-        """Returns the number of batches leased to a member, without those in `without`."""
+        """Returns the number of batches leased to a member, not counting those in `without`."""
         done = set(without)
         return sum(batch not in done for batch in self._leased.get(member_id, ()))
 
@@ -105,13 +104,13 @@ class Ledger:
             self._speed += 1 / batch_ms
 
     def lease(self, member_id: str, want: int, sequence: int, *, members: int) -> tuple[int, ...]:
-        """Leases up to `want` batches, returned ones first. Records the response if the request is
-        numbered (`sequence` above 0).
+        """Leases up to `want` batches, returned batches first. Records the response if the request
+        is numbered (`sequence` above 0).
 
         The member may hold at most half of the free batches, multiplied by its share of the total
-        speed of `members` members, but at least one. Late members therefore still get batches, and
-        nobody waits long for the last ones (guided self-scheduling; Polychronopoulos and Kuck, IEEE
-        Transactions on Computers, 1987).
+        speed of `members` members, but at least one batch. Late members therefore still get
+        batches, and no member waits long for the last ones (guided self-scheduling;
+        Polychronopoulos and Kuck, IEEE Transactions on Computers, 1987).
         """
         free, held = (
             len(self._returned) + self.batches - self._dealt,
@@ -143,8 +142,8 @@ class Ledger:
             self._speed -= 1 / self._batch_ms.pop(member_id)
 
     def take_back(self, member_id: str, batches: Iterable[int] | None = None) -> int:
-        """Ends a member's leases of `batches` (None: all of its batches) so that they are leased
-        again. Returns the number of batches."""
+        """Revokes a member's leases of `batches` (None: all of its leases), so that these batches
+        can be leased again. Returns the number of revoked leases."""
         held = self._leased.pop(member_id, ())
         asked = set(held if batches is None else batches)
         if left := tuple(batch for batch in held if batch not in asked):
@@ -156,8 +155,8 @@ class Ledger:
         return len(batches)
 
     def give_back(self, member_id: str) -> int:
-        """Ends all leases of a lost member so that its batches are leased again, and forgets its
-        requests. Returns the number of batches."""
+        """Revokes all leases of a lost member, so that its batches can be leased again, and forgets
+        its requests. Returns the number of revoked leases."""
         self._answers.pop(member_id, None)
         self._forget_pace(member_id)
         self.changed = True
@@ -191,10 +190,10 @@ _KEYS_OF_AN_EPOCH: Final = 1 << 28
 
 
 def first_key_of(job_id: str, run: int, loader: str, epoch: int, begun_unix_ms: int) -> int:
-    """Returns a positive 64-bit number for batch 0 of an epoch, with room above it for the numbers
-    of all other batches. Each run of a job gets different numbers, even for the same epoch. Servers
-    that continue with the values of the previous run would otherwise mistake new batches for
-    batches that they have already received."""
+    """Returns the key of an epoch's batch 0: a positive 64-bit number, with room above it for the
+    keys of all other batches. Each run of a job gets different keys, even for the same epoch.
+    Servers that continue with the values of the previous run would otherwise mistake new batches
+    for batches that they have already received."""
     digest = hashlib.blake2b(
         f"{job_id}\n{run}\n{loader}\n{epoch}\n{begun_unix_ms}".encode(), digest_size=8
     ).digest()

@@ -19,7 +19,7 @@ _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class CoordinatorMetrics:
-    """Counters and histograms that the event loop updates as things happen."""
+    """Counters and histograms, updated by the event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.generations = Counter(
@@ -113,8 +113,8 @@ class CoordinatorMetrics:
 
 
 class JobsCollector(Collector):
-    """Collects the gauges of all jobs at each scrape, on the scraper's thread. Of a run that has
-    ended and has no members left, only its failure is exported."""
+    """Collects the gauges of all jobs at each scrape, on the scraper's thread. For a run that has
+    ended and has no members left, exports only its failure."""
 
     def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
         self._observed = observed

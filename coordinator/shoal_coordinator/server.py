@@ -40,8 +40,8 @@ _REDIS_RETRY_S = 0.2
 
 
 async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set. Raises FencedError if another coordinator takes over, and another
-    ShoalError if this one cannot start."""
+    """Serves until `stop` is set. Raises FencedError if a newer coordinator takes over, and a
+    different ShoalError if this coordinator cannot start."""
     server_settings = _servable(settings)
     async with AsyncExitStack() as stack:
         stack.callback(LoopWatch("the coordinator").close)
@@ -81,8 +81,8 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
         stack.callback(http.close)
         port = await rpc.start()
         stack.push_async_callback(rpc.drain_and_stop)
-        # Ends all sessions before the server waits for open calls, since sessions would use up its
-        # grace period.
+        # Closes all sessions before the server waits for open calls, since sessions would use up
+        # its grace period.
         stack.push_async_callback(jobs.close, _stopping())
         _write_port_file(settings, port, http, redis_url)
         await _until_stopped(stop, jobs)
@@ -100,8 +100,8 @@ async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
 async def _open_store(
     url: str, settings: CoordinatorSettings, stop: asyncio.Event
 ) -> JobStore | None:
-    """Opens the store, waiting up to `redis_patience` for Redis to answer. Returns None if `stop`
-    is set meanwhile."""
+    """Opens the store, waiting up to `redis_patience` for Redis to respond. Returns None if `stop`
+    is set first."""
     opening = asyncio.create_task(_opened_store(url, settings))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +156,7 @@ def _servicer(
 def _servable(settings: CoordinatorSettings) -> ServerSettings:
     """Returns the settings of the gRPC server. Raises ConfigurationError if they are unusable.
 
-    Must be called before the store is opened, because opening it takes over from a running
+    Must be called before the store is opened, because opening the store takes over from a running
     coordinator.
     """
     for address in (settings.listen, settings.http):

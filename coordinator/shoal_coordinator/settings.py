@@ -27,9 +27,9 @@ class CoordinatorSettings(ServiceSettings):
 
     redis: SecretStr = SecretStr("embedded://")
     """URL of the Redis server that stores all state: redis://[user:password@]host:port[/db].
-    `embedded://` starts a server with temporary data, `embedded:///directory` one with persistent
-    data. Members on other machines can reach an embedded server if the URL has this machine's name:
-    `embedded://host`."""
+    `embedded://` starts a server with temporary data, `embedded:///directory` a server with
+    persistent data. Members on other machines can reach an embedded server if the URL has this
+    machine's name: `embedded://host`."""
 
     redis_file: Path | None = None
     """File that contains the URL of `redis`, for a URL with a password. Takes precedence over
@@ -57,23 +57,23 @@ class CoordinatorSettings(ServiceSettings):
 
     reconnect_grace: Duration = timedelta(0)
     """Maximum time for a member whose stream broke to reconnect before it counts as dead. 0: it
-    counts as dead at once, so that a killed process is detected within milliseconds. Raise this
+    counts as dead immediately, so that a killed process is detected within milliseconds. Raise this
     value if the network drops connections more often than processes die."""
 
     request_timeout: Duration = timedelta(seconds=5)
-    """Maximum time for which a call waits for Redis before it fails with UNAVAILABLE. Also the
-    maximum time for a new session to send its first message."""
+    """Maximum time that a call waits for Redis before it fails with UNAVAILABLE. Also the maximum
+    time for a new session to send its first message."""
 
     job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
-    """Time for which a job without members is remembered after its last change, whether it has
-    finished or was abandoned; at least 1s."""
+    """How long a job without members is remembered after its last change, whether it has finished
+    or was abandoned; at least 1s."""
 
     port_file: Path | None = None
-    """File to which the bound addresses are written, as JSON, when the coordinator begins to serve
+    """File for the bound addresses, written as JSON when the coordinator begins to serve
     requests."""
 
     drain_timeout: Duration = timedelta(seconds=5)
-    """Maximum time for which calls in progress may continue after SIGTERM. Sessions end at once,
+    """Maximum time that calls in progress may take after SIGTERM. Sessions are closed immediately,
     and their members reconnect."""
 
     log_level: str = "INFO"

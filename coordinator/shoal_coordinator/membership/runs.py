@@ -1,9 +1,9 @@
-"""Rules about a job's runs: when the next run begins, and to which run a caller belongs
+"""Rules about a job's runs: when the next run starts, and which run a caller belongs to
 (docs/explanation/membership.md#runs).
 
 A run ends only when its script finishes, when it fails, or when it is stopped. Creating a job whose
 newest run has not ended means joining that run, so a run whose processes were all killed continues
-with the processes that are started next. Creating a job whose newest run has ended begins the next
+with the processes that are started next. Creating a job whose newest run has ended starts the next
 run.
 """
 
@@ -45,7 +45,7 @@ _ENDED: Final = {
 }
 
 Runs = Draft | JobState
-"""A state of a job, which records its runs."""
+"""A job's state, which records its runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class RunGranted:
 
     run: RunId
     begun: bool
-    """True if this event began the run, or resumed it after its end."""
+    """True if this event started the run, or resumed it after its end."""
     previous: PastRun | None
 
 
@@ -67,8 +67,8 @@ class RunEnding:
 
 
 def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Decides in which run the caller takes part that creates an existing job: the newest one, or
-    the next one, which then begins."""
+    """Decides which run the creator of an existing job takes part in: the newest run, or the next
+    run, which is then started."""
     if event.follow and event.run is not None:
         return _follow(draft, event, event.run)
     asked, newest = event.run, draft.run.number
@@ -90,12 +90,12 @@ def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def check_run(draft: Draft, event: OfRun) -> None:
-    """Raises PreconditionError if the event comes from a participant of a run other than the
-    newest. Raises UnavailableError for a server that may belong to the newest run later.
+    """Raises PreconditionError if the event's originator belongs to a run other than the newest.
+    Raises UnavailableError for a server that may belong to the newest run later.
 
     If Redis has lost a run and one of its members returns, that run becomes the newest again,
-    provided that nobody has trained in a later run. Until then a server of the lost run waits for
-    its members or, if no run continues, for the run that is started next.
+    provided that no member has trained in a later run. Until then a server of the lost run waits
+    for its members or, if no run continues, for the run that is started next.
     """
     run, reported = event.run, event.event
     if is_current(draft, run):
@@ -114,7 +114,7 @@ def check_run(draft: Draft, event: OfRun) -> None:
 
 
 def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Begins the run after the newest one."""
+    """Starts the run after the newest one."""
     if _goes_on(draft):
         if draft.members:
             raise PreconditionError(
@@ -127,8 +127,8 @@ def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
         draft.stop_reason = f"it had no members left when run {draft.run.number + 1} was requested"
     elif draft.members:
         return _ending(draft)
-    # Redis's clock may have been set back, but the launchers' own job needs a later start time to
-    # recognize the newer run.
+    # Redis's clock may have been set back, but the launchers' auxiliary job needs a later start
+    # time to recognize the newer run.
     began_unix_ms = max(draft.now.unix_ms, draft.ended_unix_ms, draft.run.began_unix_ms + 1)
     _begin(draft, event.spec, RunId(number=draft.run.number + 1, began_unix_ms=began_unix_ms))
     return _granted(draft, begun=True)
@@ -163,8 +163,7 @@ def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEnding:
-    """Makes the launchers' own job follow a run of the job whose workers the launchers start.
-    `run`: the run to follow."""
+    """Makes the launchers' auxiliary job follow a run of the main job. `run`: the run to follow."""
     if is_current(draft, run):
         if _goes_on(draft):
             _check_spec(draft, event.spec)
@@ -187,8 +186,8 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
 
 
 def _may_come_back(draft: Draft, run: RunId) -> bool:
-    """Returns whether Redis may have lost `run`, and `run` is newer than all runs in which anyone
-    is known to have trained."""
+    """Returns whether Redis may have lost `run`, and `run` is newer than all runs with known
+    training."""
     known_ends = [past.ended_unix_ms for past in draft.past_runs]
     if not _goes_on(draft):
         known_ends.append(draft.ended_unix_ms)
@@ -202,8 +201,8 @@ def _may_come_back(draft: Draft, run: RunId) -> bool:
 
 
 def _has_worked_in_it(draft: Draft, event: MemberJoined) -> bool:
-    """Returns whether the event is from a member of a run lost by Redis, which is admitted and
-    makes that run the newest. A member that is refused changes nothing."""
+    """Returns whether the event comes from a member of a run lost by Redis, whose return makes that
+    run the newest again. Returns False for a member that will be refused."""
     lost = event.last_generation - draft.number
     known = _goes_on(draft) and (
         event.identity.member_id in draft.members or event.identity.member_id in draft.departed
@@ -227,7 +226,7 @@ def _goes_on(draft: Draft) -> bool:
 
 
 def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:
-    """Begins a run. Ends the sessions of members and servers that are still connected, since they
+    """Starts a run. Closes the sessions of members and servers that are still connected, since they
     belong to the previous run."""
     before, members, servers = (
         draft.run,
@@ -251,7 +250,7 @@ def _reopen(draft: Draft, spec: JobSpec) -> None:
 
 
 def _ending(draft: Draft) -> RunEnding:
-    """Returns the outcome for a run that has ended but has members left. Evicts members that were
+    """Returns the outcome for a run that has ended but still has members. Evicts members that were
     silent for longer than a lease."""
     why = (
         f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), "
@@ -275,7 +274,8 @@ def _ending(draft: Draft) -> RunEnding:
 
 
 def same_run(one: RunId, other: RunId) -> bool:
-    """Returns whether two ids refer to the same run. An unknown start time equals any other."""
+    """Returns whether two ids refer to the same run. A start time of 0 means unknown, and matches
+    any start time."""
     known = one.began_unix_ms == other.began_unix_ms or 0 in (
         one.began_unix_ms,
         other.began_unix_ms,
@@ -289,16 +289,15 @@ def is_current(job: Runs, run: RunId) -> bool:
 
 
 def find_past(job: Runs, run: RunId) -> PastRun | None:
-    """Returns the record of a past run; None if `run` is the newest run or there is no record of
-    it."""
+    """Returns the record of a past run; None if `run` is the newest run or is not on record."""
     if is_current(job, run):
         return None
     return next((past for past in job.past_runs if same_run(past.run, run)), None)
 
 
 def not_current(job: Runs, run: RunId, now: Now) -> PreconditionError:
-    """Returns the error for a caller from a run other than the newest, which says what became of
-    that run."""
+    """Returns the error for a caller that belongs to a run other than the newest. It explains what
+    happened to that run."""
     newest = f"the newest one is run {job.run}"
     past = find_past(job, run)
     if past is not None:

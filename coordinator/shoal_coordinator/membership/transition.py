@@ -1,5 +1,5 @@
-"""Single entry point of the core: maps the state of a job and new events to the next state and to
-the actions that follow."""
+"""Single entry point of the core: maps the state of a job and new events to the next state and the
+resulting actions."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ Granted = (
     | Leased
     | None
 )
-"""Answer to a granted event; None if the event has no answer."""
+"""Response to a granted event; None if the event has no response."""
 
 Outcome = Granted | ShoalError
-"""Answer to an event. A ShoalError means that the event was refused and changed nothing."""
+"""Response to an event. A ShoalError means that the event was refused and changed nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +118,14 @@ def transition(
 ) -> Transition:
     """Applies events to the state, in order, and then forms a generation if one is due.
 
-    It is also called without events, when a deadline has passed (`next_wake_ms`) or a member has
-    adopted a generation. It forms at most one generation, however many events require it. It never
-    raises because of the contents of an event.
+    Also called without events, when a deadline has passed (`next_wake_ms`) or a member has adopted
+    a generation. Forms at most one generation, regardless of how many events require one. Never
+    raises an error because of an event's contents.
 
     Args:
         state: state after the previous transition.
         now: current time.
-        events: the events since then.
+        events: events since that transition.
         pulses: heartbeat states of members and servers.
         nonce: 32 hexadecimal digits, for the generation that may be formed.
         policy: constants of the decisions.
@@ -155,14 +155,14 @@ def transition(
 
 
 def job_created(spec: JobSpec, run: RunId) -> JobState:
-    """Returns the state of a new job. `run`: first run of the job. If Redis has lost the job, the
-    run to which the caller belongs."""
+    """Returns the state of a new job. `run`: first run of the job or, if Redis has lost the job,
+    the caller's run."""
     return JobState(spec=spec, run=run)
 
 
 def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> int | None:
-    """Returns the time (Now.ms) at which `transition` must be called even if there are no events;
-    None if there is none. Leases are checked separately (pulse.expired)."""
+    """Returns the time (Now.ms) at which `transition` must be called even without events; None if
+    there is no such time. Leases are checked separately (pulse.expired)."""
     policy = policy or Policy()
     wakes = (
         [max(state.broken_streams.values()) + policy.break_window_ms]
@@ -211,7 +211,7 @@ def _handle(draft: Draft, event: Event) -> Granted:
         case MemberLost():
             member_lost(draft, event)
         case LeaseEnded():
-            pass  # decided after all events, since reports of peers count too
+            pass  # decided after all events, since peers' reports count too
         case StreamBroken():
             stream_broken(draft, event)
         case MemberLeft():

@@ -1,8 +1,7 @@
 """Recent history of jobs for the status page: loss, speed and ranks over time.
 
-The history is kept in memory only, and the longer a run lasts, the lower is its resolution;
-Prometheus provides long-term storage. The event loop writes the history; other threads may read
-`points`.
+The history is kept in memory only, and its resolution decreases as a run gets longer; Prometheus
+provides long-term storage. The event loop writes the history; other threads may read `points`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _MOST: Final = 600
 """Maximum number of points per job. When it is reached, every second point is dropped and the
 sampling interval doubles."""
 _MOST_JOBS: Final = 1_000
-"""Maximum number of jobs without members whose history is kept. The histories of the jobs that
-ended last are kept."""
+"""Maximum number of jobs without members whose history is kept; the most recently ended jobs are
+kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +41,18 @@ class Point:
 
 
 class History:
-    """Points over time of one run."""
+    """Time series of one run."""
 
     def __init__(self, run: RunId) -> None:
         self.run = run
         self.points: list[Point] = []
         """Points, oldest first. Every change replaces the list, so that other threads can read it.
-        The last point is always the newest one."""
+        The last point is always the newest."""
         self._interval_ms = _INTERVAL_MS
 
     def add(self, point: Point) -> None:
-        """Adds a point. It replaces the newest point, unless that one is far enough from the point
-        before it to be kept."""
+        """Adds a point. It replaces the previously newest point unless that one is at least a
+        sampling interval after the point before it."""
         kept = self.points
         if len(kept) >= 2 and kept[-1].unix_ms < kept[-2].unix_ms + self._interval_ms:
             kept = kept[:-1]
@@ -71,8 +70,8 @@ class Histories:
         self._of: dict[str, History] = {}
 
     def of(self, job_id: str, run: RunId) -> list[Point]:
-        """Returns the points of a job's run; none if the history belongs to another run or is
-        empty. May be called on any thread."""
+        """Returns the points of a job's run; empty if the history belongs to a different run. May
+        be called on any thread."""
         history = self._of.get(job_id)
         return history.points if history is not None and history.run == run else []
 
@@ -99,7 +98,7 @@ class Histories:
         while True:
             try:
                 self.look()
-            except Exception:  # an error in the display must not end the coordinator
+            except Exception:  # an error in the display must not stop the coordinator
                 logger.exception("could not record a point of the status page's history")
             await asyncio.sleep(_INTERVAL_MS / 1000)
 

@@ -1,12 +1,12 @@
 """Paths of the status page on the coordinator's HTTP port.
 
-    /              the page: one file without data about the cluster, so no token is needed
+    /              the page: one file without data about the cluster, so no token is needed 
     /api/jobs      all jobs that the caller's token covers
     /api/job       ?job=ID: one job, with the history of its newest run
     /api/events    ?job=ID[&after=EVENT]: the job's newest events, or the events after EVENT
 
-All routes run on threads of the HTTP server. Events are stored in Redis, to which only the event
-loop has access; the route of events waits for the loop.
+All routes run on threads of the HTTP server. Events are stored in Redis, which only the event loop
+may access, so the route of events waits for the loop.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from shoal_coordinator.state.store import JobStore, StoredEvent
 
 PAGE: Final = "/"
 OF_ONE_JOB: Final = frozenset({"/api/jobs", "/api/job", "/api/events"})
-"""Paths at which the holder of a token for one job sees only that job."""
+"""Paths that show the holder of a token for one job only that job."""
 _MOST_EVENTS: Final = 500
 _OLDEST: Final = "0"
 """Result of parse_event_id for an empty id."""
 
 
 class StatusPage:
-    """Status page of one coordinator. It is created on the event loop; its routes run on other
+    """Status page of one coordinator. Must be created on the event loop; its routes run on other
     threads."""
 
     def __init__(self, jobs: Jobs, store: JobStore, *, timeout_s: float) -> None:
@@ -118,7 +118,7 @@ def _page() -> HttpResponse:
 
 def _policy(text: str) -> str:
     """Returns a content security policy that allows only the page's own script and styles, and
-    connections only to the server of the page."""
+    connections only to the page's server."""
 
     def digest(element: str) -> Any:
         found = re.search(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)

@@ -1,5 +1,5 @@
-"""Converts jobs, events and points to JSON-compatible values. Values that `shoal status --json`
-contains too have the same names there.
+"""Converts jobs, events and points to JSON-compatible values. Values that also occur in `shoal
+status --json` have the same names there.
 
 Unknown and missing values are null. Times are milliseconds since the Unix epoch, by the Redis
 server's clock.
@@ -20,12 +20,12 @@ from shoal_coordinator.service.responses import note_of
 from shoal_coordinator.state.store import StoredEvent
 
 MOST_MEMBERS: Final = 256
-"""Maximum number of members listed per job. Members with a note come first, then the others by
-rank."""
+"""Maximum number of members listed per job. Members with a note come first, then the other members
+by rank."""
 
 
 def job_summary(job: ObservedJob) -> dict[str, Any]:
-    """Returns the values of a job that the list of jobs shows."""
+    """Returns a job's values for the list of jobs."""
     state = job.state
     return {
         "job_id": state.spec.job_id,
@@ -40,7 +40,7 @@ def job_summary(job: ObservedJob) -> dict[str, Any]:
 
 
 def job_values(job: ObservedJob) -> dict[str, Any]:
-    """Returns all values of a job that the page shows, except its events and history."""
+    """Returns all of a job's values for its page, except its events and history."""
     state, spec = job.state, job.state.spec
     places = {} if state.generation is None or not job.trains else state.generation.rank_of
     members = [
@@ -142,7 +142,7 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "step": progress.step,
         "steps_in_all": progress.steps_in_all or None,
         # In asynchronous training, workers count their own pushes, so a worker that joined later
-        # has fewer without being slower.
+        # has a lower count without being slower.
         "steps_behind": max(0, job.newest_step - progress.step)
         if rank is not None and not job.state.loaders
         else None,

@@ -18,7 +18,7 @@ _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 def job_id(value: str) -> str:
     """Checks a job id, which every request contains. Raises PermissionDeniedError if the caller's
-    token is for another job."""
+    token is for a different job."""
     if not _JOB_ID.fullmatch(value):
         raise wrong(
             "job_id",
@@ -57,7 +57,7 @@ def host(field: str, value: str) -> str:
 
 
 def address(field: str, value: str, *, required: bool = False) -> str:
-    """Checks an address (host:port) to which others connect."""
+    """Checks an address (host:port) that others connect to."""
     if not value and not required:
         return value
     try:

@@ -1,10 +1,10 @@
-"""The two clocks that decisions use: the time for which this process has been running, and Redis's
-time, synchronized at each commit.
+"""The two clocks that decisions use: this process's uptime, and Redis's time, synchronized at each
+commit.
 
 While a coordinator is suspended (SIGSTOP, a suspended machine), it reads no heartbeats. If this
-time counted, all leases would have expired when it continues, although the members were healthy.
-The clock is therefore read continuously, by the loops and by `tick`, and advances by at most a
-short interval between two readings.
+time counted, all leases would have expired when it resumes, although the members were healthy. The
+clock is therefore read continuously, by the loops and by `tick`, and advances by at most a short
+interval between two readings.
 
 The clock belongs to the event loop; other threads may read `last_read`.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _TICK_MS: Final = 100
 _LONGEST_STEP_MS: Final = 2 * _TICK_MS
 """Maximum advance between two readings. It is less than half of the shortest lease, so that a
-member that was heard from just before a suspension is not evicted right after it."""
+member whose heartbeat arrived just before a suspension is not evicted right after it."""
 _LOGGED_FROM_MS: Final = 1_000
 
 
@@ -43,7 +43,7 @@ class Clock:
         self._paused_ms = 0
         self._offset_ms = unix_ms - self._read_ms
         self.last_read = Now(ms=self._read_ms, unix_ms=unix_ms)
-        """Last reading of both clocks, at most about a tenth of a second old."""
+        """Last reading of both clocks, usually at most a tenth of a second old."""
 
     def now(self) -> Now:
         """Reads and returns both clocks."""
@@ -66,8 +66,8 @@ class Clock:
         self._offset_ms = unix_ms - self._monotonic_ms()
 
     async def tick(self) -> NoReturn:
-        """Reads the clock regularly until cancelled. An interval without readings therefore
-        indicates a pause of the process rather than idleness."""
+        """Reads the clock regularly until cancelled, so that an interval without readings indicates
+        a paused process rather than an idle one."""
         while True:
             await asyncio.sleep(_TICK_MS / 1000)
             self.now()

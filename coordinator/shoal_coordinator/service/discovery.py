@@ -1,5 +1,5 @@
-"""Service discovery at `/sd` (Prometheus's http_sd), through which Prometheus finds the metrics of
-workers and parameter servers as they come and go.
+"""Service discovery at `/sd` (http_sd), which Prometheus uses to find the metrics of workers and
+parameter servers as they come and go.
 
 A target's labels identify a position that outlives its process: a worker's host and its index on
 the host, or a server's id. When ranks are reassigned or a process is restarted, the time series of
@@ -53,8 +53,8 @@ def _places(state: JobState) -> Iterator[tuple[str, Member]]:
     """Yields the instance name and the member of each position.
 
     If two members have the same position, because a process was replaced before its member was
-    evicted, yields the newer one. Several launchers on one host, or members without a launcher, may
-    use the same index; the name then also contains the launcher.
+    evicted, yields the newer member. Several launchers on one host, or members without a launcher,
+    may use the same index; the name then also contains the launcher.
     """
     launchers: defaultdict[str, set[str]] = defaultdict(set)
     places: dict[tuple[str, str, str], Member] = {}

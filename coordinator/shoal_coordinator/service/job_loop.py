@@ -1,11 +1,11 @@
 """Loop of one job: queues events, applies them with the core, writes the result to Redis, and only
-then responds and announces.
+then responds and announces changes.
 
-Events that arrive during a commit go into the next one (group commit); this shares the cost of
-Redis's disk and gives events a single order. When many members arrive at once, the loop waits a
-moment longer to gather their joins; no other event waits for that. Heartbeats do not pass through
-the loop: they only update the pulses in memory, and work while Redis is unreachable. All state
-belongs to the event loop; other threads may read `state`, which is immutable.
+Events that arrive during a commit go into the next commit (group commit). This shares the cost of
+Redis's disk writes and gives events a single order. When many members arrive at the same time, the
+loop waits a moment longer to gather their joins; any other event ends this wait. Heartbeats do not
+pass through the loop: they only update the pulses in memory, and work while Redis is unreachable.
+All state belongs to the event loop; other threads may read `state`, which is immutable.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""Time in seconds for which the loop gathers members that arrive in a rush: ten times the time that
-this process needs for a commit. In a throng, four times as long."""
+"""How long the loop gathers members that arrive in a rush, in seconds: ten times the processor time
+of a commit. In a throng, four times as long."""
 _RUSH = 3
 """Number of arrivals in one commit that count as a rush."""
 _THRONG = 20
@@ -79,12 +79,12 @@ _THRONG = 20
 _MOST_REQUESTS = 50_000
 """Maximum number of queued requests: five per member of the largest world size."""
 _RETRY_AFTER = timedelta(seconds=1)
-"""Time after which the caller may repeat a request that was refused because the queue was full."""
+"""Delay before the caller may retry a request that was refused because the queue was full."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submitted:
-    """A queued event and its outcome, once there is one."""
+    """A queued event and, later, its outcome."""
 
     event: Event
     done: Callable[[Outcome], None] | None
@@ -92,8 +92,8 @@ class Submitted:
 
 
 class JobLoop:
-    """Owner of one job's state. `run` is the loop's task; it ends only with an error after which
-    this coordinator cannot continue."""
+    """Owner of one job's state. `run` is the loop's task; it ends only with an error that prevents
+    this coordinator from continuing."""
 
     def __init__(
         self,
@@ -118,14 +118,14 @@ class JobLoop:
         self._urgent = asyncio.Event()
         """Set when an event other than an arrival is queued."""
         self._gather_s = 0.0
-        """Time in seconds for which the next events wait for others, unless an urgent one
+        """How long the next events wait for further events, in seconds, unless an urgent event
         arrives."""
         self._committed = asyncio.Event()
         self._failure: ShoalError | None = None
         self._stepping = False
         now_ms = clock.now().ms
-        # Restarts all leases before any of them can expire, however long no coordinator was
-        # running.
+        # Restarts all leases before any of them can expire, regardless of how long no coordinator
+        # was running.
         self._members = {
             member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members
         }
@@ -138,8 +138,8 @@ class JobLoop:
         self._folded_ms = now_ms
         self._next_scan_ms = now_ms
         self._loss_noticed_s: float | None = None
-        """Time at which the coordinator learned of a possible loss about which nothing has been
-        decided yet; None if there is none."""
+        """Time at which the coordinator learned of a possible loss that it has not decided about
+        yet; None if there is none."""
 
     # --------------------------------------------------------------------- what others tell and ask
 
@@ -162,8 +162,8 @@ class JobLoop:
         return ObservedJob(state=self.state, pulses=pulses, now=self._clock.last_read)
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> Submitted:
-        """Queues an event. Calls `done` with its outcome once the outcome has been written to
-        Redis, and before anything is announced."""
+        """Queues an event. Calls `done` with its outcome after the outcome has been written to
+        Redis and before anything is announced."""
         submitted = Submitted(event, done, time.monotonic())
         if self._failure is None:
             self._queue[submitted] = None
@@ -175,7 +175,7 @@ class JobLoop:
         return submitted
 
     def request(self, event: Event, done: Callable[[Outcome], None]) -> Submitted:
-        """Queues a request that any client may send and repeat. If the queue is full, raises
+        """Queues a request that any client may send and retry. If the queue is full, raises
         UnavailableError."""
         if len(self._queue) < _MOST_REQUESTS:
             return self.submit(event, done)
@@ -203,10 +203,10 @@ class JobLoop:
             )
 
     async def ask(self, event: Event, *, timeout_s: float, keep: bool = False) -> Granted:
-        """Queues a request and returns its outcome. Raises the error with which the request is
-        refused, or UnavailableError if Redis does not accept the change in time.
+        """Queues a request and returns its outcome. Raises the request's error if it is refused, or
+        UnavailableError if Redis does not accept the change in time.
 
-        `keep`: True if the request must be carried out even if the caller gives up.
+        `keep`: True if the request must be carried out even if the caller stops waiting.
         """
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
 
@@ -241,12 +241,12 @@ class JobLoop:
 
     def next_commit(self) -> asyncio.Event:
         """Returns an asyncio event for followers of the job's event log. It is set when the next
-        events are written, or when no more will be written."""
+        events have been written, or when no more will be written."""
         return self._committed
 
     def fail(self, error: ShoalError) -> None:
-        """Ends a job whose state can no longer be written. All waiting requests and all streams end
-        with `error`."""
+        """Stops the loop of a job whose state can no longer be written. All waiting requests and
+        all streams end with `error`."""
         self._failure = error
         _answer_all(self._take_queue(), error)
         self.sessions.end_all(error)
@@ -261,7 +261,7 @@ class JobLoop:
 
     @property
     def failure(self) -> ShoalError | None:
-        """Reason why this loop has ended; None while it runs."""
+        """Reason why this loop has stopped; None while it is running."""
         return self._failure
 
     # ------------------------------------------------------------------------------------- the loop
@@ -269,8 +269,8 @@ class JobLoop:
     async def run(self) -> None:
         """Processes events until cancelled. Raises FencedError if another coordinator has taken
         over, and InternalError on a bug."""
-        # A cancellation that coincides with the end of a call to Redis can be lost. `fail` is
-        # always called before a cancellation, so its error is checked here.
+        # A cancellation can be lost if a call to Redis completes at the same time. `fail` is always
+        # called before a cancellation, so its error is checked here.
         while True:
             await self._wait_for_work()
             if self._gather_s:
@@ -292,7 +292,7 @@ class JobLoop:
         self._woken.clear()
 
     async def _gather(self) -> None:
-        """Waits for more arrivals, unless an event of another kind is or becomes queued."""
+        """Waits for more arrivals until an event of a different kind is queued."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._gather_s):
                 await self._urgent.wait()
@@ -458,7 +458,7 @@ class JobLoop:
 
 async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
     """Waits for the outcome of a request to a job's loop. Raises UnavailableError if Redis does not
-    accept the change in time; the change may still be made later."""
+    accept the change in time; the change may still take effect later."""
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
@@ -478,7 +478,7 @@ def _may_lose(event: Event) -> bool:
 
 
 def _unwrapped(event: Event) -> Event:
-    """Returns the event itself, without the run to which its originator belongs."""
+    """Returns the event itself, without its originator's run."""
     return event.event if isinstance(event, OfRun) else event
 
 

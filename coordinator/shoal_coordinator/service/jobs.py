@@ -1,5 +1,5 @@
-"""All jobs of this coordinator, loaded when it starts or created on request, each with a loop of
-its own. Belongs to the event loop."""
+"""All jobs of this coordinator, loaded when it starts or created on request, each with its own
+loop. Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ logger = logging.getLogger(__name__)
 _EPOCH_CHECK_INTERVAL_S = 1.0
 _LONGEST_SWEEP_INTERVAL_S = 60.0
 _MOST_JOBS = 10_000
-"""Maximum number of jobs of one coordinator, including jobs without members that it still
-remembers."""
+"""Maximum number of jobs of one coordinator, including remembered jobs without members."""
 
 
 class Jobs:
-    """The loops of all jobs, by job id. `failed` is set if this coordinator must end, because
-    another one has taken over or because of a bug."""
+    """The loops of all jobs, by job id. `failed` is set if this coordinator must stop, because a
+    newer coordinator has taken over or because of a bug."""
 
     def __init__(
         self,
@@ -58,8 +57,8 @@ class Jobs:
         """`retention`: how long the store keeps a job without members."""
         self.failed: asyncio.Future[ShoalError] = asyncio.get_running_loop().create_future()
         self.closing = False
-        """True if this coordinator is shutting down. The end of a stream then says nothing about
-        its member."""
+        """True if this coordinator is shutting down. A closed stream then does not indicate that
+        its member has died."""
         self._store = store
         self._clock = clock
         self._policy = policy
@@ -71,7 +70,7 @@ class Jobs:
         self._sweep_interval_s = min(_LONGEST_SWEEP_INTERVAL_S, retention.total_seconds() / 4)
 
     async def load(self) -> None:
-        """Claims all jobs in Redis and starts their loops. Also begins to watch for another
+        """Claims all jobs in Redis and starts their loops. Also starts watching for a newer
         coordinator."""
         self._keep(asyncio.create_task(self._clock.tick(), name="clock"))
         for stored in await self._store.load_all():
@@ -99,9 +98,9 @@ class Jobs:
         return [loop.observed() for _, loop in sorted(self._loops.copy().items())]
 
     async def create(self, wanted: RunWanted, *, timeout_s: float) -> tuple[bool, RunGranted]:
-        """Creates a job or finds an existing one. Returns whether the job was created, and the run
-        in which the caller takes part. Raises the errors of `runs.run_wanted`. Raises
-        UnavailableError while a run that has ended still has members."""
+        """Creates a job or finds an existing one. Returns whether the job was created, and the
+        caller's run. Raises the errors of `runs.run_wanted`, and UnavailableError while a run that
+        has ended still has members."""
         spec = wanted.spec
         try:
             async with asyncio.timeout(timeout_s), self._creating:
@@ -124,12 +123,12 @@ class Jobs:
         return False, granted
 
     async def confirm(self, refusal: ShoalError, *, timeout_s: float) -> None:
-        """Verifies with Redis a refusal that says that the caller's run has ended or is unknown.
-        The caller would exit or discard its state. Raises UnavailableError if another coordinator
-        has, or may have, newer information.
+        """Checks against Redis that a refusal is up to date, before the caller is told that its run
+        has ended or is unknown and exits or discards its state. Raises UnavailableError if a
+        different coordinator has, or may have, newer information.
 
-        A refusal writes nothing. Without this check, a coordinator that was cut off from Redis or
-        suspended could therefore give an outdated answer.
+        Refusals are not written to Redis. Without this check, a coordinator that was cut off from
+        Redis or suspended could therefore give an outdated answer.
         """
         if refusal.reason not in (Refusal.RUN_ENDED, Refusal.RUN_UNKNOWN) or not isinstance(
             refusal, PreconditionError
@@ -149,7 +148,7 @@ class Jobs:
             raise
 
     async def close(self, error: ShoalError) -> None:
-        """Ends all loops, and ends all streams with `error`."""
+        """Stops all loops, and closes all streams with `error`."""
         self.closing = True
         for loop in self._loops.values():
             loop.fail(error)
@@ -169,8 +168,7 @@ class Jobs:
                 "change. Reuse a job's id for its next run, or lower --job-retention",
                 reason=Refusal.JOBS_LIMIT,
             )
-        # If Redis has lost the job, the request of a participant contains the run to which it
-        # belongs.
+        # If Redis has lost the job, a participant's request contains its run.
         run = RunId(
             number=1 if given is None else given.number, began_unix_ms=self._clock.now().unix_ms
         )
@@ -191,7 +189,7 @@ class Jobs:
 
     def _start(self, stored: Stored) -> None:
         if self.closing:
-            # the coordinator has begun to stop meanwhile, so nothing would end the new loop and its
+            # the coordinator has begun to shut down, so nothing would stop the new loop and its
             # sessions
             raise UnavailableError(
                 "this coordinator is shutting down; try again", reason=Refusal.COORDINATOR_STOPPING
@@ -220,7 +218,7 @@ class Jobs:
 
     def _fail(self, error: ShoalError) -> None:
         """Stops serving after the loop of one job has failed. Its state in memory may be wrong, or
-        may belong to another coordinator by now."""
+        may belong to a newer coordinator by now."""
         if not self.failed.done():
             self.failed.set_result(error)
         self.closing = True
@@ -233,8 +231,8 @@ class Jobs:
             loop.fail(UnavailableError(f"this coordinator has shut down: {error}", reason=reason))
 
     async def _watch_epoch(self) -> None:
-        """Checks regularly whether another coordinator has taken over. Every commit checks this as
-        well; this loop ends a coordinator that commits nothing, so that its members connect to the
+        """Checks regularly whether a newer coordinator has taken over. Every commit checks this as
+        well; this loop stops a coordinator that commits nothing, so that its members connect to the
         new one."""
         while True:
             await asyncio.sleep(_EPOCH_CHECK_INTERVAL_S)

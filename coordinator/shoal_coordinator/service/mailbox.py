@@ -1,5 +1,5 @@
-"""Outgoing messages of one stream. There is at most one unsent message of each kind: a newer
-message replaces an older one, so a slow reader receives the latest generation rather than every
+"""Outgoing messages of one stream. At most one message of each kind is unsent: a newer message
+replaces an older one, so a slow reader receives the latest generation rather than every
 generation."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Slot(enum.Enum):
 
     WELCOME = enum.auto()
     PLACEMENT = enum.auto()
-    """A generation or a standby notice. A newer one replaces either."""
+    """A generation or a standby notice; each replaces the other."""
     DRAIN = enum.auto()
     STOP = enum.auto()
     MEMBERS = enum.auto()
@@ -30,13 +30,13 @@ class Slot(enum.Enum):
     NOTICE = enum.auto()
 
     # faster than enum's own __hash__, which is Python code; thousands of mailboxes receive messages
-    # at once
+    # at the same time
     __hash__ = object.__hash__
 
 
 _MOST_UNDECIDED: Final = 64
 """Maximum number of messages of a session whose outcome is not known yet. A session has few things
-to report, each once, but may report something newer before Redis has accepted the older report."""
+to report, each once, but may report more before Redis has accepted the older reports."""
 
 
 class Mailbox:
@@ -50,7 +50,7 @@ class Mailbox:
         self._ended = False
         self._error: ShoalError | None = None
         self._waiting: asyncio.Future[None] | None = None
-        """Future on which the stream's handler waits until there is something to send."""
+        """Future that the stream's handler awaits until there is something to send."""
 
     def post(self, slot: Slot, message: bytes) -> None:
         """Adds a message, to be sent after the messages already queued."""
@@ -59,7 +59,7 @@ class Mailbox:
         self._wake()
 
     def take(self) -> Callable[[Outcome], None]:
-        """Counts a message that was received on the stream and needs a decision. Returns the
+        """Counts a message that was received on the stream and requires a decision. Returns the
         callback for its outcome. Raises UnavailableError if too many messages have no outcome
         yet."""
         if self._undecided >= _MOST_UNDECIDED:
@@ -77,7 +77,7 @@ class Mailbox:
             self.end(outcome)
 
     def end(self, error: ShoalError | None = None) -> None:
-        """Ends the stream at once, with or without an error. Later calls have no effect."""
+        """Closes the stream immediately, with or without an error. Later calls have no effect."""
         if not self._ended:
             self._ended = True
             self._error = error
@@ -85,8 +85,7 @@ class Mailbox:
 
     @property
     def error(self) -> ShoalError | None:
-        """Error with which the stream was ended; None if it is open or was ended without an
-        error."""
+        """Error that closed the stream; None if it is open or was closed without an error."""
         return self._error
 
     def __aiter__(self) -> Self:

@@ -1,14 +1,14 @@
-"""Implements JoinSession: one stream per member, from its join to its end.
+"""Implements JoinSession: one stream per member, open as long as the member is connected.
 
-If a stream ends although its member has not left, the member is probably lost: a killed process
-breaks its connection within milliseconds, and its peers wait in a collective until they are told.
-membership/members/streams.py decides. `reconnect_grace` makes this slower but tolerant of networks
-that drop single connections: a member may reconnect within this time before anything is decided.
-Streams that end because the coordinator shuts down have no consequence; the next coordinator gives
-every member a full lease.
+If a stream closes although its member has not left, the member is probably lost: a killed process
+breaks its connection within milliseconds, and its peers wait in a collective until they are
+notified. membership/members/streams.py decides. `reconnect_grace` makes this slower but tolerates
+networks that drop single connections: a member may reconnect within this time before a decision is
+made. Streams that close because the coordinator is shutting down have no consequence; the next
+coordinator gives every member a full lease.
 
-Two tasks of the event loop serve a stream: one reads it, and gRPC's own task sends messages from
-the mailbox.
+Two tasks of the event loop serve a stream: one reads from it, and gRPC's own task sends messages
+from the mailbox.
 """
 
 from __future__ import annotations
@@ -104,9 +104,8 @@ class MemberSessions:
     # --------------------------------------------------------------------------- opening and ending
 
     async def _join(self, job: JobLoop, member_id: str, event: Event, mailbox: Mailbox) -> None:
-        """Lets a member join. Raises the error with which the join is refused. Raises
-        UnavailableError if Redis does not accept the join in time; the member may then retry with
-        the same id."""
+        """Lets a member join. Raises an error if the join is refused. Raises UnavailableError if
+        Redis does not accept the join in time; the member may then retry with the same id."""
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
         key = (job.state.spec.job_id, member_id)
         asked_to_retry = False
@@ -124,8 +123,8 @@ class MemberSessions:
                 if not answer.done():
                     answer.set_result(outcome)
                     return
-                # The caller disconnected while its join was being written. If it was told to retry,
-                # it will return; otherwise its lease expires.
+                # The caller disconnected while its join was being written. If it was asked to
+                # retry, it will return; otherwise its lease expires.
                 job.sessions.detach_member(member_id, mailbox)
                 self._detached(job, member_id, decide=not asked_to_retry)
 
@@ -170,7 +169,7 @@ class MemberSessions:
             )
 
     def _check(self, job: JobLoop, member_id: str) -> None:
-        """Reports a member as lost whose stream has ended, unless it has reconnected or is
+        """Reports that a member's stream has closed, unless the member has reconnected or is
         reconnecting."""
         pulse = job.pulses.members.get(member_id)
         back = (
@@ -188,7 +187,7 @@ class MemberSessions:
         mailbox: Mailbox,
         requests: AsyncIterator[pb.MemberMessage],
     ) -> None:
-        """Reads messages until the stream ends. An invalid message ends the session with an
+        """Reads messages until the stream closes. An invalid message closes the session with an
         error."""
         try:
             async for message in requests:
@@ -209,8 +208,8 @@ class MemberSessions:
     def _take(
         self, job: JobLoop, member_id: str, mailbox: Mailbox, message: pb.MemberMessage
     ) -> bool:
-        """Processes one message. Returns True if the member leaves: its session ends once that is
-        written."""
+        """Processes one message. Returns True if the member leaves: its session is closed once that
+        is written."""
 
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
@@ -250,7 +249,8 @@ class MemberSessions:
 
     @staticmethod
     def _locate(job: JobLoop, reader: str, message: pb.Heartbeat) -> None:
-        """Records the stacks of silent members, which this member was asked to read."""
+        """Records the stacks of silent members, read by this member at the coordinator's
+        request."""
         stall = job.state.stall
         for member_id, script_line, stacks in parse_observed(message):
             pulse = job.pulses.members.get(member_id)

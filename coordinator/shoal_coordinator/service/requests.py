@@ -1,5 +1,6 @@
 """Parses requests. Each function converts a message to immutable, valid values, or raises
-InvalidRequestError. Whether a request fits the state of its job is decided by the core."""
+InvalidRequestError. The core decides whether a request is allowed in the current state of its
+job."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ _EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 
 def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
-    """Parses a request to create a job or to begin, join or resume one of its runs."""
+    """Parses a request to create a job or to start, join or resume one of its runs."""
     run = parse_run(message.run)
     # The start time of a run begun under an older release is unknown.
     if message.follow and (run is None or message.resume):
@@ -100,7 +101,7 @@ def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
 
 
 def parse_run(message: pb.RunId) -> RunId | None:
-    """Returns the run to which a caller belongs or which it asks for; None for the newest run."""
+    """Returns the run that a caller belongs to or asks for; None for the newest run."""
     if message.number == 0 and message.began_unix_ms == 0:
         return None
     return RunId(
@@ -176,8 +177,8 @@ def _metrics(message: pb.Progress) -> Mapping[str, float]:
 
 
 def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
-    """Parses a heartbeat. Returns the generation in which the member works, and its progress. Rates
-    and losses are only displayed and therefore not checked; invalid durations become 0.
+    """Parses a heartbeat. Returns the member's current generation and its progress. Rates and
+    losses are only displayed and therefore not checked; invalid durations become 0.
 
     Heartbeats are frequent, so a single test covers all fields that are normally valid.
     """
@@ -227,8 +228,8 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
 
 
 def parse_observed(message: pb.Heartbeat) -> list[tuple[str, str, str]]:
-    """Returns (member id, line of the script, stacks) of each member that the sender of a heartbeat
-    was asked to observe."""
+    """Returns (member id, script line, stacks) for each member whose stacks the heartbeat's sender
+    has read at the coordinator's request."""
     return [
         (
             each.member_id,
@@ -264,7 +265,7 @@ def parse_collective_failure(member_id: str, message: pb.CollectiveFailure) -> C
 
 
 def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
-    """Parses a member's message that it leaves."""
+    """Parses a member's Leave message."""
     reason = _LEAVE_REASONS.get(message.reason)
     if reason is None:
         raise wrong(
@@ -341,8 +342,8 @@ def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
 
 
 def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
-    """Returns the member id and the step by which the members in the response are limited: that
-    member only, or members below that step. "" and 0 mean no limit."""
+    """Returns the two filters on the members in the response: a member id, and an exclusive upper
+    bound on the step. "" and 0 mean no filter."""
     member_id = checks.identifier("member_id", message.member_id, required=False)
     below_step = number("below_step", message.below_step)
     if member_id and below_step:
@@ -354,7 +355,7 @@ def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
 
 def parse_ranks(message: pb.GetRanksRequest, state: JobState) -> tuple[Generation, Sequence[int]]:
     """Returns the newest generation and the requested ranks; an empty list means all ranks. Raises
-    StaleGenerationError if the request is for another generation."""
+    StaleGenerationError if the request is for a different generation."""
     number("generation", message.generation, low=1, high=checks.LARGEST_INT64)
     generation = state.generation
     if generation is None or (message.generation, message.nonce) != (
@@ -490,8 +491,8 @@ def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
 
 
 def parse_event_id(value: str) -> str:
-    """Checks an event id received from a client. Returns "0" for an empty id, which means the
-    oldest event."""
+    """Checks an event id received from a client. Returns "0", the position before the oldest event,
+    for an empty id."""
     if not value:
         return "0"
     if not _EVENT_ID.fullmatch(value):

@@ -77,7 +77,7 @@ def run_message(run: RunId) -> pb.RunId:
 
 
 def notice_message(effect: SendNotice) -> pb.Notice:
-    """Returns the message that tells members what training is waiting for."""
+    """Returns the message that informs members what training is waiting for."""
     return pb.Notice(
         text=effect.text,
         silent=[
@@ -100,8 +100,7 @@ def past_run_message(past: PastRun) -> pb.RunStatus:
 
 
 def ended_run_message(past: PastRun, state: JobState, now_unix_ms: int) -> pb.GetJobResponse:
-    """Returns the response about a run that has ended, with everything that is recorded about
-    it."""
+    """Returns the response about a run that has ended, with all data recorded about it."""
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
         phase=pb.JOB_PHASE_FINISHED,
@@ -145,9 +144,9 @@ def announcement(
     generation: Generation, *, most_whole: int = MOST_SENT_WHOLE
 ) -> Callable[[int], bytes]:
     """Returns a function that maps a rank to the serialized message that announces the generation
-    to this rank. The part that all ranks share is serialized only once.
+    to this rank. The part common to all ranks is serialized only once.
 
-    Up to `most_whole` ranks, the message contains the full rank table; above, only the changes.
+    Up to `most_whole` ranks, the message contains the full rank table; with more, only the changes.
     Members that need the table call GetRanks.
     """
     head = _generation_head(generation)
@@ -190,7 +189,7 @@ def rank_message(generation: Generation, position: int) -> pb.Rank:
 
 
 def _generation_head(generation: Generation) -> pb.Generation:
-    """Converts a generation without its rank table to a message."""
+    """Converts a generation to a message without the rank table."""
     return pb.Generation(
         number=generation.number,
         nonce=generation.nonce,
@@ -213,7 +212,7 @@ def job_message(
     member_id: str = "",
     below_step: int = 0,
 ) -> pb.GetJobResponse:
-    """Returns the state of a job as callers may see it. Members with a rank come first.
+    """Returns the parts of a job's state that callers may see. Members with a rank come first.
 
     Omits the generation's nonce and the members' donor keys, which give access to a member's state
     and are sent only in the members' own sessions.
@@ -222,8 +221,8 @@ def job_message(
         state: state of the job.
         pulses: heartbeat states.
         now_unix_ms: current time by Redis's clock.
-        now_ms: current time (Now.ms), from which silent members are determined.
-        member_id, below_step: limits on the members, as in shoal.v1.GetJobRequest.
+        now_ms: current time (Now.ms), used to determine silent members.
+        member_id, below_step: filters on the members, as in shoal.v1.GetJobRequest.
     """
     places = (
         {}
@@ -295,8 +294,8 @@ def _machine_messages(state: JobState) -> list[pb.MachineStatus]:
 
 
 def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:
-    """Returns the members that have committed fewer steps than `step`, including members of a job
-    on hold and members that a newer generation excludes."""
+    """Returns the members that have committed fewer than `step` steps, including members of a job
+    on hold and members excluded by a newer generation."""
     ranked = {} if state.generation is None else state.generation.rank_of
     found = (
         member
@@ -326,7 +325,7 @@ def server_messages(state: JobState) -> list[pb.ServerStatus]:
 
 
 def place_message(effect: SendPlace) -> pb.ServerDirective:
-    """Returns the message that tells a server which place it has."""
+    """Returns the message that informs a server of its place."""
     return pb.ServerDirective(
         place=pb.ServerPlace(
             epoch=effect.epoch,
@@ -339,7 +338,8 @@ def place_message(effect: SendPlace) -> pb.ServerDirective:
 
 
 def move_message(effect: SendMove) -> pb.ServerDirective:
-    """Returns the message that tells a server which partitions to hand over to another server."""
+    """Returns the message that tells a server which partitions to hand over, and to which
+    server."""
     move = effect.move
     return pb.ServerDirective(
         move=pb.MovePartitions(

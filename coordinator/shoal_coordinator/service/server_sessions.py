@@ -92,7 +92,7 @@ class ServerSessions:
                 job.sessions.attach_server(server_id, mailbox)
                 if (
                     server_id in job.state.servers
-                ):  # without a record, the server was drained and is told to exit
+                ):  # a server without a record was drained and is told to exit
                     job.set_server_pulse(server_id, ServerPulse(heard_ms=self._clock.now().ms))
                 if answer.done():
                     self._detach(job, server_id, mailbox)
@@ -116,7 +116,7 @@ class ServerSessions:
             self._check(job, server_id)
 
     def _check(self, job: JobLoop, server_id: str) -> None:
-        """Reports a server as lost whose stream has ended, unless it has reconnected or is
+        """Reports a server as lost because its stream has closed, unless it has reconnected or is
         reconnecting."""
         pulse = job.pulses.servers.get(server_id)
         back = (
@@ -133,7 +133,7 @@ class ServerSessions:
         mailbox: Mailbox,
         requests: AsyncIterator[pb.ServerMessage],
     ) -> None:
-        """Reads messages until the stream ends. An invalid message ends the session with an
+        """Reads messages until the stream closes. An invalid message closes the session with an
         error."""
         try:
             async for message in requests:

@@ -64,7 +64,7 @@ class CoordinatorServicer:
     # ----------------------------------------------------------------------------------------- jobs
 
     async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:  # noqa: N802
-        """Creates a job, joins an existing one with the same specification, or begins its next
+        """Creates a job, joins an existing job with the same specification, or starts its next
         run."""
         wanted = requests.parse_creation(request)
         created, granted = await self._jobs.create(wanted, timeout_s=self._timeout_s)
@@ -198,7 +198,7 @@ class CoordinatorServicer:
     async def GetShardMap(  # noqa: N802
         self, request: pb.GetShardMapRequest, context: Any
     ) -> pb.GetShardMapResponse:
-        """Returns from memory which parameter servers own a model's tensors."""
+        """Returns the assignment of a model's tensors to parameter servers, from memory."""
         state = self._job(request).state
         run = requests.parse_run(request.run)
         if run is not None:
@@ -265,8 +265,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _followed(self, job_id: str) -> Iterator[None]:
-        """Counts a caller that follows a job's events, for as long as the block runs. Raises
-        LimitError if the job has too many."""
+        """Counts a caller that follows a job's events while the block runs. Raises LimitError if
+        the job has too many."""
         if self._watchers[job_id] >= _MOST_WATCHERS:
             raise LimitError(
                 f"job {job_id} already has {self._watchers[job_id]} callers following its events, "

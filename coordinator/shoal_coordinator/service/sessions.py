@@ -1,5 +1,5 @@
 """Open streams of one job. Carries out the core's decisions: converts effects to messages and puts
-them into the mailboxes of the streams.
+them into the streams' mailboxes.
 
 The streams belong to the event loop. A message for many recipients is serialized once.
 """
@@ -47,34 +47,34 @@ class Sessions:
         self.members: dict[str, Mailbox] = {}
         self.servers: dict[str, Mailbox] = {}
         self._announced: tuple[Generation, Callable[[int], bytes]] | None = None
-        """The generation that was announced last, and the function that serializes its announcement
-        for a rank."""
+        """The last announced generation, and the function that serializes its announcement for a
+        rank."""
         self._table: tuple[Generation, bytes] | None = None
-        """The generation whose full table was requested last, and the serialized table."""
+        """The last generation whose full table was requested, and the serialized table."""
 
     def attach_member(self, member_id: str, mailbox: Mailbox) -> None:
-        """Registers the open stream of a member. Ends an older stream of the member."""
+        """Registers the open stream of a member. Closes an older stream of the member."""
         _replace(self.members, member_id, mailbox)
 
     def attach_server(self, server_id: str, mailbox: Mailbox) -> None:
-        """Registers the open stream of a server. Ends an older stream of the server."""
+        """Registers the open stream of a server. Closes an older stream of the server."""
         _replace(self.servers, server_id, mailbox)
 
     def detach_member(self, member_id: str, mailbox: Mailbox) -> bool:
-        """Unregisters a stream that has ended. Returns False if the member has a newer stream."""
+        """Unregisters a closed stream. Returns False if the member has a newer stream."""
         return _remove(self.members, member_id, mailbox)
 
     def detach_server(self, server_id: str, mailbox: Mailbox) -> bool:
-        """Unregisters a stream that has ended. Returns False if the server has a newer stream."""
+        """Unregisters a closed stream. Returns False if the server has a newer stream."""
         return _remove(self.servers, server_id, mailbox)
 
     def end_all(self, error: ShoalError) -> None:
-        """Ends the streams of all members and servers."""
+        """Closes the streams of all members and servers with `error`."""
         for mailbox in (*self.members.values(), *self.servers.values()):
             mailbox.end(error)
 
     def carry_out(self, effects: Iterable[Effect]) -> None:
-        """Carries out effects in order. Recipients without a stream are told when they
+        """Carries out effects in order. Recipients without a stream are notified when they
         reconnect."""
         for effect in effects:
             match effect:

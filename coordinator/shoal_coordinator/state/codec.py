@@ -4,11 +4,11 @@ transition writes only what it changed.
 Fields: `header` (the small parts), `generation` (the generation without its ranks), `ranks` (the
 full table of a generation, with its number), `change:NUMBER` (how each later table differs from the
 previous one), `layout`, `moves`, and one field per entry of the mappings: `member:ID`,
-`departed:ID`, `server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Dataclasses
-are written with their field names, so that later releases can add fields with defaults. `format` in
-the header is raised whenever older releases could no longer read the state.
+`departed:ID`, `server:ID`, `loader:NAME`. The store adds its own fields (store.py). Dataclasses are
+written with their field names, so that later releases can add fields with defaults. `format` in the
+header is incremented whenever older releases could no longer read the state.
 
-Only this module writes the data that it reads. A field that cannot be parsed raises a
+All data that this module reads was written by it. A field that cannot be parsed raises a
 CorruptDataError that names the field.
 """
 
@@ -100,7 +100,7 @@ def encode_changes(state: JobState, changes: Changes) -> Written:
 
 
 def everything(state: JobState) -> Changes:
-    """Returns the changes by which the complete state is written, as for a new job."""
+    """Returns the changes that write the complete state, as for a new job."""
     return Changes(
         header=True,
         generation=True,
@@ -138,8 +138,8 @@ def decode_state(written: Mapping[str, str]) -> JobState:
 
 
 def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recovery | None:
-    """Returns the recovery that was in progress; None if none was. It is recognized by a stored
-    number above that of the stored generation, or above the beginning of the run: members or
+    """Returns the recovery that was in progress; None if there was none. A recovery was in progress
+    if the stored number is above the stored generation's, or above the run's first: members or
     servers then know generations in between."""
     known = header.get("run_above", 0) if generation is None else generation.number
     if header["number"] <= known:
@@ -151,7 +151,8 @@ def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recov
 
 
 def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> None:
-    """Adds a field to the fields to set or, if `value` is None, to those to delete."""
+    """Adds a field to `put`, the fields to set, or, if `value` is None, to `remove`, the fields to
+    delete."""
     if value is None:
         remove.append(name)
     else:
@@ -201,7 +202,7 @@ def _header(state: JobState) -> dict[str, Any]:
 
 
 def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
-    """Returns the fields of a generation. Of its rank table, they contain only the change, unless
+    """Returns the fields of a generation. They contain only the change of its rank table, unless
     there is no change or `whole` is set."""
     head = _shallow(generation, "ranks", "change")
     head["change"] = None if generation.change is None else _shallow(generation.change)
@@ -221,13 +222,13 @@ def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
 
 
 def _rank(rank: Rank) -> list[str]:
-    """Returns the values of a rank that do not follow from the rest of the table."""
+    """Returns the values of a rank that cannot be derived from the rest of the table."""
     return [rank.member_id, rank.host, rank.donor_address, rank.donor_key]
 
 
 def _layout(layout: ShardLayout) -> dict[str, Any]:
     """Returns a layout with its tensors and partitions as plain lists, since there may be a hundred
-    thousand of them. A bucket has two more numbers."""
+    thousand of them. A bucket has two additional numbers."""
     return {
         "epoch": layout.epoch,
         "tensors": [[t.name, list(t.shape), t.dtype, t.frozen, t.apart] for t in layout.tensors],
@@ -260,7 +261,7 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
 
 
 def _runs(batches: Iterable[int]) -> list[list[int]]:
-    """Encodes batches as runs of consecutive numbers, [first, count], in order."""
+    """Encodes batches as ranges of consecutive numbers, [first, count], in order."""
     runs: list[list[int]] = []
     for batch in batches:
         if runs and batch == runs[-1][0] + runs[-1][1]:

@@ -1,9 +1,9 @@
-"""Lua scripts that write a job's state. Each script is atomic and checks who is writing.
+"""Lua scripts that write a job's state. Each script is atomic and checks the writer's epoch.
 
 Fencing: when a coordinator starts, it takes a number (its epoch) from a common counter. A job
 stores the epoch of the coordinator that last claimed it, and refuses writes with a lower epoch.
 Within an epoch, the revision counts the commits, so that a commit is applied only once and only to
-the state on which it is based. In addition to the fields of codec.py, the job's hash contains
+the state that it is based on. In addition to the fields of codec.py, the job's hash contains
 `epoch`, `revision` and `commit` (the id of the last commit).
 """
 

@@ -3,7 +3,7 @@ time.
 
 Keys: `shoal:{JOB}:state` (a hash, see codec.py) and `shoal:{JOB}:events` (a stream) share a hash
 tag, so that one script may write both. The set `shoal:jobs` and the counter
-`shoal:coordinator:epoch` are common to all jobs. All methods belong to one event loop and may run
+`shoal:coordinator:epoch` are shared by all jobs. All methods belong to one event loop and may run
 concurrently.
 
 A job without members is forgotten some time after its last change: Redis expires its keys, even if
@@ -12,7 +12,7 @@ no coordinator is running.
 A commit is complete once Redis has applied it. With `durable`, it is complete once it is on Redis's
 disk, if Redis can confirm that (WAITAOF: Redis 7.2 or Valkey, with an append-only file). Redis
 errors become UnavailableErrors: the write may or may not have been applied, and the same commit can
-be sent again.
+be retried.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DISK_TIMEOUT_MS: Final = 2_000
 
 
 class FencedError(UnavailableError):
-    """Raised if another coordinator has taken over, so that this one must not write any more."""
+    """Raised if a newer coordinator has taken over, so that this one must not write any more."""
 
     default_reason = Refusal.COORDINATOR_REPLACED
 
@@ -88,7 +88,8 @@ class JobStore:
 
     @classmethod
     async def open(cls, url: str, *, retention: timedelta = DEFAULT_RETENTION) -> JobStore:
-        """Connects to Redis and takes the next epoch, which is on Redis's disk when this returns.
+        """Connects to Redis and takes the next epoch. When this returns, the epoch is on Redis's
+        disk.
 
         `retention`: time after which a job without members is forgotten.
 
@@ -113,8 +114,8 @@ class JobStore:
         await self._client.aclose()
 
     async def load_all(self) -> list[Stored]:
-        """Claims and reads all jobs. Logs and skips jobs that cannot be read, and forgets those
-        that Redis has deleted."""
+        """Claims and reads all jobs. Logs and skips jobs that cannot be read, and forgets jobs that
+        Redis has deleted."""
         async with _redis_errors():
             names = sorted(name.decode() for name in await self._client.smembers(_JOBS))
         found: list[Stored] = []
@@ -151,7 +152,7 @@ class JobStore:
             await self._client.sadd(_JOBS, job_id)
 
     async def dropped(self, job_ids: Sequence[str]) -> list[str]:
-        """Returns those of `job_ids` whose jobs Redis no longer has."""
+        """Returns the ids in `job_ids` whose jobs are no longer in Redis."""
         async with _redis_errors(), self._client.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.exists(_state_key(job_id))
@@ -159,7 +160,7 @@ class JobStore:
         return [job_id for job_id, there in zip(job_ids, answers, strict=True) if not there]
 
     async def forget(self, job_id: str) -> None:
-        """Removes a job that Redis no longer has from the list that `load_all` reads."""
+        """Removes a job that is no longer in Redis from the list that `load_all` reads."""
         async with _redis_errors():
             await self._client.srem(_JOBS, job_id)
 
@@ -176,9 +177,9 @@ class JobStore:
         """Writes one transition that is based on `revision`. Returns Redis's time in Unix
         milliseconds.
 
-        The call may be repeated with the same `commit_id`; the transition is applied only once.
-        `state`: the job after the transition, which is written in full if Redis has lost the
-        revision on which the transition is based. Raises FencedError, UnavailableError.
+        The call may be retried with the same `commit_id`; the transition is applied only once.
+        `state`: the job after the transition. It is written in full if Redis has lost the revision
+        that the transition is based on. Raises FencedError, UnavailableError.
         """
         retention = self._retention if state.is_deserted else timedelta(0)
         arguments = _commit_arguments(self.epoch, revision, commit_id, written, records, retention)
@@ -207,8 +208,7 @@ class JobStore:
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def check_epoch(self) -> None:
-        """Raises FencedError if another coordinator has started with the same Redis server
-        since."""
+        """Raises FencedError if a newer coordinator has started with the same Redis server."""
         async with _redis_errors():
             newest = int(await self._client.get(_EPOCH) or 0)
         if newest > self.epoch:
@@ -217,8 +217,8 @@ class JobStore:
             )
 
     async def events(self, job_id: str, *, after: str, count: int) -> list[StoredEvent]:
-        """Returns up to `count` events, oldest first. `after`: id of the event after which to
-        begin; "0": begin with the oldest event that Redis still has."""
+        """Returns up to `count` events, oldest first. `after`: id of the event that precedes the
+        first result; "0": begin with the oldest event that Redis still has."""
         async with _redis_errors():
             entries = await self._client.xrange(_events_key(job_id), min=f"({after}", count=count)
         return [_parse_event(event_id, fields) for event_id, fields in entries]
@@ -245,7 +245,7 @@ class JobStore:
 
     async def _rewrite(self, state: JobState, revision: int) -> None:
         """Writes the complete job. `state` already contains the changes of the current transition,
-        so committing them afterwards changes nothing."""
+        so committing them afterwards has no effect."""
         written = encode_changes(state, everything(state)).put
         await self.register(state.spec.job_id)
         pairs = [part for pair in written.items() for part in pair]

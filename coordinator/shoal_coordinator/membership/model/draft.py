@@ -1,8 +1,8 @@
 """Mutable working copy of a job's state within one transition.
 
 A transition applies many events. A mapping of ten thousand members is copied only once, on its
-first change, and changed keys are recorded so that only these are written. A draft belongs to one
-call of `transition` and is the only mutable object in the core.
+first change, and changed keys are recorded so that only their values are written. A draft belongs
+to one call of `transition` and is the only mutable object in the core.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ IN_MEMORY = frozenset(
         "fresh_failures",
     ]
 )
-"""Fields of JobState that are not stored and start empty when the coordinator starts."""
+"""Fields of JobState that are not stored and are empty when the coordinator starts."""
 _NOT_WRITTEN = IN_MEMORY | {"population"}
 
 
@@ -67,7 +67,7 @@ class Changes:
     """True if the full rank table of the newest generation must be written, even if
     Generation.written would allow writing only a change."""
     dropped_changes: frozenset[int]
-    """Generations whose written changes are no longer needed."""
+    """Generations whose stored changes can be deleted."""
     layout: bool
     moves: bool
     members: frozenset[str]
@@ -128,10 +128,11 @@ class Draft:
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
-        """Reasons why the newest generation, or one in which members still work, cannot continue;
-        empty if it can."""
+        """Reasons why the newest generation, or an older one that members are still working in,
+        cannot continue; empty if it can."""
         self.unplaced: dict[str, None] = {}
-        """Members that are told why they wait, unless this transition gives them a rank."""
+        """Members that are notified why they are waiting, unless this transition gives them a
+        rank."""
         self.effects: list[Effect] = []
         self.records: list[Record] = []
         self.reasons: list[str] = []
@@ -154,7 +155,7 @@ class Draft:
 
     @property
     def fewest_workers(self) -> int:
-        """Smallest world size with which the job may train at present."""
+        """Current minimum world size for training."""
         return self.spec.min_workers if self.is_fresh else self.spec.min_survivors
 
     @property
@@ -173,7 +174,7 @@ class Draft:
         return self.machines is not self._before.machines
 
     def begin_run(self, spec: JobSpec, run: RunId) -> None:
-        """Begins the next run. Of the newest run, only a summary is kept; generation numbers
+        """Starts the next run. Keeps only a summary of the newest run; generation numbers
         continue."""
         past = PastRun(
             run=self.run,
@@ -239,7 +240,7 @@ class Draft:
         self._changed_members.add(member.member_id)
 
     def remove_member(self, member_id: str, ending: str, steps: int | None = None) -> None:
-        """Removes a member for good: remembers its id, ends its leases and drops accusations
+        """Removes a member permanently: remembers its id, revokes its leases and drops accusations
         against it."""
         if self._members is None:
             self._members = dict(self._before.members)
@@ -268,11 +269,12 @@ class Draft:
         self.unplaced.pop(member_id, None)
 
     def pulse(self, member_id: str) -> Pulse | None:
-        """Returns a member's last heartbeat state; None if it has sent nothing since it joined."""
+        """Returns a member's last heartbeat state; None if it has not sent anything since it
+        joined."""
         return self.pulses.members.get(member_id)
 
     def works_in(self, member_id: str) -> int:
-        """Returns the newest generation in which a member is known to have worked; 0 if there is
+        """Returns the newest generation that a member is known to have worked in; 0 if there is
         none."""
         pulse = self.pulses.members.get(member_id)
         return pulse.generation if pulse is not None else 0
@@ -282,7 +284,7 @@ class Draft:
         generation at the time of its last heartbeat."""
         if self.formed_ms is None or pulse.generation >= self.number:
             return pulse.waited_ms
-        # the member had waited for peers of an older generation before
+        # the member may have waited for peers of an older generation before that
         return max(0, min(pulse.waited_ms, pulse.heard_ms - self.formed_ms))
 
     def place_of(self, member_id: str) -> int | None:
@@ -308,7 +310,7 @@ class Draft:
         self._changed_servers.add(server.server_id)
 
     def remove_server(self, server_id: str) -> None:
-        """Removes a server, which frees its place."""
+        """Removes a server and frees its place."""
         if self._servers is None:
             self._servers = dict(self._before.servers)
         del self._servers[server_id]
@@ -337,7 +339,7 @@ class Draft:
         return self._ledgers[loader, epoch]
 
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
-        """Begins an epoch of a loader, and drops the loader's oldest epochs beyond
+        """Opens an epoch of a loader, and drops the loader's oldest epochs beyond
         Policy.epochs_kept."""
         first_key = first_key_of(self.spec.job_id, self.run.number, loader, epoch, self.now.unix_ms)
         before = self.epochs_of(loader)
@@ -450,7 +452,7 @@ class Draft:
 
 
 _RESET = tuple(item.name for item in fields(JobState) if item.name not in _MAPPINGS)
-"""Fields that a new run resets to their defaults, besides the mappings."""
+"""Fields that a new run resets to their defaults, in addition to the mappings."""
 _HEADER = tuple(
     item.name
     for item in fields(JobState)

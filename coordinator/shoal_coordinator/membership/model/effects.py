@@ -19,7 +19,7 @@ class AnnounceGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class SendGeneration:
-    """Sends the newest generation to one member, which has reconnected and has not seen it."""
+    """Sends the newest generation to a member that has reconnected and has not received it."""
 
     member_id: str
     generation: Generation
@@ -27,30 +27,31 @@ class SendGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class SendStandby:
-    """Tells a member that it has no rank at present, and why."""
+    """Notifies a member that it currently has no rank, and why."""
 
     member_id: str
     reason: str
     apart_from: str = ""
-    """Value of Member.apart_from: the member that this one cannot reach; empty if none."""
+    """Value of Member.apart_from: id of the member that this member cannot reach; empty if there is
+    none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SilentMember:
-    """A member that sends no heartbeats, and the member on its machine that reads its stacks."""
+    """A member that sends no heartbeats, and a member on its machine that reads its stacks."""
 
     member_id: str
     pid: int
     read_by: str
     logs: bool
-    """True if `read_by` also logs notices in place of this member, which is the first on its
+    """True if `read_by` also logs notices on behalf of this member, which is the first on its
     machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendNotice:
-    """Tells the members of a generation what training is waiting for. An empty text ends the
-    wait."""
+    """Notifies the members of a generation what training is waiting for. An empty text means that
+    the wait has ended."""
 
     generation: Generation
     text: str
@@ -67,25 +68,25 @@ class SendDrain:
 
 @dataclass(frozen=True, kw_only=True)
 class SendStop:
-    """Tells a member to leave because the job stops or the member was asked to drain."""
+    """Tells a member to leave because the job is stopping or the member was asked to drain."""
 
     member_id: str
     reason: str
     now: bool
-    """True if the member must leave at once, since it will reach no further step boundary and no
-    generation follows. False if it leaves at the next step boundary, even after a failure."""
+    """True if the member must leave immediately, since it will not reach another step boundary and
+    no generation follows. False if it leaves at the next step boundary, even after a failure."""
     behind: bool = False
     """True if the newest generation excludes this member, which worked in an earlier one, so that
     its state is outdated."""
     finished_steps: int | None = None
-    """Committed steps of a member whose script has finished; None if no script has, or the steps
-    are unknown."""
+    """Number of steps committed by a member whose script has finished; None if no script has
+    finished, or the number is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndSession:
-    """Ends a member's stream: without an error if the member has left, otherwise with an error that
-    explains why it was evicted."""
+    """Closes a member's stream: without an error if the member has left, otherwise with an error
+    that explains why it was evicted."""
 
     member_id: str
     error: ShoalError | None
@@ -93,7 +94,7 @@ class EndSession:
 
 @dataclass(frozen=True, kw_only=True)
 class EndServerSession:
-    """Ends a server's stream with an error."""
+    """Closes a server's stream with an error."""
 
     server_id: str
     error: ShoalError
@@ -101,8 +102,8 @@ class EndServerSession:
 
 @dataclass(frozen=True, kw_only=True)
 class SendMembers:
-    """Tells parameter servers which members train. The recipients are all servers, or only one that
-    has just registered."""
+    """Tells parameter servers which members are training. Sent to all servers, or only to a server
+    that has just registered."""
 
     generation: int
     member_ids: tuple[str, ...]
@@ -135,7 +136,7 @@ class SendSettled:
 
 @dataclass(frozen=True, kw_only=True)
 class SendMove:
-    """Tells the primary of `move.giver` to hand partitions over (shoal.v1.MovePartitions)."""
+    """Tells the primary of `move.giver` to hand over partitions (shoal.v1.MovePartitions)."""
 
     server_id: str
     move: Move
@@ -153,7 +154,7 @@ class StopServer:
 
 @dataclass(frozen=True, kw_only=True)
 class StopServers:
-    """Tells all servers to exit because the job is over and no member is left."""
+    """Tells all servers to exit because the job has ended and no members are left."""
 
     reason: str
 
@@ -191,4 +192,4 @@ class Record:
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     run: int = 0
-    """Number of the job's run, which the draft fills in."""
+    """Number of the job's run, filled in by the draft."""

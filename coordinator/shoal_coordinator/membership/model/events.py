@@ -25,7 +25,7 @@ class LeaveReason(enum.StrEnum):
 
 
 class Ending(enum.StrEnum):
-    """Evidence from which the coordinator learned that a process is gone."""
+    """How the coordinator learned that a process has ended."""
 
     STREAM_BROKEN = "stream_broken"
     LEASE_EXPIRED = "lease_expired"
@@ -54,7 +54,7 @@ class MemberReady:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLost:
-    """A process is gone although it had not left."""
+    """A process has ended without leaving the job."""
 
     member_id: str
     ending: Ending
@@ -63,23 +63,23 @@ class MemberLost:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseEnded:
-    """A member has sent no heartbeat for the duration of its lease. The event is repeated while the
-    member stays silent."""
+    """A member has not sent a heartbeat for the duration of its lease. The event is repeated while
+    the member stays silent."""
 
     member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamBroken:
-    """A member's stream ended although the member had not left. Either its process has died, or the
-    network between it and the coordinator has failed."""
+    """A member's stream closed although the member had not left. Either its process has died, or
+    the network between it and the coordinator has failed."""
 
     member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLeft:
-    """A member has left the job and stated its reason."""
+    """A member has left the job and given its reason."""
 
     member_id: str
     reason: LeaveReason
@@ -90,13 +90,13 @@ class MemberLeft:
     steps: int | None = None
     """Number of steps that the member has committed; None if unknown."""
     replicas: Replicas | None = None
-    """State digests of the member; None if it shares no state with others, or does not report the
-    digests."""
+    """Digests of the member's state; None if no other member has the same state, or the member does
+    not report digests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReported:
-    """A launcher has seen a process end."""
+    """A launcher has observed that a process has exited."""
 
     member_id: str
     exit_code: int
@@ -104,7 +104,7 @@ class ExitReported:
     failure: str = ""
     """Error with which the job must fail; empty if it need not fail."""
     finished: bool = False
-    """True if the process had told its launcher that its script finished."""
+    """True if the process had reported to its launcher that its script finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class MachineReported:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainRequested:
-    """A user asks a member to leave. Exactly one of `member_id` and `rank` is given."""
+    """A user asks a member to leave. Exactly one of `member_id` and `rank` is set."""
 
     member_id: str | None
     rank: int | None
@@ -160,12 +160,12 @@ class ServerRegistered:
     generation: int = 0
     """Newest generation known to the server; 0 if there is none."""
     held_index: int | None = None
-    """Place whose partitions the server has; None if it has none."""
+    """Place whose partitions the server has; None if it has no partitions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLost:
-    """A parameter server's stream broke or its lease ended."""
+    """A parameter server's stream broke or its lease expired."""
 
     server_id: str
     ending: Ending
@@ -224,10 +224,10 @@ class BatchesLeased:
     sequence: int
     """Number of the member's request for this loader and epoch; 0: not numbered."""
     keep: bool = False
-    """True if the member keeps its leases even if `want` is 0. Otherwise, such a request ends all
-    of them."""
+    """True if the member keeps its leases even if `want` is 0. Otherwise, a request with `want=0`
+    revokes all of them."""
     returned: tuple[int, ...] = ()
-    """Batches that were leased to the member but not trained on; they are leased again."""
+    """Batches that were leased to the member but not trained on, to be leased again."""
     batch_ms: int = 0
     """Time that the member needs per batch, in milliseconds; 0 if unknown."""
 

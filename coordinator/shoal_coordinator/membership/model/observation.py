@@ -1,5 +1,5 @@
-"""Snapshot of a job for metrics and pages: its state, its heartbeats and the time. No decision
-depends on it."""
+"""Snapshot of a job for metrics and pages: its state, its heartbeats and the time. Decisions do not
+depend on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_EXPLAINED: Final = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedJob:
-    """A job at one moment. It is immutable, so that other threads may read it."""
+    """A job at one moment. Immutable, so that other threads may read it."""
 
     state: JobState
     pulses: Pulses
@@ -40,7 +40,7 @@ class ObservedJob:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train; 0 while the job waits and after it has ended."""
+        """Number of ranks that are training; 0 while the job is waiting and after it has ended."""
         return (
             len(self.state.generation.ranks)
             if self.trains and self.state.generation is not None
@@ -49,8 +49,8 @@ class ObservedJob:
 
     @cached_property
     def newest_step(self) -> int:
-        """Highest step that any member has reported as committed; 0 if none has. After the end of
-        the run, this includes members that have left."""
+        """Highest step that any member has reported as committed; 0 if none has. After the run has
+        ended, this includes members that have left."""
         steps = [pulse.progress.step for pulse in self.pulses.members.values()]
         if self.state.phase is JobPhase.FINISHED:
             steps += [departure.steps or 0 for departure in self.state.departed.values()]
@@ -59,8 +59,8 @@ class ObservedJob:
 
     @cached_property
     def steps_in_all(self) -> int:
-        """Number of steps that the run will have committed at its end, as reported by the member
-        with the highest step; 0 if unknown."""
+        """Total number of steps of the run, as reported by the member with the highest step; 0 if
+        unknown."""
         newest = max(
             (pulse.progress for pulse in self.pulses.members.values()),
             key=lambda progress: progress.step,
@@ -71,7 +71,7 @@ class ObservedJob:
     @cached_property
     def explained(self) -> frozenset[str]:
         """Members whose stacks are shown to explain a stalled step: at most `_MOST_EXPLAINED`,
-        beginning with those that others wait for. Empty if no step is stalled."""
+        beginning with the members that others are waiting for. Empty if no step is stalled."""
         if self.state.stall is None:
             return frozenset()
         found = [
@@ -85,8 +85,8 @@ class ObservedJob:
 
     @property
     def without_progress_s(self) -> float:
-        """Seconds since any rank last began another step, step boundary or operation; 0 while the
-        job does not train."""
+        """Seconds since any rank last began a step, step boundary or operation; 0 while the job is
+        not training."""
         ranked = (
             {}
             if self.state.generation is None or not self.trains
@@ -102,7 +102,7 @@ class ObservedJob:
     @cached_property
     def unserved_places(self) -> int:
         """Number of parameter server places without a primary that serves requests, including
-        places that have never had one; 0 after the run has ended."""
+        places that have never had a primary; 0 after the run has ended."""
         if self.state.phase is JobPhase.FINISHED:
             return 0
         places = self._places

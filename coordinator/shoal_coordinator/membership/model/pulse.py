@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 BUSY_CPU_S: Final = 0.5
-"""Processor time, in seconds, by which a working member is distinguished from a hung one. Sending
+"""Processor time, in seconds, that a member must use to count as working rather than hung. Sending
 heartbeats for a minute takes several times less."""
 
 
@@ -61,15 +61,15 @@ class Pulse:
     moved_ms: int
     """Time at which progress.sequence last increased, by the clock of Now.ms."""
     active_ms: int = 0
-    """Time at which the member had last made progress, or used another BUSY_CPU_S of processor
+    """Time at which the member had last made progress, or used a further BUSY_CPU_S of processor
     time."""
     active_cpu_s: float = 0.0
     """Value of progress.cpu_s at `active_ms`."""
     detached_ms: int | None = None
-    """Time at which the session's stream ended; None while the stream is open."""
+    """Time at which the session's stream closed; None while the stream is open."""
     generation: int = 0
-    """Newest generation in which the member has reported to work; 0 if none since this coordinator
-    started."""
+    """Newest generation that the member has reported to be working in; 0 if it has not reported any
+    since this coordinator started."""
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -79,8 +79,8 @@ class Pulse:
 
     @property
     def waited_ms(self) -> int:
-        """Milliseconds for which the member had been waiting for its peers at its last heartbeat; 0
-        if it was not waiting."""
+        """How long the member had been waiting for its peers at its last heartbeat, in
+        milliseconds; 0 if it was not waiting."""
         return int(1000 * self.progress.waiting_s)
 
     def silent_ms(self, now_ms: int) -> int:
@@ -105,7 +105,7 @@ class Pulses:
     members: Mapping[str, Pulse] = field(default_factory=dict)
     servers: Mapping[str, ServerPulse] = field(default_factory=dict)
     newest: Progress = field(default_factory=Progress)
-    """Newest progress of any member. It is kept after the members have left."""
+    """Newest progress of any member, kept after the members have left."""
 
 
 def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pulse:
@@ -127,7 +127,7 @@ def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pu
 
 
 def located(pulse: Pulse, script_line: str, stacks: str) -> Pulse:
-    """Returns the pulse of a silent member after another member has read its stacks."""
+    """Returns the pulse of a silent member whose stacks were read by another member."""
     return replace(pulse, progress=replace(pulse.progress, script_line=script_line, stacks=stacks))
 
 
@@ -140,7 +140,7 @@ def attached(pulse: Pulse | None, now_ms: int) -> Pulse:
 
 
 def detached(pulse: Pulse, now_ms: int) -> Pulse:
-    """Returns the pulse of a member whose stream has ended. Its lease continues to run."""
+    """Returns the pulse of a member whose stream has closed. Its lease continues to run."""
     return replace(pulse, detached_ms=now_ms)
 
 

@@ -9,9 +9,9 @@ from typing import Final
 from shoal_coordinator.membership.model.state import Generation, Rank, RankChange
 
 MOST_REMOVED: Final = 1024
-"""Maximum number of removed ranks up to which a change is sent instead of the full table."""
+"""Maximum number of removed ranks in a change; with more, the full table is sent."""
 MOST_ADDED: Final = 64
-"""Maximum number of added ranks up to which a change is sent instead of the full table. Each one
+"""Maximum number of added ranks in a change; with more, the full table is sent. Each added rank
 costs about 130 bytes per recipient."""
 _WRITTEN_IN_PARTS: Final = 64
 """Minimum number of changes that are written to Redis before the full table is written again."""

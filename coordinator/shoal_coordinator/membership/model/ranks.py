@@ -20,8 +20,8 @@ def assign_ranks(
 
     The ranks of one host are adjacent. `survivors` must be in their old rank order, which they
     keep; hosts are ordered by their first survivor. Joiners follow the survivors on their host, and
-    hosts without survivors follow all others. Joiners and new hosts are ordered by name rather than
-    by arrival, so that the same machines get the same ranks in every run.
+    hosts without survivors follow all other hosts. Joiners and new hosts are ordered by name rather
+    than by arrival, so that the same machines get the same ranks in every run.
     """
     blocks: dict[str, list[Member]] = {}
     for member in survivors:
@@ -65,8 +65,8 @@ def _place(member: Member) -> tuple[list[str | int], str, int, str]:
 
 
 def _natural(name: str) -> list[str | int]:
-    """Returns a sort key by which node2 precedes node10. In the key, text and numbers alternate,
-    beginning with text."""
+    """Returns a sort key that orders node2 before node10: alternating text and numbers, beginning
+    with text."""
     return [
         int(part) if position % 2 else part
         for position, part in enumerate(re.split(r"([0-9]+)", name))

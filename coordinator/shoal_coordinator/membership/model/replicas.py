@@ -1,8 +1,8 @@
 """Compares the replicated state of members after the run's last step. Pure functions.
 
-Members leave one after another and do not wait for the comparison: each is compared with those that
-have left before. The digests were computed before any code after the training loop runs, so changes
-that a script makes there are not compared.
+Members leave one after another and do not wait for the comparison: each is compared with the
+members that have left before. The digests are computed before any code after the training loop
+runs, so later changes by the script are not compared.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ class ReplicasSeen:
     generation: int
     step: int
     agreed: int
-    """Newest step after which the ranks had compared their state and found it equal, as reported by
-    any of the members."""
+    """Newest step after which the ranks had compared their state and found it the same, as reported
+    by any of the members."""
     digests: Mapping[str, tuple[int, str]]
-    """Group of tensors -> its digest and a description of the first member that reported it."""
+    """Group of tensors -> its digest, and a description of the first member that reported this
+    digest."""
 
 
 def compare(seen: ReplicasSeen | None, left: Replicas, who: str) -> tuple[ReplicasSeen, str]:
-    """Compares a leaving member's state with that of members that left before.
+    """Compares a leaving member's state with the state of members that left before.
 
     Args:
-        seen: digests of these members; None if none has left yet.
+        seen: digests of the members that left before; None if none has left yet.
         left: digests of the leaving member.
         who: human-readable description of the leaving member.
 
     Returns the updated digests and a description of the difference. The description is empty if
-    there is no difference, or if nobody has reported the same step of the same generation.
+    there is no difference, or if no other member has reported the same step of the same generation.
     """
     if seen is None or (seen.generation, seen.step) != (left.generation, left.step):
         known = {group: (digest, who) for group, digest in left.digests.items()}

@@ -1,4 +1,4 @@
-"""Divides a model's tensors into partitions and assigns these to parameter servers. Pure
+"""Divides a model's tensors into partitions and assigns them to parameter servers. Pure
 functions."""
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from shoal_common.tables.declaration import TableSpec
 
 LARGEST_PIECE_BYTES: Final = 8 << 20
 SMALLEST_FULL_BYTES: Final = 64 << 10
-"""Size at which the cost of a partition's bytes equals the fixed cost of a partition."""
+"""Size in bytes at which a partition's fixed cost equals the cost of its bytes."""
 PARTITIONS_PER_SERVER: Final = 4
 """Minimum number of partitions per server, if the tensors are large enough. A server can then apply
-one while it receives the next, and all servers get equal shares."""
+one partition while it receives the next, and all servers get equal shares."""
 MOST_PIECES: Final = 1 << 17
 """Maximum number of pieces. With pieces of the maximum size, this allows a model of a terabyte; it
-limits the message with the shard map to a few MiB."""
+limits the shard map's message to a few MiB."""
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-"""Bytes of one element, by numpy's name of the dtype."""
+"""Bytes per element, by numpy's name of the dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class TensorSpec:
     dtype: str
     """Data type of the elements, a key of ITEM_BYTES."""
     frozen: bool = False
-    """True if no optimizer has this tensor, so that it never receives a gradient."""
+    """True if the tensor is in no optimizer, so that it never receives a gradient."""
     apart: bool = False
     """True if the tensor must not share a partition with other tensors."""
     table: TableSpec | None = None
@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """The rows of a sparse table whose ids have the same hash bucket."""
+    """The rows of a sparse table whose ids hash to the same bucket."""
 
     tensor_index: int
     number: int
@@ -88,7 +88,7 @@ class Share:
 
     partitions: int
     nbytes: int
-    """Bytes of the values, without optimizer state."""
+    """Size of the values in bytes, without optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +99,12 @@ class ShardLayout:
     """Number of this assignment, from 1. It increases whenever the owner of a partition changes."""
     tensors: tuple[TensorSpec, ...]
     partitions: tuple[Partition, ...]
-    """All partitions: first those that together cover each element once, then the buckets of
-    tables. A tensor without elements is in no partition."""
+    """All partitions: first ranges of dense tensors, which together cover each element once, then
+    the buckets of tables. A tensor without elements is in no partition."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each partition's values. A bucket of a sparse table counts with its expected
+        """Size of each partition's values in bytes. For a bucket of a sparse table, its expected
         final size, at most 8 MiB."""
         items = [ITEM_BYTES[tensor.dtype] for tensor in self.tensors]
 
@@ -131,7 +131,7 @@ class ShardLayout:
 
     def is_frozen(self, partition: Partition) -> bool:
         """Returns whether the tensors of a partition are never trained. In a partition, either all
-        tensors are frozen or none is."""
+        tensors or none are frozen."""
         return partition.bucket is None and self.tensors[partition.pieces[0].tensor_index].frozen
 
     def moved(self, partition_ids: Collection[int], receiver: int) -> ShardLayout:
@@ -152,18 +152,20 @@ def count_pieces(tensors: Sequence[TensorSpec]) -> int:
 
 def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayout:
     """Divides tensors into partitions, and assigns each partition, beginning with the largest, to
-    the server that has the fewest bytes so far.
+    the server with the fewest bytes so far.
 
-    Tensors of one dtype are put together in the order of their declaration. Tensors above 8 MiB are
-    split, at row boundaries unless a single row exceeds 8 MiB. A partition is full at 8 MiB. In a
-    smaller model it is already full at a quarter of a server's share, but not below 64 KiB.
+    Tensors of the same dtype are packed together, in the order of their declaration. Tensors above
+    8 MiB are split, at row boundaries unless a single row exceeds 8 MiB. A partition is full at 8
+    MiB. In a smaller model it is already full at a quarter of a server's share, but not below 64
+    KiB.
 
     Frozen tensors cost nothing in a step. They are therefore packed and assigned separately, so
-    that the trained tensors are spread evenly over all servers. Of trained and of frozen tensors,
-    no server gets more than one partition's bytes beyond any other server.
+    that the trained tensors are spread evenly across all servers. For trained and for frozen
+    tensors, the loads of two servers differ by at most the size of one partition.
 
     The buckets of a table grow at the same rate and are assigned to all servers in turn; the next
-    table continues with the server after the last one. Equal input gives an equal layout.
+    table continues with the server after the last one. The layout is a deterministic function of
+    the arguments.
 
     Args:
         tensors: the declared tensors.
@@ -190,8 +192,8 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
         for (dtype, _), alike in together.items():
             pieces = (piece for index in alike for piece in _cut(index, tensors[index]))
             packed += _pack(pieces, item_bytes=ITEM_BYTES[dtype], full=full)
-        # The emptiest server comes first. Among equally empty ones, frozen tensors go to the last,
-        # which has the fewest trained tensors.
+        # The emptiest server comes first. Among equally empty servers, frozen tensors go to the
+        # last one, which has the fewest trained tensors.
         loads = [(0, -server if frozen else server) for server in servers]
         heapq.heapify(loads)
         primaries = [0] * len(packed)
@@ -234,7 +236,8 @@ def _cut(index: int, tensor: TensorSpec) -> Iterator[Piece]:
 def _pack(
     pieces: Iterator[Piece], *, item_bytes: int, full: int
 ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
-    """Groups consecutive pieces until a partition is full. Yields each group with its bytes."""
+    """Groups consecutive pieces until a partition is full. Yields each group with its size in
+    bytes."""
     together: list[Piece] = []
     nbytes = 0
     for piece in pieces:

@@ -1,5 +1,5 @@
-"""Specification of a job, and the constants on which the core's decisions depend. Values are
-validated where requests are parsed."""
+"""Specification of a job, and the constants used in the core's decisions. Values are validated when
+requests are parsed."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ class JobSpec:
     job_id: str
     """1 to 64 characters of [A-Za-z0-9._-], starting with a letter or digit."""
     min_workers: int
-    """Smallest world size with which training begins; at least 1."""
+    """Minimum world size to start training; at least 1."""
     max_workers: int
-    """Largest world size, from min_workers to LARGEST_WORLD."""
+    """Maximum world size, from min_workers to LARGEST_WORLD."""
     min_survivors: int = 0
-    """Smallest world size with which training continues after it has begun, from 1 to min_workers.
-    0 is replaced by min_workers."""
+    """Minimum world size to continue training once it has started, from 1 to min_workers. 0 is
+    replaced by min_workers."""
     parameter_servers: int = 0
-    """Number of servers started with the job; at least 0."""
+    """Number of servers started with the job."""
     max_parameter_servers: int = 0
     """Maximum number of servers, from parameter_servers to MOST_SERVERS. 0 is replaced by
     parameter_servers."""
     parameter_server_backups: int = 0
     """Number of backups per server; 0 or 1."""
     join_grace_ms: int = 0
-    """Milliseconds for which the first member that is ready waits for others; 0 to 600000."""
+    """How long the first ready member waits for others, in milliseconds; 0 to 600000."""
     lease_ms: int = DEFAULT_LEASE_MS
-    """Milliseconds, from 500 to 600000. A member that sends no heartbeat for longer is evicted if
-    its peers wait for it (absence.py); a server is evicted in any case."""
+    """Duration of a lease in milliseconds, from 500 to 600000. A member that sends no heartbeat for
+    longer is evicted if its peers are waiting for it (absence.py); a server is evicted in any
+    case."""
     stall_timeout_ms: int = DEFAULT_STALL_TIMEOUT_MS
-    """Milliseconds, from 1000 to 3600000. A member that all its peers wait for and that makes no
-    progress for longer is evicted: at once if it uses no processor time, otherwise when the
-    collective of its peers times out."""
+    """Duration in milliseconds, from 1000 to 3600000. A member that makes no progress for longer
+    while all its peers are waiting for it is evicted: immediately if it uses no processor time,
+    otherwise when its peers' collective times out."""
 
     def __post_init__(self) -> None:
         if self.min_survivors == 0:  # also in a job that an older release wrote
@@ -53,7 +54,7 @@ class JobSpec:
     def servers_to_lay_out(self) -> int:
         """Number of servers that must have registered before the job's tensors are assigned to
         them; 0 if the job may have no servers. A job that starts without servers but may get some
-        waits for one."""
+        waits for one server."""
         return self.parameter_servers or min(1, self.max_parameter_servers)
 
     @cached_property
@@ -70,51 +71,51 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Constants on which the core's decisions depend, the same for all jobs."""
+    """Constants used in the core's decisions, the same for all jobs."""
 
     settle_ms: int = 75
-    """Milliseconds for which a failed collective waits for news of a death that explains it. A
-    broken stream or a launcher's report identifies the dead process within a few milliseconds;
-    without a death, all live members form a new generation."""
+    """How long, in milliseconds, to wait after a failed collective for a reported death that
+    explains it. A broken stream or a launcher's report identifies the dead process within a few
+    milliseconds; without a death, all live members form a new generation."""
     timeout_settle_ms: int = 1_000
-    """After the first report that a collective timed out, how long other waiting members may take
-    to report it too. The first report ends its member's group, which the others notice within a
+    """Maximum time, after the first report that a collective timed out, for other waiting members
+    to report it too. The first reporter's group is aborted, which the others notice within a
     quarter of a second. A member that reports nothing and makes no progress in this time is the one
-    that the others wait for."""
+    that the others are waiting for."""
     break_window_ms: int = 100
-    """After a stream has broken, how long other streams may take to break because of the same
+    """Maximum time, after a stream has broken, for other streams to break because of the same
     network failure."""
     reconnect_ms: int = 5_000
     """Maximum time for a member without a stream to reconnect if its peers cannot continue without
-    it: a little over twice the longest backoff of a member's connection. In other cases the member
-    has its full lease."""
+    it: a little over twice the longest backoff of a member's connection. Otherwise, the member may
+    use its full lease."""
     absence_ms: int = 300_000
-    """Maximum silence of a member that nobody is known to wait for. The network between it and the
-    coordinator may have failed while it trains with its peers."""
+    """Maximum silence of a member if no other member is known to be waiting for it. Its connection
+    to the coordinator may have failed while it is still training with its peers."""
     quiet_absence_ms: int = 120_000
-    """Maximum silence of a member that reports no progress, such as a launcher. For such a member
-    it is never known whether others wait for it."""
+    """Maximum silence of a member that reports no progress, such as a launcher. It is never known
+    whether others are waiting for such a member."""
     closed_within_ms: int = 8_000
-    """Maximum time between a member's last heartbeat and the end of its stream if the member itself
-    closed the stream. After a network failure, TCP and gRPC give up only after 10 s."""
+    """Maximum time between a member's last heartbeat and the closing of its stream if the member
+    itself closed it. After a network failure, TCP and gRPC close it only after 10 s."""
     explain_after_ms: int = 10_000
-    """Time for which a step must be stalled before the reason is sent to all members."""
+    """How long a step must be stalled before the reason is sent to all members."""
     explain_again_ms: int = 10_000
     """Interval between repetitions of the explanation during a stall."""
     look_ms: int = 1_000
     """Interval at which the core looks for stalled steps."""
     most_lost_generations: int = 1_000_000
-    """Maximum distance above the newest generation at which a generation reported by a member means
-    that Redis has lost generations. If a member reports a higher one, the member is wrong."""
+    """Maximum distance between the newest generation and a higher one reported by a member. Within
+    it, Redis is assumed to have lost generations; beyond it, the member is assumed to be wrong."""
     longest_settle_ms: int = 5_000
     """Maximum settle time. The settle time doubles whenever a fresh generation fails, so that a
     broken network does not cause an endless series of generations."""
     fresh_generation_ms: int = 10_000
-    """A generation that fails before this age in milliseconds counts as fresh."""
+    """Age in milliseconds below which a generation counts as fresh."""
     border_patience_ms: int = 5_000
-    """Maximum wait until all members have reported that they work in the previous generation,
-    before a generation for joins and drains (BORDER) is formed. It must not replace a generation
-    that members are still adopting."""
+    """Maximum wait, before a generation for joins and drains (BORDER) is formed, until all members
+    have reported that they are working in the previous generation. A generation must not be
+    replaced while members are still adopting it."""
     quarantine_after: int = 2
     """Number of times that two members must accuse each other of being unreachable before the one
     with the higher rank is quarantined."""
@@ -127,31 +128,31 @@ class Policy:
     excluded. A launcher with one worker reaches it with its default of three replacements."""
     deaths_window_ms: int = 1_800_000
     deaths_apart_ms: int = 1_000
-    """A death less than this time after the last counted death on the same machine counts as a
-    consequence of that one."""
+    """A death less than this time after the last counted death on the same machine is assumed to
+    have the same cause and is not counted."""
     deaths_ratio: int = 3
-    """Every death on a typical other machine (the median) raises machine_deaths by this number,
+    """Each death on a typical other machine (the median) raises machine_deaths by this number,
     since deaths everywhere suggest that the script or the cluster is the cause."""
     straggler_after_ms: int = 5_000
-    """Time for which a member must slow the others down before it is named as a straggler."""
+    """How long a member must slow the others down before it is named as a straggler."""
     straggler_until_ms: int = 30_000
-    """Time for which a straggler must keep up before it is no longer named."""
+    """How long a straggler must keep up before it is no longer named."""
     most_members: int = 2 * LARGEST_WORLD
-    """Maximum number of processes in a job, including those that wait for a rank."""
+    """Maximum number of processes in a job, including processes that are waiting for a rank."""
     most_machines: int = LARGEST_WORLD
-    """Maximum number of machines that are remembered as not healthy."""
+    """Maximum number of unhealthy machines remembered."""
     most_departed: int = 2 * LARGEST_WORLD
     """Maximum number of former members whose ids are remembered; the oldest are forgotten first."""
     most_loaders: int = 64
     """Maximum number of loader names with leased batches."""
     most_batches: int = 65_536
-    """Maximum number of batches of one epoch that are leased to a member, or reported as finished
-    in one request."""
+    """Maximum number of batches of one epoch leased to a member, or reported as finished in one
+    request."""
     epochs_kept: int = 2
-    """Number of epochs of a loader whose leases are kept. The response to a request for an older
-    epoch is that the epoch is done (epoch_done)."""
+    """Number of epochs of a loader whose leases are kept. A request for an older epoch is answered
+    with epoch_done."""
     move_retry_ms: int = 2_000
-    """After a failed move of partitions, how long the receiver is excluded from moves. The time
+    """How long the server to blame for a failed move of partitions is excluded from moves. The time
     doubles with each further consecutive failure, up to longest_move_retry_ms."""
     longest_move_retry_ms: int = 60_000
     most_past_runs: int = 20
@@ -159,5 +160,5 @@ class Policy:
     most_drained: int = 100
     """Maximum number of drained servers remembered; the oldest are forgotten first."""
     batches_retry_after_ms: int = 20
-    """After this time, a member should ask again if all free batches are leased to other members.
-    One millisecond is added per member, to limit the rate of requests."""
+    """Delay before a member should ask again if all batches are leased to other members. One
+    millisecond is added per member, to limit the rate of requests."""

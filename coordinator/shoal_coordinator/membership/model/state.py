@@ -1,8 +1,8 @@
 """State of one job: frozen values, with their invariants documented on the fields.
 
 All values are written to Redis (state/codec.py), except fields that are documented as "in memory
-only"; these start empty when the coordinator starts. Heartbeats do not change the state; pulse.py
-has their contents.
+only", which are empty when the coordinator starts. Heartbeats do not change the state; pulse.py has
+their contents.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Now:
     """Milliseconds of a monotonic clock that does not advance while the coordinator is suspended.
     All waits and leases use this clock. Its origin is arbitrary."""
     unix_ms: int
-    """Redis server time. It is recorded for display and never compared."""
+    """Time of the Redis server, in Unix milliseconds. It is recorded for display and never
+    compared."""
 
 
 class JobPhase(enum.StrEnum):
@@ -85,9 +86,9 @@ class RunId:
     number: int = 1
     """Number of the run within its job: 1, 2, 3, ..."""
     began_unix_ms: int = 0
-    """Time at which the run began. It distinguishes the run from an earlier one with the same
-    number, which exists if Redis has lost the job. 0 if unknown, as for a job written by an older
-    release."""
+    """Time at which the run began. It distinguishes the run from an earlier run with the same
+    number, which can exist if Redis has lost the job. 0 if unknown, as for a job written by an
+    older release."""
 
     def __str__(self) -> str:
         return str(self.number)
@@ -105,7 +106,7 @@ class PastRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Facts that a process reports about itself when it joins."""
+    """Identification and addresses of a process, as reported when it joins."""
 
     member_id: str
     host: str
@@ -115,10 +116,10 @@ class Identity:
     donor_address: str
     metrics_address: str
     donor_key: str = ""
-    """Secret, shared among the members, with which a peer may request this member's state."""
+    """Secret, shared among the members, that a peer must present to request this member's state."""
     key_digest: str = ""
     """Digest of the key that the member presents with each call. Empty: the member has no key, and
-    any process with access to the job can act in its name."""
+    any process with access to the job can act on its behalf."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,22 +132,22 @@ class Member:
     joined_unix_ms: int
     replays: bool
     """True if the job already had a generation when the member joined. The member then replays its
-    script before it is ready."""
+    script before it becomes ready."""
     ready_order: int = 0
-    """Position of the member's `ready` message among all those of the job. The member that has
-    waited longest gets a rank first. 0 until the member is ready."""
+    """Position of the member's `ready` message among all `ready` messages of the job. The
+    longest-waiting member gets a rank first. 0 until the member is ready."""
     holds_state: bool = False
-    """True if the member has worked in a generation, so that it holds part of the training state.
+    """True if the member has worked in a generation and therefore holds part of the training state.
     For a member of the newest generation, Rank.joining records this instead; this flag is set when
     the member loses its rank."""
     works_in: int = 0
-    """Only while DRAINING: the generation in which the member continues to work after a generation
+    """Only while DRAINING: the generation that the member continues to work in after a generation
     without it has been written. 0: the member is in the newest generation, or in none."""
     reason: str = ""
     """Reason why the member is DRAINING or QUARANTINED."""
     apart_from: str = ""
-    """Only while QUARANTINED: id of the member that this member cannot reach. Once it reaches that
-    member, or that member is gone, this member becomes READY again."""
+    """Only while QUARANTINED: id of the member that this member cannot reach. Once it can reach
+    that member, or that member has left, this member becomes READY again."""
 
     @property
     def member_id(self) -> str:
@@ -155,7 +156,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine that is not healthy."""
+    """An unhealthy machine."""
 
     condition: MachineCondition
     """Condition of the machine; never HEALTHY."""
@@ -177,7 +178,7 @@ class Departure:
     """Value of events.Ending or events.LeaveReason."""
     unix_ms: int
     rank: int = -1
-    """Rank of the member if it was in the newest generation when it left; otherwise -1."""
+    """The member's rank if it was in the newest generation when it left; otherwise -1."""
     steps: int | None = None
     """Number of steps that the member had committed; None if it did not report it."""
 
@@ -194,23 +195,23 @@ class Rank:
     """Number of ranks on this host, which are adjacent."""
     donor_address: str
     joining: bool
-    """True if the member is not known to have worked in any generation, so that it holds no
+    """True if the member is not known to have worked in any generation, and therefore holds no
     training state."""
     donor_key: str = ""
 
     @cached_property
     def line(self) -> str:
-        """The rank as a line of text, from which the digest of the rank table is computed."""
+        """The rank as a line of text, as hashed into the digest of the rank table."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
     def is_same_place(self, other: Rank) -> bool:
-        """Returns whether the entry `other` of another generation's table equals this one."""
+        """Returns whether this entry equals `other`, an entry of a different generation's table."""
         return self is other or self.line == other.line
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankChange:
-    """Difference between the ranks of a generation and those of an older one
+    """Difference between the ranks of a generation and of an older generation
     (shoal.v1.RankChange)."""
 
     since: int
@@ -235,16 +236,16 @@ class Generation:
     """Ranks of the generation: distinct members, with the ranks of one host adjacent. Their number
     lies between min_workers (min_survivors after the first generation) and max_workers."""
     interrupts_below: int
-    """Members that work in a generation below this number leave it at once. The number never
+    """Members working in a generation below this number leave it immediately. The number never
     decreases, because a member may miss generations in between."""
     created_unix_ms: int
     change: RankChange | None = None
-    """Difference from the ranks of the previous generation. None if there was none, or if the
-    difference is too large to be worth sending."""
+    """Difference from the ranks of the previous generation. None if there was no previous
+    generation, or if the difference is too large to be worth sending."""
     written: tuple[int, ...] | None = ()
     """Generations, up to this one, that are stored as changes since the last full table. Empty:
-    this generation is stored as a full table. None: the table is stored in a form on which no
-    change can be based."""
+    this generation is stored as a full table. None: the table is stored in an older format, which
+    changes cannot refer to."""
 
     @cached_property
     def table_digest(self) -> bytes:
@@ -270,8 +271,8 @@ class Server:
 
     server_id: str
     index: int
-    """Place of the server (server_index), from 0. Places that were drained leave gaps. Each place
-    has one primary and, if the job has backups, at most one backup."""
+    """Place of the server (server_index), from 0. Drained places leave gaps. Each place has one
+    primary and, if the job has backups, at most one backup."""
     address: str
     """Address of the server; empty until the server accepts calls."""
     metrics_address: str
@@ -279,15 +280,15 @@ class Server:
     pid: int
     alive: bool
     incarnation: str = ""
-    """Identity of the process. It distinguishes the process from a later one of the same server,
-    which in a container has the same host and pid."""
+    """Identity of the process. It distinguishes the process from a later process of the same
+    server, which in a container has the same host and pid."""
     role: ServerRole = ServerRole.PRIMARY
     epoch: int = 1
     """For a primary, the current epoch of its place (shoal.v1.ServerPlace.epoch); meaningless for a
     backup."""
     in_sync: bool = False
-    """True if the primary acknowledges only what this backup has too. The backup then takes over if
-    the primary is lost."""
+    """True if the primary acknowledges only changes that this backup has too. The backup then takes
+    over if the primary is lost."""
 
     @property
     def serves(self) -> bool:
@@ -306,9 +307,9 @@ class Move:
     giver: int
     """Index of the place that owns the partitions and hands them over."""
     giver_incarnation: str
-    """Process of the giver that hands the partitions over. If it dies, data that it has sent may
-    still arrive late. Its successor must therefore repeat the move under another number, unless the
-    partitions have already left."""
+    """Process of the giver that hands over the partitions. If it dies, data that it has sent may
+    still arrive late. Its successor must therefore repeat the move under a different number, unless
+    the partitions have already left."""
     receiver: int
     """Index of the place that receives the partitions and will own them."""
 
@@ -319,18 +320,18 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Drained:
-    """Server process that has been drained. It may not have been told to exit yet."""
+    """Server process that has been drained. It may not have received the message to exit yet."""
 
     incarnation: str
     index: int
-    """Index of the place that the server had; another server may have it by now."""
+    """Index of the place that the server had; a different server may have it by now."""
     reason: str
-    """Reason for draining that the process is told."""
+    """Reason for draining, as sent to the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """The current move of partitions, and which places are draining or have been drained."""
+    """The current move of partitions, and the places that are draining or have been drained."""
 
     settled: int = 0
     """Number of the last move that has ended; 0 if there was none. It never decreases."""
@@ -338,7 +339,7 @@ class Moves:
     """The move in progress, of which there is at most one. Its number is `settled` + 1."""
     draining: Mapping[int, str] = field(default_factory=dict)
     """Index of a place that is giving away all its partitions -> human-readable reason. The entry
-    is removed once all servers of the place have ended."""
+    is removed once all servers of the place have exited."""
     drained: Mapping[str, Drained] = field(default_factory=dict)
     """Server id -> its last drained process, in the order of draining, up to
     Policy.most_drained."""
@@ -346,14 +347,14 @@ class Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedServer:
-    """A server process that is to blame for the last failed move in which its place took part."""
+    """A server process that is to blame for the last failed move that its place took part in."""
 
     incarnation: str
-    """Identity of the process to blame. A later process in the same place is not excluded."""
+    """Identity of the process to blame. Later processes in the same place are not excluded."""
     failures: int
     """Number of consecutive failed moves; at least one."""
     until_ms: int
-    """Time from which the process may take part in moves again."""
+    """Time at which the process may take part in moves again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,8 +398,8 @@ class Recovery:
     world_size: int
     """Number of ranks in the newest lost generation; 0 if unknown."""
     until_ms: int | None
-    """Time at which a generation is written for the members that have returned by then. None: it
-    has been written."""
+    """Time at which a generation is written for the members that have returned by then. None: the
+    generation has been written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,10 +408,10 @@ class Stall:
 
     text: str
     reach: str
-    """The part of the text that names members that cannot reach each other."""
+    """Part of the text that names members that cannot reach each other."""
     reported_ms: int
     located: int = 0
-    """Number of members in the text for which the line of the script is given."""
+    """Number of members whose script line the text contains."""
     readers: Mapping[str, str] = field(default_factory=dict)
     """Silent member -> member on its machine that reads its stacks."""
 
@@ -438,10 +439,10 @@ class JobState:
     run: RunId = RunId()
     """The newest run. All other fields describe this run, except `number`."""
     run_above: int = 0
-    """Newest generation of the previous runs. Generations of this run have higher numbers."""
+    """Newest generation of all previous runs. Generations of this run have higher numbers."""
     run_aliases: tuple[RunId, ...] = ()
-    """Runs whose members and servers are treated as those of `run`. They began after Redis had lost
-    `run`, before its members returned."""
+    """Runs whose members and servers are treated as members and servers of `run`. They began after
+    Redis had lost `run`, before its members returned."""
     past_runs: tuple[PastRun, ...] = ()
     """The newest past runs, up to Policy.most_past_runs, oldest first."""
     phase: JobPhase = JobPhase.WAITING
@@ -466,30 +467,31 @@ class JobState:
     """Number of times that two live members have accused each other of being unreachable, per
     pair."""
     machines: Mapping[str, Machine] = field(default_factory=dict)
-    """Machines that are not healthy, by host name (Identity.host)."""
+    """Unhealthy machines, by host name (Identity.host)."""
     ending: JobEnding = JobEnding.NONE
     """NONE if and only if the phase is neither STOPPING nor FINISHED. FAILED is final."""
     stop_reason: str = ""
-    """Reason why the job stops or has stopped, in phases STOPPING and FINISHED."""
+    """Reason why the job is stopping or has stopped, in phases STOPPING and FINISHED."""
     ended_unix_ms: int = 0
     """Time at which the run ended; 0 unless the phase is FINISHED."""
     departing: bool = False
-    """True if a member with a rank has left at a step boundary that was the last one for all
-    members. No further generation is formed."""
+    """True if a member with a rank has left at a step boundary that was the last for all members.
+    No further generation is formed."""
 
     population: Mapping[MemberPhase, int] = field(default_factory=dict)
     """Number of `members` in each phase. Derived from `members` and not written; phases without
     members may be missing."""
     grace_until_ms: int | None = None
-    """In memory only. End of the wait for further joiners; None if nobody waits for a rank."""
+    """In memory only. End of the wait for further joiners; None if no member is waiting for a
+    rank."""
     incident: Incident | None = None
     """In memory only, since members repeat their reports when they reconnect. None: no incident is
     open."""
     formed_ms: int | None = None
     """In memory only. Time at which the newest generation was written."""
     broken_streams: Mapping[str, int] = field(default_factory=dict)
-    """In memory only. Members whose streams ended although they had not left, each with the time
-    (Now.ms), until it is decided what this means."""
+    """In memory only. Members whose streams closed although they had not left, each with the time
+    (Now.ms), until a decision has been made about them."""
     recovery: Recovery | None = None
     """In memory only. None: no recovery is in progress."""
     stall: Stall | None = None
@@ -497,9 +499,9 @@ class JobState:
     stragglers: Mapping[str, Straggler] = field(default_factory=dict)
     """In memory only. Straggler by member id."""
     kept_out_until_ms: Mapping[str, int] = field(default_factory=dict)
-    """In memory only. QUARANTINED member -> time from which it may return."""
+    """In memory only. QUARANTINED member -> earliest time for its return."""
     standby_text: str | None = None
-    """In memory only. Reason for the wait that was last sent to the ready members; None if none was
+    """In memory only. Last reason for the wait that was sent to the ready members; None if none was
     sent."""
     standby_sent_ms: int | None = None
     """In memory only. Time at which all ready members last received the reason for the wait."""
@@ -509,17 +511,17 @@ class JobState:
     """In memory only. Time at which to check whether a move of partitions is due; None if nothing
     has changed since the last check."""
     failed_receivers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. Servers that are excluded as receivers after a move failed that was not the
-    giver's fault, by index of the place."""
+    """In memory only. Servers that are excluded as receivers, because a move failed through no
+    fault of the giver, by index of the place."""
     failed_givers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. Servers that are excluded as givers after a move failed through their own
+    """In memory only. Servers that are excluded as givers, because a move failed through their own
     fault, by index of the place."""
     servers_awaited: int = 0
     """In memory only. Number of parameter servers that were missing when a worker last declared its
     tensors."""
     replicas: ReplicasSeen | None = None
-    """In memory only. Digests of members that left after the last step; None if none has reported
-    them."""
+    """In memory only. State digests of members that left after the last step; None if none has
+    reported any."""
     deaths_ms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """In memory only. Host name -> times (Now.ms) of its members' latest deaths, ascending."""
     fresh_failures: int = 0
@@ -532,8 +534,8 @@ class JobState:
 
     @property
     def waits_for(self) -> str:
-        """Human-readable description of what training waits for, and why; empty if it is not known
-        to wait."""
+        """Human-readable description of what training is waiting for, and why; empty if it is not
+        known to be waiting."""
         if self.stall is not None:
             return self.stall.text
         if (
@@ -552,7 +554,7 @@ class JobState:
 
     @property
     def is_deserted(self) -> bool:
-        """True if the job has neither a member nor a live server."""
+        """True if the job has neither members nor live servers."""
         return not self.members and not any(server.alive for server in self.servers.values())
 
     @property

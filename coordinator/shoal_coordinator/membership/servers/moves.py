@@ -1,16 +1,16 @@
 """Moves partitions between servers, one move at a time. The state written here determines who owns
 each partition (docs/explanation/parameter-servers.md#moving-partitions).
 
-A move is first written, then its giver is told. Only a report of the giver ends the move. If the
-giver is lost, the coordinator waits for it or its backup to return, since its journal may record
-that the partitions have left. If the journal does not record this, the move has failed, and the
-process reports that. The new owner is written together with the end of the move, and only if the
-process that received the partitions is still there. All primaries are told when a move has ended,
-and again when they reconnect; a giver that reconnects is told about the current move.
+A move is first written to Redis and then sent to its giver. Only the giver's report ends the move.
+If the giver is lost, the coordinator waits for it or its backup to return, since its journal may
+record that the partitions have left. If the journal does not record this, the returning process
+reports that the move has failed. The new owner is written together with the end of the move, and
+only if the process that received the partitions is still alive. All primaries are notified when a
+move has ended, and again when they reconnect; a giver that reconnects receives the current move.
 
 A receiver with a full disk would remain the emptiest server, and a giver with a failing disk the
-fullest. After a failed move, the server that the giver blames is therefore excluded for a while,
-and other servers take its role.
+fullest, so the same move would be chosen again. After a failed move, the server that the giver
+blames is therefore excluded for a while, and other servers take its role.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from shoal_coordinator.membership.servers.rebalancing import next_move
 
 
 def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
-    """Starts to drain a server: its partitions move to the other servers, and then the servers of
-    its place exit. A repeated request changes nothing."""
+    """Starts draining a server: its partitions move to the other servers, and then the servers of
+    its place exit. A repeated request has no effect."""
     server = draft.servers.get(event.server_id)
     if server is None:
         there = ", ".join(sorted(draft.servers)[:8]) or "none"
@@ -84,15 +84,16 @@ def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
 
 
 def _counts(draft: Draft, index: int) -> bool:
-    """Returns whether a place can receive partitions, now or once its server has returned. An
-    absent server without partitions does not count, since the next new server gets its place."""
+    """Returns whether a place can receive partitions, now or once its server has returned. A place
+    whose server is absent and has no partitions does not count, since the next new server gets this
+    place."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
     return (primary is not None and primary.alive) or holds_something(draft, index)
 
 
 def move_reported(draft: Draft, event: MoveReported) -> None:
-    """Ends the current move as the giver reports. If the report is about a move that has already
-    ended, the giver does not know that, and is told again."""
+    """Ends the current move with the outcome that the giver reports. If that move has already
+    ended, notifies the giver again, because it has missed this."""
     giver = draft.servers.get(event.server_id)
     if giver is None or not giver.alive or giver.role is not ServerRole.PRIMARY:
         return
@@ -136,9 +137,9 @@ def _settle(draft: Draft, move: Move, event: MoveReported) -> None:
 
 
 def _leave_out(draft: Draft, move: Move, event: MoveReported) -> None:
-    """Excludes the server to blame for a failed move for a while. If the giver blames itself, this
+    """Temporarily excludes the server to blame for a failed move. If the giver blames itself, this
     is the giver; otherwise it is the process that had received the partitions or, if that is
-    unknown, the one that is in the receiving place now."""
+    unknown, the current process in the receiving place."""
     if event.giver_failed:
         giver = of_place(draft, move.giver, ServerRole.PRIMARY)
         assert giver is not None, "it has reported"
@@ -156,7 +157,7 @@ def _leave_out(draft: Draft, move: Move, event: MoveReported) -> None:
 def _with_failure(
     draft: Draft, failed: Mapping[int, FailedServer], index: int, incarnation: str
 ) -> Mapping[int, FailedServer]:
-    """Returns `failed` with one failure added for the process `incarnation` in the place
+    """Returns a copy of `failed` with one more failure of the process `incarnation` in the place
     `index`."""
     before = failed.get(index)
     failures = before.failures if before is not None and before.incarnation == incarnation else 0
@@ -184,10 +185,10 @@ def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
 
 
 def moves_due(draft: Draft) -> None:
-    """Ends places that are drained, and begins the next move if one is due. Runs at the end of each
-    transition.
+    """Removes places that are drained, and starts the next move if one is due. Runs at the end of
+    each transition.
 
-    Because it iterates over all partitions, it returns at once unless something relevant has
+    Because it iterates over all partitions, it returns immediately unless something relevant has
     changed or the exclusion of a server has ended.
     """
     if (
@@ -240,8 +241,8 @@ def _begin_next(draft: Draft) -> None:
 def _left_out(
     draft: Draft, failed: Mapping[int, FailedServer], servers: Iterable[Server]
 ) -> dict[int, int]:
-    """Returns the servers that are excluded because their current process failed in a move, by
-    index, each with the time at which the exclusion ends."""
+    """Returns the servers that are excluded because their current process failed in a move: index
+    -> time at which the exclusion ends."""
     found: dict[int, int] = {}
     for server in servers:
         failure = failed.get(server.index)
@@ -263,7 +264,7 @@ def _is_safe(draft: Draft, index: int) -> bool:
 
 def _end_place(draft: Draft, index: int) -> None:
     """Tells the servers of a drained place to exit, now or when they connect. Removes the place
-    once all of them have exited, or if their streams broke before they could be told."""
+    once all of them have exited, or if their streams broke before the message could be sent."""
     servers = [server for server in draft.servers.values() if server.index == index]
     reason = f"drained: {draft.moves.draining[index]}"
     for server in servers:

@@ -1,4 +1,4 @@
-"""Looks up and notifies the servers of a place. A place is a share of the tensors, with a primary
+"""Finds and notifies the servers of a place. A place is a share of the tensors, with a primary
 server and possibly a backup."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def primaries(draft: Draft) -> dict[int, Server]:
 
 
 def holds_something(draft: Draft, index: int) -> bool:
-    """Returns whether a place owns partitions or takes part in the current move, so that it has
-    partitions or may have some."""
+    """Returns whether a place owns partitions, or may have some because it takes part in the
+    current move."""
     if draft.layout is None:
         return False
     move = draft.moves.under_way
@@ -42,15 +42,15 @@ def holds_something(draft: Draft, index: int) -> bool:
 
 
 def next_epoch(draft: Draft, index: int) -> None:
-    """Begins the next epoch of a place. Reports that its primary makes about the previous epoch are
-    then ignored."""
+    """Begins the next epoch of a place. From then on, the primary's reports about the previous
+    epoch are ignored."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
     assert primary is not None, "a place with a backup has a primary until the backup is promoted"
     draft.put_server(replace(primary, epoch=primary.epoch + 1))
 
 
 def tell_place(draft: Draft, index: int) -> None:
-    """Sends the connected servers of a place their roles. Also sends the primary the state of the
+    """Sends the connected servers of a place their roles, and sends its primary the state of the
     moves."""
     primary, backup = (
         of_place(draft, index, ServerRole.PRIMARY),

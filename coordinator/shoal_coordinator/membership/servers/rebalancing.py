@@ -1,5 +1,5 @@
 """Chooses which partitions to move next, so that all servers converge to equal shares. The module
-knows neither sessions nor the current move."""
+does not depend on sessions or on the current move."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal_coordinator.membership.model.shards import SMALLEST_FULL_BYTES, Shard
 
 MOST_BYTES: Final = 32 << 20
 """Maximum number of bytes of values in one move. Workers wait during a move; this amount is copied,
-written and switched over in a fraction of half a second. A small partition counts as
+written and switched over in less than half a second. A small partition counts as
 SMALLEST_FULL_BYTES, to account for its fixed cost."""
 
 
@@ -27,20 +27,20 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """All trained partitions, or all frozen ones. Each kind is spread over the servers separately,
-    as in `lay_out`."""
+    """All trained partitions, or all frozen partitions. Each kind is distributed across the servers
+    separately, as in `lay_out`."""
 
     sizes: tuple[int, ...]
-    """Bytes of each partition's values, by partition id."""
+    """Size of each partition's values in bytes, by partition id."""
     held: dict[int, list[int]]
     """Index of the owner -> ids of its partitions of this kind, largest first."""
 
     def load(self, index: int) -> int:
-        """Returns the bytes of a server's partitions of this kind."""
+        """Returns the total size of a server's partitions of this kind, in bytes."""
         return sum(self.sizes[partition] for partition in self.held.get(index, ()))
 
     def largest(self) -> int:
-        """Returns the bytes of the largest partition of this kind."""
+        """Returns the size of the largest partition of this kind, in bytes."""
         return max((self.sizes[ids[0]] for ids in self.held.values()), default=0)
 
 
@@ -54,9 +54,9 @@ def next_move(
     """Returns the next move towards equal shares; None if no move is needed.
 
     A draining server gives away all its partitions, each to the server with the smallest load at
-    that point. Of the other servers, the fullest gives to the emptiest if they differ by more than
-    one partition of that kind. Every move therefore reduces the differences, so the sequence of
-    moves ends.
+    that point. Among the other servers, the fullest gives to the emptiest if they differ by more
+    than one partition of that kind. Every move therefore reduces the differences, so the sequence
+    of moves is finite.
 
     Args:
         layout: the current layout.
@@ -89,8 +89,7 @@ def _kind(layout: ShardLayout, *, frozen: bool) -> _Kind:
 
 
 def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
-    """Plans the first move of a draining server: the partitions that one of the other servers
-    gets."""
+    """Plans the next move of a draining server: partitions for one of the other servers."""
     loads = {index: kind.load(index) for index in receivers}
     first = min(receivers, key=lambda index: (loads[index], index))
     to_first: list[int] = []
@@ -103,8 +102,8 @@ def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
 
 
 def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | None:
-    """Plans a move from the fullest place to the emptiest; None if they differ too little. If
-    partitions are small enough, neither place crosses the mean."""
+    """Plans a move from the fullest place to the emptiest; None if they differ too little. If the
+    partitions are small enough, neither place crosses the mean load."""
     loads = {index: kind.load(index) for index in {*givers, *receivers}}
     if not givers or not receivers:
         return None
@@ -118,15 +117,14 @@ def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | 
         kind, kind.held[fullest], min(loads[fullest] - mean, mean - loads[emptiest])
     )
     if not partitions:
-        # The smallest partition takes one of the two places past the mean. It is smaller than the
-        # gap between them, so moving it still reduces the gap.
+        # Moving even the smallest partition makes one of the two places cross the mean. It is
+        # smaller than the gap between them, so the move still reduces the gap.
         partitions = (kind.held[fullest][-1],)
     return Plan(partitions=partitions, giver=fullest, receiver=emptiest)
 
 
 def _at_once(kind: _Kind, partitions: list[int], most_bytes: int) -> tuple[int, ...]:
-    """Selects the partitions, in order, that fit into one move with at most `most_bytes` of
-    values."""
+    """Selects partitions, in order, that fit into one move with at most `most_bytes` of values."""
     chosen: list[int] = []
     cost = 0
     for partition in partitions:

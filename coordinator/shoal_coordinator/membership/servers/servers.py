@@ -1,11 +1,11 @@
 """Parameter servers: assigns primaries and backups to places, and assigns a model's tensors to the
 places.
 
-A place has an epoch, which its primary's record contains. The epoch increases when the primary
-changes, and when a backup arrives, is lost or is dropped. A backup is in sync from the time when
-its primary reports this until the backup is lost or the primary reports otherwise. During that time
-the primary acknowledges only what the backup has too, so that the backup can take over at any
-moment (docs/explanation/parameter-servers.md#backups).
+A place has an epoch, stored in its primary's record. The epoch increases when the primary changes,
+and when a backup arrives, is lost or is dropped. A backup is in sync from the time when its primary
+reports this until the backup is lost or the primary reports otherwise. During that time the primary
+acknowledges only changes that the backup has too, so that the backup can take over at any moment
+(docs/explanation/parameter-servers.md#backups).
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Registered:
     """Outcome of a ServerRegistered event."""
 
     index: int
-    """Place (server_index) of the server. For a process that was drained, the place that it had."""
+    """Place (server_index) of the server. For a drained process, its former place."""
 
 
 def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     """Registers a server that has opened a session. A new server gets the lowest free place, and a
-    known one keeps its place. A process that was drained is told to exit."""
+    known server keeps its place. A drained process is told to exit."""
     if draft.spec.max_parameter_servers == 0:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers "
@@ -137,9 +137,9 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
 
 
 def _raise_number(draft: Draft, event: ServerRegistered) -> None:
-    """Raises the number of the next generation above those that a server knows and Redis has lost.
-    The server would otherwise take members of a new generation for members of an old one. Servers
-    of another run know no such generations."""
+    """Raises the number of the next generation above generations that a server knows and Redis has
+    lost. The server would otherwise mistake members of a new generation for members of an old one.
+    Servers of a different run do not know such generations."""
     lost = event.generation - draft.number
     if not 0 < lost <= draft.policy.most_lost_generations:
         return
@@ -155,9 +155,9 @@ def _raise_number(draft: Draft, event: ServerRegistered) -> None:
 
 
 def server_lost(draft: Draft, event: ServerLost) -> None:
-    """Records that a server's stream has broken or its lease has expired. A backup that has
-    everything that was acknowledged takes over from a lost primary. Otherwise the place stays
-    reserved for the lost server, unless it has no tensors yet."""
+    """Records that a server's stream has broken or its lease has expired. A backup that has all
+    acknowledged changes takes over from a lost primary. Otherwise the place stays reserved for the
+    lost server, unless it has no tensors yet."""
     server = draft.servers.get(event.server_id)
     if server is None or not server.alive:
         return
@@ -184,7 +184,7 @@ def server_lost(draft: Draft, event: ServerLost) -> None:
 
 def backup_reported(draft: Draft, event: BackupReported) -> None:
     """Records a primary's report about its backup. Ignores reports about an older epoch, and
-    reports of a former primary."""
+    reports from a former primary."""
     primary = draft.servers.get(event.server_id)
     if (
         primary is None
@@ -237,8 +237,8 @@ class ServersAwaited:
 
 
 def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | ServersAwaited:
-    """Records which tensors a worker declares. The first declaration determines the layout; later
-    ones get the same layout."""
+    """Records a worker's declaration of its tensors. The first declaration determines the layout;
+    later declarations get the same layout."""
     if draft.layout is not None:
         if draft.layout.tensors != event.tensors:
             raise PreconditionError(
@@ -309,7 +309,7 @@ def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
         if primary is None:
             return _placed(event, index)
         if not primary.alive and not holds_something(draft, index):
-            draft.remove_server(primary.server_id)  # its last server had no partitions
+            draft.remove_server(primary.server_id)  # the place's last server had no partitions
             return replace(_placed(event, index), epoch=primary.epoch + 1)
     for index in staying if draft.spec.parameter_server_backups else ():
         backup = of_place(draft, index, ServerRole.BACKUP)
@@ -348,8 +348,8 @@ def _placed(event: ServerRegistered, index: int, role: ServerRole = ServerRole.P
 
 
 def _training(draft: Draft) -> tuple[str, ...]:
-    """Returns the ids of the members that train in the newest generation; none while the job
-    waits."""
+    """Returns the ids of the members that are training in the newest generation; none while the job
+    is waiting."""
     if draft.generation is None or draft.phase is JobPhase.WAITING:
         return ()
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)

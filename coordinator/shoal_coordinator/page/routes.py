@@ -1,6 +1,6 @@
 """Paths of the status page on the coordinator's HTTP port.
 
-    /              the page: one file without data about the cluster, so no token is needed 
+    /              the page: one file without data about the cluster, so no token is needed
     /api/jobs      all jobs that the caller's token covers
     /api/job       ?job=ID: one job, with the history of its newest run
     /api/events    ?job=ID[&after=EVENT]: the job's newest events, or the events after EVENT

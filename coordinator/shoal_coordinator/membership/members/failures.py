@@ -33,7 +33,7 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
 
     Otherwise opens an incident. If a death explains the failure, a closed stream or a launcher
     reveals it within the settle time, and a new generation closes the incident. If not,
-    `incident_due` decides. """
+    `incident_due` decides."""
     member = live_member(draft, event.member_id)
     if event.generation > draft.number:
         # A member that knows a generation lost by Redis reports it when it joins, not here.

@@ -65,7 +65,7 @@ class CoordinatorSettings(ServiceSettings):
     time for a new session to send its first message."""
 
     job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
-    """How long a job without members is remembered after its last change, whether it has finished
+    """Time that a job without members is remembered after its last change, whether it has finished
     or was abandoned; at least 1s."""
 
     port_file: Path | None = None

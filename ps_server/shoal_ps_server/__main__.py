@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the server and returns its exit status: 0 after SIGTERM, SIGINT or the end of the job;
     1, with one line on stderr, if the server could not serve.
 
-    While torch is being imported, which takes seconds, either signal ends the process at once,
-    since there is nothing to clean up yet.
+    While torch is being imported, which takes seconds, either signal terminates the process
+    immediately, since there is nothing to clean up yet.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         # set explicitly, since the kernel's default action does not apply to the first process of a
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = parse_command_line(arguments)
         configure_logging("ps-server", settings.log_level)
-        temporary_directory()  # packages that torch imports need one
+        temporary_directory()  # packages imported by torch need one
         keep_freed_memory()
         raise_limit()
         asyncio.run(_serve(settings))
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: PsServerSettings) -> None:
-    # Imported late, since these modules import torch, for which --help or a wrong flag need not
-    # wait.
+    # Imported late, since these modules import torch, and --help or a wrong flag should not have to
+    # wait for it.
     import torch
 
     from shoal_ps_server.serving import serve
@@ -58,8 +58,8 @@ async def _serve(settings: PsServerSettings) -> None:
 
     torch.set_num_threads(settings.threads)
     warm_up()
-    # Imported objects live forever; collecting them again and again would delay every call by 0.2
-    # s.
+    # Imported objects live forever; scanning them in every garbage collection would delay calls by
+    # 0.2 s.
     gc.freeze()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

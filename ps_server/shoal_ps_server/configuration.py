@@ -25,8 +25,8 @@ class Configuration:
     """Revision of the last SetHyperparameters that was applied."""
 
     def check_equal(self, optimizer: OptimizerSettings, consistency: Consistency) -> None:
-        """Raises PreconditionError / OPTIMIZER_CONFLICT if a later ConfigureOptimizer requests
-        another configuration than this one."""
+        """Raises PreconditionError / OPTIMIZER_CONFLICT if a later ConfigureOptimizer requests a
+        different configuration."""
         for what, have, want in (
             ("optimizer", self.configured, optimizer),
             ("consistency", self.consistency, consistency),
@@ -41,8 +41,9 @@ class Configuration:
     def revised(
         self, revision: int, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]
     ) -> Configuration:
-        """Returns the configuration after a SetHyperparameters. Returns this configuration if
-        `revision` is not above the last one. Raises the errors of `OptimizerSettings.changed`."""
+        """Returns the configuration after a SetHyperparameters request, or this configuration if
+        `revision` is not above the last revision. Raises the errors of
+        `OptimizerSettings.changed`."""
         changed = self.optimizer.changed(hyperparameters, groups)
         return (
             self

@@ -1,5 +1,5 @@
-"""Metrics of a parameter server, except for gRPC's own metrics (shoal_common.telemetry). All are
-set on the event loop."""
+"""Metrics of a parameter server, except the metrics of gRPC calls (shoal_common.rpc.metrics). All
+are set on the event loop."""
 
 from __future__ import annotations
 
@@ -205,14 +205,14 @@ class Metrics:
         )
 
     def watch_disk(self, path: Path) -> None:
-        """Makes later scrapes report the total and free size of the disk with the directory
+        """Makes scrapes report the total and free size of the disk that contains the directory
         `path`."""
         self.disk_bytes.set_function(lambda: shutil.disk_usage(path).total)
         self.disk_free_bytes.set_function(lambda: shutil.disk_usage(path).free)
 
     @contextmanager
     def counting_refusals(self, method: str) -> Iterator[None]:
-        """Counts a ShoalError raised by the enclosed block as a refusal of `method`."""
+        """Counts a ShoalError raised in the enclosed block as a refused call of `method`."""
         try:
             yield
         except ShoalError as error:
@@ -220,7 +220,7 @@ class Metrics:
             raise
 
     def journal_written(self, records: int, nbytes: int, seconds: float) -> None:
-        """Counts changes that were written to disk in one batch."""
+        """Records a batch of changes written to disk."""
         self.journal_records.inc(records)
         self.journal_bytes.inc(nbytes)
         self.journal_seconds.observe(seconds)

@@ -1,5 +1,5 @@
-"""Assembles one parameter server: which part owns which state, and the order of start and shutdown.
-Belongs to the event loop.
+"""Assembles one parameter server: defines which part owns which state, and the order of startup and
+shutdown. Belongs to the event loop.
 
     event loop           all mutable state: partitions, membership (fence, clocks), layouts,
                          configuration, metrics; bulk connections (service/bulk.py)
@@ -80,12 +80,12 @@ logger = logging.getLogger(__name__)
 
 
 class ParameterServer:
-    """A server in the role of a primary. Create it on an event loop, then call `run`."""
+    """A server in the role of a primary. Must be created on an event loop; then call `run`."""
 
     def __init__(
         self, settings: PsServerSettings, directory: DataDirectory | None, recovered: Recovered
     ) -> None:
-        """`recovered`: state of the server, restored from `directory` if there is one."""
+        """`recovered`: state of the server, restored from `directory` if it is not None."""
         self._settings = settings
         self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
         self._directory = directory
@@ -205,16 +205,16 @@ class ParameterServer:
         )
         self._session: CoordinatorSession | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future that gets an exception if the state in memory lacks changes that are in the
+        """Future that receives an exception if the state in memory lacks changes that are in the
         journal."""
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Serves until `stop` is set or the job is over, then drains. Writes a last snapshot unless
-        a backup has the complete state of this server. Returns True if the coordinator has made
-        this server a backup, so that its state is obsolete.
+        """Serves until `stop` is set or the job has ended, then drains. Writes a last snapshot
+        unless a backup has the complete state of this server. Returns True if the coordinator has
+        made this server a backup, so that its state is obsolete.
 
-        Raises ConfigurationError (addresses, TLS, tokens); AnotherRunError; the error with which
-        the coordinator refuses this server's registration; UnavailableError: SNAPSHOT_FAILED or
+        Raises ConfigurationError (addresses, TLS, tokens); AnotherRunError; the coordinator's error
+        if it refuses this server's registration; UnavailableError: SNAPSHOT_FAILED or
         JOURNAL_FAILED if the last snapshot or the journal could not be written; and InternalError
         if a change in the journal could not be applied.
         """
@@ -293,7 +293,7 @@ class ParameterServer:
         self._backup.write_to(journal)
 
     async def _drain(self, rpc: RpcServer) -> None:
-        """Ends all transfers of tensors and all RPCs."""
+        """Drains and stops all tensor transfers and all RPCs."""
         await asyncio.gather(
             self._bulk.drain_and_stop(self._settings.drain_timeout), rpc.drain_and_stop()
         )
@@ -309,7 +309,7 @@ class ParameterServer:
             await self._snapshots.write_if_changed()
 
     def _not_made(self, error: BaseException) -> None:
-        """Ends this process because a change in the journal could not be applied. The next process
+        """Stops this process because a change in the journal could not be applied. The next process
         applies it when it recovers."""
         logger.critical(
             "could not apply a change from the journal; exiting, so that recovery can apply it",
@@ -323,15 +323,14 @@ class ParameterServer:
     # ------------------------------------------------------------------- the coordinator's listener
 
     def known(self) -> Known:
-        """Returns what this server knows about the job and the coordinator may have lost."""
+        """Returns facts about the job that the coordinator may have lost."""
         return Known(
             generation=max(0, self._membership.fence.generation),
             server_index=self._standing.held_index,
         )
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """Records the place that the coordinator has assigned, and the run of the opened
-        session."""
+        """Records the assigned place, and the run of the opened session."""
         self._standing.welcomed(server_index, with_backups=with_backups)
         if run is not None and self._directory is not None:
             self._directory.note_run(run)
@@ -380,12 +379,12 @@ class ParameterServer:
         self._mover.settled(move, epoch)
 
     def ordered(self, order: MoveOrder) -> None:
-        """Records an order to give partitions to another server."""
+        """Records an order to give away partitions to another server."""
         self._mover.ordered(order)
 
     def stored_bytes(self) -> int:
-        """Returns the number of stored bytes, which heartbeats report. Also updates the gauges, so
-        that they are as recent as heartbeats."""
+        """Returns the number of stored bytes, for heartbeats. Also updates the gauges, so that they
+        are as recent as heartbeats."""
         summary = self._shard.summary()
         clocks = [each.clock for each in self._membership.clocks.members.values()]
         metrics = self._metrics
@@ -445,10 +444,10 @@ class ParameterServer:
         await self._changes.in_time(lambda: asyncio.shield(made))
 
     def _becomes(self, layout: Layout) -> None:
-        """Makes `layout` the current shard map, unless the current one is newer."""
+        """Makes `layout` the current shard map, unless the current shard map is newer."""
         before = self._layouts.current
         if before is not None and layout.epoch <= before.epoch:
-            return  # another call has already adopted this one, or a newer one
+            return  # another call has already adopted this shard map, or a newer one
         held, frozen = frozenset(self._shard.partition_ids()), self._shard.frozen
         taken = (
             frozenset[int]()
@@ -483,7 +482,7 @@ class ParameterServer:
             self._metrics.apply_seconds.observe(outcome.apply_seconds)
 
     def _answered(self, sent: int | None) -> None:
-        """Counts a partition of a pull. `sent`: bytes of values that were sent; None if it was
+        """Counts a partition of a pull. `sent`: bytes of values sent; None if the partition was
         unchanged."""
         self._metrics.pulls.labels("unchanged" if sent is None else "sent").inc()
         self._metrics.sent_bytes.inc(sent or 0)
@@ -504,7 +503,7 @@ class ParameterServer:
         )
 
     def _first_heard(self) -> None:
-        """Schedules a journal record of the members and clocks. The first report of a member may
+        """Schedules a journal record of the members and clocks, because a member's first report may
         come with a pull, and pulls are not in the journal."""
         self._changes.members_changed()
 
@@ -514,8 +513,8 @@ class ParameterServer:
     # -------------------------------------------------------------------------------- start and end
 
     async def _until_over(self, stop: asyncio.Event, session: CoordinatorSession) -> None:
-        """Waits until `stop` is set or the job is over. If the session ends for good, raises its
-        error."""
+        """Waits until `stop` is set or the job has ended. If the session ends permanently, raises
+        its error."""
         stopped = asyncio.create_task(stop.wait())
         held = asyncio.create_task(session.run())
         snapshots = asyncio.create_task(

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
-    """Runs one server until `stop` is set or the job is over, in the role that the coordinator
+    """Runs one server until `stop` is set or the job has ended, in the role that the coordinator
     assigns.
 
     Raises the errors of `ParameterServer.run` and `Standby.run`; CorruptDataError and
@@ -45,8 +45,8 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
 
 
 def _set_aside(directory: DataDirectory | None) -> str:
-    """Moves the server's state out of the way, since it belongs to another run. Returns a
-    human-readable description of where it is now."""
+    """Moves the server's state out of the way, since it belongs to a different run. Returns a
+    human-readable description of its new location."""
     if directory is None:
         return "nowhere, since it has no data directory"
     folder = directory.set_aside()
@@ -56,8 +56,8 @@ def _set_aside(directory: DataDirectory | None) -> str:
 async def _serve_run(
     settings: PsServerSettings, directory: DataDirectory | None, stop: asyncio.Event
 ) -> None:
-    """Serves with the state of one run of the job. When that run is over, raises AnotherRunError.
-    Also raises the errors of `serve`."""
+    """Serves with the state of one run of the job. Raises AnotherRunError when that run has ended,
+    and the errors of `serve`."""
     recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
     while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
         assert directory is not None, "a server without one refuses to be in a job with backups"
@@ -67,10 +67,10 @@ async def _serve_run(
 async def _recover(
     settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event
 ) -> Recovered | None:
-    """Returns the state that this server has recovered from its data directory; None if `stop` was
-    set or the job is over.
+    """Returns the state recovered from the data directory; None if `stop` was set or the job has
+    ended.
 
-    If the state is unreadable, asks the coordinator for the role: as a backup the server does not
+    If the state is unreadable, asks the coordinator for the role: as a backup, the server does not
     need its state, since its primary sends everything again. Raises the errors of `serve`.
     """
     try:

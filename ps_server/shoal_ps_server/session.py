@@ -1,10 +1,10 @@
 """This server's session with the coordinator: registration, heartbeats, the members of each
 generation, the shard map, and moves of partitions to other servers.
 
-The session may break and be reopened at any time; pushes and pulls meanwhile continue with the
-members known last. The server ends only if the coordinator refuses it before the first welcome, if
-its run ends, or if another process with the same server_id takes its place. Belongs to the event
-loop.
+The session may break and be reopened at any time; while it is broken, pushes and pulls continue
+with the last known members. The server exits only if the coordinator refuses its first
+registration, if its run ends, or if a different process with the same server_id takes its place.
+Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LONGEST_BACKOFF_S: Final = 3.0
 _WELCOME_LIMIT: Final = timedelta(seconds=10)
 """Maximum time for a coordinator to respond to a registration."""
 _REGISTRATION_WAIT: Final = timedelta(seconds=5)
-"""Maximum wait of a request that needs the shard map until this server is registered."""
+"""Maximum wait until this server is registered, for a request that needs the shard map."""
 _PERMANENT: Final = (
     AuthenticationError,
     ConfigurationError,
@@ -59,8 +59,8 @@ _PERMANENT: Final = (
     PreconditionError,
 )
 _CONFLICT: Final = "SERVER_CONFLICT"
-"""Reason of the error that another process has this server's place. That process may be dead and
-the coordinator may not have noticed. If this process was registered before, the other one may have
+"""Reason of the error that a different process has this server's place. That process may have died
+without the coordinator noticing. If this process was registered before, the other process may have
 taken over while this one was cut off."""
 _RUN_ENDED: Final = "RUN_ENDED"
 _RUN_UNKNOWN: Final = "RUN_UNKNOWN"
@@ -69,13 +69,13 @@ _LOST_RUN_WAIT: Final = timedelta(seconds=15)
 
 
 class AnotherRunError(PreconditionError):
-    """Raised if the run to which this server's state belongs is over or lost, so that nobody will
-    request the state again. The state is set aside, and the server starts empty."""
+    """Raised if the run of this server's state has ended or is lost, so that the state will not be
+    requested again. The state is set aside, and the server starts empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of this server, as assigned by the coordinator (shoal.v1.ServerPlace)."""
+    """This server's place, as assigned by the coordinator (shoal.v1.ServerPlace)."""
 
     epoch: int
     follows: bool
@@ -90,7 +90,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOrder:
-    """Order to hand partitions over to another server (shoal.v1.MovePartitions)."""
+    """Order to hand over partitions to another server (shoal.v1.MovePartitions)."""
 
     move: int
     partition_ids: frozenset[int]
@@ -98,28 +98,28 @@ class MoveOrder:
     receiver_address: str
     """Address of the receiver; empty while the receiver is absent."""
     giver_incarnation: str
-    """Incarnation of the process to which the order was first sent."""
+    """Incarnation of the process that first received the order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Facts about its job that a server knows and that the coordinator may have lost."""
+    """A server's knowledge about its job that the coordinator may have lost."""
 
     generation: int = 0
     """Newest known generation; 0 if there is none."""
     server_index: int | None = None
-    """Place whose partitions the server has; None if it has none."""
+    """Place whose partitions the server has; None if it has no partitions."""
 
 
 class Listener(Protocol):
-    """Interface through which a session passes on the coordinator's messages."""
+    """Receiver of the coordinator's messages in a session."""
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """Called when the session is opened, and whenever it is reopened. Raises ConfigurationError
         if the server cannot take the place `server_index`.
 
-        `with_backups`: True if the job's servers have backups. `run`: run to which this server
-        belongs from now on; None if the coordinator does not send it.
+        `with_backups`: True if the job's servers have backups. `run`: this server's run from now
+        on; None if the coordinator does not send it.
         """
 
     def known(self) -> Known:
@@ -132,7 +132,7 @@ class Listener(Protocol):
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
         """Called with the members of a generation and the digests of their keys. Raises
-        ConfigurationError if the members are those of another job than this server's."""
+        ConfigurationError if the members belong to a different job."""
 
     def placed(self, place: Place) -> None:
         """Called with this server's place, after each welcome and whenever the place changes."""
@@ -142,33 +142,32 @@ class Listener(Protocol):
         or a newer one, contains the outcome."""
 
     def ordered(self, order: MoveOrder) -> None:
-        """Called with an order to give partitions away. The order may be repeated for the same
-        move."""
+        """Called with an order to give partitions away. The same move may be ordered more than
+        once."""
 
     def stored_bytes(self) -> int:
-        """Returns the number of stored bytes, which heartbeats report."""
+        """Returns the number of stored bytes, for heartbeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """Description of itself that this server sends to the coordinator when it registers."""
+    """This server's description of itself, sent to the coordinator when it registers."""
 
     job_id: str
     server_id: str
     address: str
-    """Address at which workers reach the server; empty if the server accepts no calls of
-    workers."""
+    """Address of the server for workers; empty if the server does not accept workers' calls."""
     metrics_address: str
     host: str
     pid: int
     incarnation: str = ""
     run: Run | None = None
-    """Run to which the server's state belongs; None if it has no state."""
+    """Run that the server's state belongs to; None if it has no state."""
 
 
 @functools.cache
 def incarnation() -> str:
-    """Returns an id that distinguishes this process from other processes that have had its
+    """Returns an id that distinguishes this process from other processes that have had the same
     place."""
     return secrets.token_hex(16)
 
@@ -176,7 +175,7 @@ def incarnation() -> str:
 def this_process(
     settings: PsServerSettings, *, address: str, metrics_address: str, run: Run | None
 ) -> Registration:
-    """Returns the registration of this process. `run`: run to which the server's state belongs."""
+    """Returns the registration of this process. `run`: run that the server's state belongs to."""
     return Registration(
         job_id=settings.job,
         server_id=settings.server_id,
@@ -204,22 +203,22 @@ class CoordinatorSession:
         self._listener = listener
         self._run = registration.run
         self._lost_at: float | None = None
-        """Time, by the event loop's clock, since when the coordinator has not known the run; None
-        if it knows the run."""
+        """Time, by the event loop's clock, at which the coordinator first did not know the run;
+        None if it knows the run."""
         self._server_index: int | None = None
-        """Index of this server's place, set by the first welcome."""
+        """Index of this server's place; None before the first welcome."""
         self._registered = asyncio.Event()
         self._sending: _Sending | None = None
         """Outgoing messages of the open stream."""
 
     async def run(self) -> str:
-        """Keeps the session open until the coordinator reports that the job is over. Returns the
-        reason for the end.
+        """Keeps the session open until the coordinator reports that the job has ended. Returns the
+        reason.
 
-        Raises the error with which the coordinator refuses the first registration; AnotherRunError
-        if the run of this server's state is over or unknown; PreconditionError / SERVER_CONFLICT if
-        another process has taken this server's place; and ConfigurationError if the listener cannot
-        take the assigned place.
+        Raises the coordinator's error if it refuses the first registration; AnotherRunError if the
+        run of this server's state has ended or is unknown; PreconditionError / SERVER_CONFLICT if a
+        different process has taken this server's place; and ConfigurationError if the listener
+        cannot take the assigned place.
         """
         backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
         while True:
@@ -280,7 +279,7 @@ class CoordinatorSession:
 
     def report_backup(self, *, epoch: int, in_sync: bool, reason: str = "") -> None:
         """Sends a report about this primary's backup. While the session is broken, the report is
-        lost; repeat it when the place is announced again."""
+        lost and must be sent again when the place is next announced."""
         if self._sending is not None:
             report = coordinator_pb2.BackupReport(epoch=epoch, in_sync=in_sync, reason=reason)
             self._sending.say(coordinator_pb2.ServerMessage(backup=report))
@@ -292,9 +291,9 @@ class CoordinatorSession:
         coordinator then asks again.
 
         Args:
-            move: number of the move.
-            receiver: incarnation of the process that has the partitions; empty if the move failed.
-            reason: reason why the move failed.
+            move: move number, as assigned by the coordinator.
+            receiver: incarnation of the process that has received the partitions; empty if the move
+            failed. reason: reason why the move failed.
             giver_failed: True if the failure is this server's fault.
         """
         if self._sending is not None:
@@ -308,14 +307,14 @@ class CoordinatorSession:
             self._sending.say(coordinator_pb2.ServerMessage(move=report))
 
     async def close(self) -> None:
-        """Ends the session and its connection."""
+        """Closes the session and its connection."""
         for channel in (self._channel, self._retired):
             if channel is not None:
                 await channel.close()
 
     async def _renew(self) -> None:
         """Replaces the channel if the coordinator's address contains a host name (`is_name`), which
-        may resolve to another address by now."""
+        may resolve to a different address by now."""
         if not is_name(self._settings.address):
             return
         if self._retired is not None:
@@ -324,8 +323,8 @@ class CoordinatorSession:
         self._stub = CoordinatorStub(self._channel)
 
     async def _hold(self, opened: _Opened) -> str:
-        """Serves one stream from the registration to its end. Returns when the job is over;
-        otherwise raises the error that ended the stream."""
+        """Serves one stream from the registration until it is closed. Returns when the job has
+        ended; otherwise raises the error that closed the stream."""
         sending = _Sending()
         call = self._stub.ServerSession(self._messages(sending))
         try:
@@ -366,8 +365,8 @@ class CoordinatorSession:
                         return str(directive.stop.reason)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
-                # grpc.aio reports this status instead of the real one if that arrives during the
-                # write of a heartbeat.
+                # grpc.aio reports this status instead of the actual one if that arrives while a
+                # heartbeat is being written.
                 raise UnavailableError(
                     "the stream broke during a write", reason="SESSION_BROKEN"
                 ) from error
@@ -437,8 +436,10 @@ class CoordinatorSession:
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
-        """Returns whether nobody will request this server's state again, because its run is over or
-        unknown. If the run is unknown, its members get _LOST_RUN_WAIT to return."""
+        """Returns whether `error` means that this server's run has ended or is lost, so that its
+        state will not be requested again. If the coordinator does not know the run but may still
+        learn of it (UnavailableError), returns False until _LOST_RUN_WAIT after the first such
+        error, so that the run's members can return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at
@@ -504,7 +505,7 @@ class _Opened:
 
 
 class _Sending:
-    """The messages that one stream has to send, and when."""
+    """Outgoing messages of one stream, and their timing."""
 
     def __init__(self) -> None:
         self._interval_s: float | None = None
@@ -524,12 +525,12 @@ class _Sending:
         self._changed.set()
 
     def end(self) -> None:
-        """Ends the messages of the stream."""
+        """Stops sending; `due` returns False from now on."""
         self._ended = True
         self._changed.set()
 
     async def due(self) -> bool:
-        """Waits until a message is due. Returns False once the messages have ended."""
+        """Waits until a message is due. Returns False once `end` has been called."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
                 await self._changed.wait()

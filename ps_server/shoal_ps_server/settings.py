@@ -24,25 +24,25 @@ from shoal_common.system import own_address
 
 
 class Fsync(enum.StrEnum):
-    """Time at which the journal is synced to disk, which matters for a power failure. Killing the
-    process loses nothing with any setting."""
+    """Policy for syncing the journal to disk. It matters only if the machine loses power; a killed
+    process loses no changes with any setting."""
 
     GROUP = "group"
-    """Before a change is acknowledged. Changes that arrive while the disk is busy are synced
+    """Sync before a change is acknowledged. Changes that arrive while the disk is busy are synced
     together."""
     ALWAYS = "always"
-    """Before a change is acknowledged, separately for each change."""
+    """Sync before a change is acknowledged, separately for each change."""
     NEVER = "never"
-    """Whenever the kernel writes the data."""
+    """Do not sync; the kernel decides when the data is written."""
 
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class PsServerSettings(ServiceSettings, CallerSettings):
-    """Settings of one server. Flags override the environment. For its calls to the coordinator and
-    to other servers of the job, the server uses its own certificate and a token with the role
-    server."""
+    """Settings of one server. Flags override the environment. When it calls the coordinator and
+    other servers of the job, the server uses its own certificate and a token with the server
+    role."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_PS_SERVER_")
 
@@ -67,42 +67,42 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     """Address (host:port) of /metrics and /healthz."""
 
     advertise: str | None = None
-    """Host or interface at which workers reach this server; None: the host on which it listens. If
-    it listens on all addresses, the default is `local_addr`, otherwise the name of this machine or,
-    if other machines cannot use the name, the local address of connections to the coordinator."""
+    """Host or interface that workers use to reach this server; None: the host that it listens on.
+    If it listens on all addresses, the default is `local_addr` if set, otherwise this machine's
+    name or, if other machines cannot use the name, the local address of connections to the
+    coordinator."""
 
     local_addr: str | None = Field(default=None, validation_alias="SHOAL_LOCAL_ADDR")
-    """Address, interface or host name at which other machines reach this one. The variable applies
-    to all processes of the machine."""
+    """Address, interface or host name that other machines use to reach this one. The variable
+    applies to all processes of the machine."""
 
     data_dir: Path | None = None
     """Directory of the journal and the snapshot, which are read when the server starts; None: the
-    server's state is lost when the process ends."""
+    server's state is lost when the process exits."""
 
     fsync: Fsync = Fsync.GROUP
-    """Time at which the journal is synced."""
+    """Policy for syncing the journal to disk."""
 
     journal_limit: Annotated[int, Field(ge=1 << 20)] = 1 << 29
     """Size of the journal in bytes above which a snapshot replaces it, provided that the journal is
-    also larger than four times the server's state."""
+    also more than four times as large as the server's state."""
 
     snapshot_interval: Duration = timedelta(minutes=1)
     """Time between snapshots while values change; 0s: snapshots are written only on request and at
     SIGTERM."""
 
     staging_memory: Annotated[int, Field(ge=16 << 20)] = 1 << 30
-    """Maximum number of bytes of received pushes that are not applied yet. One member may use at
+    """Maximum memory, in bytes, for received pushes that are not applied yet. One member may use at
     most a quarter."""
 
     port_file: Path | None = None
-    """File to which the bound addresses are written, as JSON, when the server begins to serve
-    requests."""
+    """File for the bound addresses, written as JSON when the server begins to serve requests."""
 
     drain_timeout: Duration = timedelta(seconds=10)
-    """Maximum time for which calls in progress may continue after SIGTERM."""
+    """Maximum time that calls in progress may take after SIGTERM."""
 
     threads: Annotated[int, Field(ge=1, le=256)] = 1
-    """Number of threads that torch uses. More servers make better use of several cores than more
+    """Number of threads that torch uses. To use several cores, more servers are better than more
     threads."""
 
     log_level: str = "INFO"
@@ -118,13 +118,13 @@ class PsServerSettings(ServiceSettings, CallerSettings):
         return self
 
     def advertised(self, port: int) -> str:
-        """Returns the address (host:port) at which workers reach the gRPC service. `port`: port on
-        which it listens."""
+        """Returns the gRPC service's address (host:port) for workers. `port`: port that it listens
+        on."""
         return str(Address(self._host_of(self.listen), port))
 
     def advertised_http(self, port: int) -> str:
-        """Returns the address (host:port) at which Prometheus reaches the metrics. `port`: port on
-        which they are served."""
+        """Returns the metrics' address (host:port) for Prometheus. `port`: port that serves the
+        metrics."""
         return str(Address(self._host_of(self.http), port))
 
     def _host_of(self, listened: Address) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WARN_BEFORE_EXPIRY: Final = timedelta(days=30)
 _BACKDATED: Final = timedelta(minutes=10)
-"""How far a certificate's validity is backdated. Exceeds the clock skew between a cluster's
+"""Amount of time that a certificate is backdated. Exceeds the clock skew between a cluster's
 machines."""
 
 

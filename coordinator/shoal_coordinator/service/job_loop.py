@@ -70,8 +70,8 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""How long the loop gathers members that arrive in a rush, in seconds: ten times the processor time
-of a commit. In a throng, four times as long."""
+"""Time in seconds that the loop gathers members arriving in a rush: ten times the processor time of
+a commit. In a throng, four times as long."""
 _RUSH = 3
 """Number of arrivals in one commit that count as a rush."""
 _THRONG = 20
@@ -118,7 +118,7 @@ class JobLoop:
         self._urgent = asyncio.Event()
         """Set when an event other than an arrival is queued."""
         self._gather_s = 0.0
-        """How long the next events wait for further events, in seconds, unless an urgent event
+        """Time in seconds that the next events wait for further events, unless an urgent event
         arrives."""
         self._committed = asyncio.Event()
         self._failure: ShoalError | None = None

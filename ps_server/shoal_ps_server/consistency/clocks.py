@@ -3,8 +3,8 @@ I/O. `membership.py` implements the waits.
 
 A member's clock counts the iterations since its own first report, so members may number their
 iterations from any value. A joiner starts at the clock of the slowest member, whatever number it
-reports first. A member that leaves no longer counts. A member that rests does not count until its
-next report, when it starts like a joiner.
+reports first. Members that have left are ignored. A resting member is ignored until its next
+report, when it starts like a joiner.
 
 ssp (Ho et al., NIPS 2013): a member may begin its next iteration while its clock is at most `bound`
 ahead of the slowest member's clock. The slowest member itself never waits, so some member can
@@ -12,11 +12,10 @@ always proceed.
 
 bsp (Valiant, "A Bridging Model for Parallel Computation", CACM 1990): like ssp with a bound of 0;
 in addition, a push of iteration k + 1 is admitted only when every member has read the values of
-iteration k. Values read in an iteration therefore contain all pushes of earlier iterations and none
-of later ones. A member has read the values when it reports this, or when its own push of iteration
-k + 1 arrives. Once one push of an iteration has been admitted, the iteration is open, and its other
-pushes are admitted too. A member that arrives or returns after that starts after this iteration.
-"""
+iteration k. Values read in an iteration therefore contain all pushes of earlier iterations and no
+later pushes. A member has read the values when it reports this, or when its own push of iteration k
++ 1 arrives. Once one push of an iteration has been admitted, the iteration is open, and its other
+pushes are admitted too. A member that joins or returns after that starts after this iteration."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 _LARGEST = 2**62
-"""Upper limit of clocks and reports. A member that reports this value or more is one that no member
-should wait for any more, and the report is not counted. Clocks never exceed this value, so they
-cannot overflow an int64."""
+"""Upper limit of clocks and reports. If a member reports this value or more, no member waits for it
+any longer, and the report is not counted. Clocks never exceed this value, so they cannot overflow
+an int64."""
 
 
 class ConsistencyMode(enum.Enum):
-    """Consistency model, which determines for which members a member waits."""
+    """Consistency model, which determines when a member waits for other members."""
 
     ASP = "asp"
     """No member waits."""
@@ -39,7 +38,7 @@ class ConsistencyMode(enum.Enum):
     """Members that are more than `bound` clocks ahead of the slowest member wait."""
     BSP = "bsp"
     """All members wait for each other twice per iteration: a pull waits for all pushes of the
-    iteration before, and a push waits for all pulls before it."""
+    previous iteration, and a push waits for all pulls before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +59,20 @@ class MemberClock:
     decreases."""
     origin: int | None = None
     """Difference between `clock` and the iteration that the member reports. None before the first
-    report and while the member rests."""
+    report and while the member is resting."""
     has_read: bool = False
     """True if the member has read the values of iteration `clock`. Known only under bsp, and only
     to the process that received the pull."""
     takes_part: bool = False
-    """True if the member has read or pushed since it got its starting clock, so that all servers
-    count it alike. Known only under bsp."""
+    """True if the member has read or pushed since it got its starting clock, so that it has the
+    same clock on all servers. Known only under bsp."""
     rests: bool = False
     """True if no member waits for this member until its next report."""
 
 
 class Clocks:
-    """Clocks of the current members. Invariants: no clock, nor `slowest` or `opened`, ever
-    decreases; the clock of every member that does not rest is >= `slowest` and, under bsp, >=
-    `opened` - 1."""
+    """Clocks of the current members. Invariants: clocks, `slowest` and `opened` never decrease; the
+    clock of every member that is not resting is >= `slowest` and, under bsp, >= `opened` - 1."""
 
     def __init__(
         self, *, members: Mapping[str, MemberClock] | None = None, slowest: int = 0, opened: int = 0
@@ -86,12 +84,12 @@ class Clocks:
 
     @property
     def slowest(self) -> int:
-        """Clock of the slowest member. If every member rests, the last such value."""
+        """Clock of the slowest member. While all members are resting, keeps its last value."""
         return self._slowest
 
     @property
     def opened(self) -> int:
-        """Under bsp, the newest iteration of which a push was admitted; 0 if there is none."""
+        """Under bsp, the newest iteration with an admitted push; 0 if there is none."""
         return self._opened
 
     @property
@@ -101,7 +99,7 @@ class Clocks:
 
     def follow(self, members: Iterable[str]) -> None:
         """Adopts the members of a generation: joiners start at the slowest clock, and former
-        members no longer count."""
+        members are removed."""
         self._members = {
             member: self._members.get(member) or MemberClock(clock=self._start)
             for member in members
@@ -110,7 +108,7 @@ class Clocks:
 
     def report(self, member: str, finished: int, *, place: int = 0) -> None:
         """Records that a member has finished `finished` iterations by its own count. `_LARGEST` or
-        more means that the member rests. A report may be repeated.
+        more means that the member is resting. A report may be repeated.
 
         `place`: clock that corresponds to this report, unless the member's clock is already higher;
         0: derive it from the member's earlier reports.
@@ -135,9 +133,9 @@ class Clocks:
         return self._settle()
 
     def has_read(self, member: str, finished: int) -> None:
-        """Records that a member has read the values with which it begins the iteration after
+        """Records that a member has read the values that it uses in the iteration after
         `finished`."""
-        finished = min(finished, _LARGEST - 1)  # `_LARGEST` would mean that the member rests
+        finished = min(finished, _LARGEST - 1)  # `_LARGEST` would mean that the member is resting
         self.report(member, finished)
         known = self._members[member]
         assert known.origin is not None, "it has just reported"
@@ -145,14 +143,15 @@ class Clocks:
             self._members[member] = replace(known, has_read=True, takes_part=True)
 
     def rest(self, member: str) -> None:
-        """Records that a member is idle or leaves, so that no other member waits for it until its
+        """Records that a member is idle or leaving, so that no other member waits for it until its
         next report."""
         self._members[member] = MemberClock(clock=self._members[member].clock, rests=True)
         self._settle()
 
     def arrive(self, member: str, finished: int) -> int:
         """Records the arrival of a push under bsp. Returns the number of the iteration that the
-        push completes, by the server's count. `finished`: the same number by the member's count.
+        push completes, in the server's numbering. `finished`: the same number, in the member's
+        numbering.
 
         A push proves that the member has read its values. If the member had already finished the
         iteration on this server, the push counts for its next iteration.
@@ -166,8 +165,8 @@ class Clocks:
         return min(max(known.origin + finished, known.clock + 1), _LARGEST)
 
     def awaited(self, iteration: int) -> list[str]:
-        """Returns the members that have not read the values that pushes of this bsp iteration would
-        change. Once there are none, the pushes are admitted."""
+        """Returns the members that have not yet read the values that pushes of this bsp iteration
+        would change. Once the result is empty, the pushes are admitted."""
         if iteration <= self._opened:
             return []
         return sorted(
@@ -181,8 +180,8 @@ class Clocks:
         self._opened = max(self._opened, iteration)
 
     def has_pushed(self, member: str) -> None:
-        """Records that another process of this server has admitted a bsp push of a member that has
-        reported."""
+        """Records that a different process of this server has admitted a bsp push of a member that
+        has reported."""
         self._members[member] = replace(self._members[member], takes_part=True)
 
     def behind(self, member: str, bound: int) -> list[str]:
@@ -198,7 +197,7 @@ class Clocks:
         return self._members[member].origin is not None
 
     def lead(self, member: str) -> int:
-        """Returns the number of clocks by which a member is ahead of the slowest member."""
+        """Returns how many clocks a member is ahead of the slowest member."""
         return self._members[member].clock - self._slowest
 
     def may_proceed(self, member: str, consistency: Consistency) -> bool:
@@ -207,8 +206,8 @@ class Clocks:
 
     @property
     def _start(self) -> int:
-        """Starting clock of a new member: the slowest clock or, if it is higher, the newest
-        iteration that has begun without the member."""
+        """Starting clock of a new member: the slowest clock or, if higher, the newest iteration
+        that has begun without the member."""
         return max(self._slowest, self._opened)
 
     def _settle(self) -> None:

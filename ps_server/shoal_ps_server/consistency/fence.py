@@ -1,7 +1,7 @@
 """Decides which members may still act on this server. Pure core without I/O.
 
-The coordinator announces the members of each generation; the fence remembers which members were
-evicted, and when.
+The coordinator announces the members of each generation; the fence remembers evicted members, each
+with the newest generation without it.
 
 Membership changes do not interrupt asynchronous training, so a member need not act in the newest
 generation: a current member may continue in the generation that it knows. Messages that were sent
@@ -10,8 +10,8 @@ before their sender was evicted must not be accepted. The fence therefore refuse
 - members that are not in the newest generation known here, and
 - for a member that was evicted and has returned, all generations up to the last one without it.
 
-Any caller may act in a generation that is newer than those known here. The fence then neither
-admits nor refuses it, since the coordinator has not announced this generation to the server yet.
+A caller's generation may be newer than all generations known here. The fence then neither admits
+nor refuses the caller, since the coordinator has not announced this generation to the server yet.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ generation in which they were evicted, in case they return."""
 
 
 class Verdict(enum.Enum):
-    """Result of the fence for a caller that it does not refuse."""
+    """The fence's answer for a caller that it does not refuse."""
 
     ADMITTED = "admitted"
     UNHEARD_OF = "unheard of"
-    """The caller's generation is newer than those known here. Check again once the coordinator has
-    announced it."""
+    """The caller's generation is not known here yet. Check again once the coordinator has announced
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class Fence:
     contains the remembered former members and the members that have returned."""
 
     generation: int = -1
-    """Newest generation known here; 0 if the job has none yet; -1 if the coordinator has announced
-    nothing."""
+    """Newest generation known here; 0 if the job has none yet; -1 if the coordinator has not
+    announced any."""
     members: frozenset[str] = frozenset()
     put_out: dict[str, int] = field(default_factory=dict)
     """Member -> newest generation without it. The earliest departure comes first."""
@@ -85,7 +85,7 @@ class Fence:
         self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE
     ) -> Change:
         """Adopts the members of a generation and the digests of their keys, as announced by the
-        coordinator. Ignores a generation older than the newest one known here."""
+        coordinator. Ignores a generation older than the newest known one."""
         if generation < self.generation:
             return Change()
         now = frozenset(members)
@@ -100,7 +100,7 @@ class Fence:
 
     def remember(self, others: Fence) -> None:
         """Adds members that another server knows to be evicted. That server must not know a newer
-        generation than this one."""
+        generation than this server."""
         known = dict(others.put_out) | dict.fromkeys(others.members - self.members, self.generation)
         for member in known.keys() & self.put_out.keys():
             self.put_out[member] = max(self.put_out[member], known.pop(member))
@@ -112,8 +112,8 @@ class Fence:
         check_member_key(member, self.key_digests.get(member, ""), key)
 
     def check(self, member: str, generation: int) -> Verdict:
-        """Returns whether a caller is admitted, or whether its generation is not known here yet.
-        Raises StaleGenerationError for a caller that will never be admitted again."""
+        """Returns whether a caller is admitted or its generation is not known here yet. Raises
+        StaleGenerationError for a caller that will never be admitted again."""
         if member in self.members:
             if generation <= (floor := self.put_out.get(member, -1)):
                 raise StaleGenerationError(

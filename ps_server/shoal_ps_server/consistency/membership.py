@@ -1,4 +1,4 @@
-"""The fence and the clocks of a running server, and the waits that they cause. fence.py and
+"""The fence and the clocks of a running server, and the waits caused by them. fence.py and
 clocks.py make the decisions. Belongs to the event loop."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyM
 from shoal_ps_server.consistency.fence import Change, Fence, Verdict
 
 ADMISSION_WAIT: Final = timedelta(seconds=5)
-"""Maximum wait of a caller from an unknown generation until the coordinator announces it. If the
-coordinator is running, the announcement takes milliseconds."""
+"""Maximum wait, for a caller in an unknown generation, until the coordinator announces the
+generation. If the coordinator is running, this takes milliseconds."""
 PUSH_WAIT: Final = timedelta(seconds=5)
-"""Maximum wait of a bsp push until other members have read the values that it would change. The
-worker then checks whether it has to leave, and sends the push again."""
+"""Maximum wait of a bsp push until other members have read the values that it would change. After
+this time, the worker checks whether it has to leave, and sends the push again."""
 
 _NONE: Final[Mapping[str, str]] = {}
 _NAMED: Final = 5
@@ -26,7 +26,7 @@ _NAMED: Final = 5
 
 
 class Membership:
-    """Admits members and makes them wait for each other, according to the fence and the clocks."""
+    """Admits members and makes them wait for each other, as the fence and the clocks require."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Membership:
         push_wait: timedelta = PUSH_WAIT,
         first_heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`first_heard`: called before the first report of a member, which determines how its count
-        is converted to a clock."""
+        """`first_heard`: called before a member's first report, which determines how its count is
+        converted to a clock."""
         self.fence = fence
         self.clocks = clocks
         self.consistency = Consistency()
@@ -47,8 +47,8 @@ class Membership:
         self._first_heard = first_heard
         self._stopping = False
         self._news = asyncio.Event()
-        """Event that is set, and replaced by a new one, whenever state changes for which callers
-        wait."""
+        """Event that is set, and replaced by a new one, whenever state that callers may be waiting
+        for changes."""
 
     def learn(
         self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE
@@ -61,7 +61,7 @@ class Membership:
         return change
 
     async def know(self, generation: int) -> None:
-        """Waits until the coordinator has announced `generation` or a newer one. Raises
+        """Waits until the coordinator has announced `generation` or a newer generation. Raises
         UnavailableError / MEMBERSHIP_UNKNOWN after `admission_wait`."""
         if not await self._until(lambda: self.fence.generation >= generation, self._admission_wait):
             raise UnavailableError(
@@ -118,16 +118,16 @@ class Membership:
             )
 
     def finished(self, member: str, clock: int, *, place: int = 0) -> None:
-        """Records that a member has finished iteration `clock` by its own count. Ignores a member
-        that has just been evicted. `place`: as in `Clocks.report`."""
+        """Records that a member has finished iteration `clock`, in its own numbering. Ignores a
+        member that has just been evicted. `place`: as in `Clocks.report`."""
         if member in self.fence.members:
             self._hear(member)
             self.clocks.report(member, clock, place=place)
             self._clocks_changed()
 
     def has_read(self, member: str, clock: int) -> None:
-        """Records that a member has read the values at the end of iteration `clock` by its own
-        count. Ignores a member that has just been evicted."""
+        """Records that a member has read the values at the end of iteration `clock`, in its own
+        numbering. Ignores a member that has just been evicted."""
         if member in self.fence.members:
             self._hear(member)
             self.clocks.has_read(member, clock)
@@ -144,8 +144,8 @@ class Membership:
         """Waits until the member may begin its next iteration.
 
         Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, and
-        StaleGenerationError if the member is evicted meanwhile. `check`: called during the wait; if
-        it raises an error, the wait ends with this error.
+        StaleGenerationError if the member is evicted during the wait. `check`: called during the
+        wait; if it raises an error, the wait ends with this error.
         """
 
         def may_proceed() -> bool:
@@ -167,12 +167,12 @@ class Membership:
         self, member: str, generation: int, clock: int, *, check: Callable[[], None] = lambda: None
     ) -> None:
         """Waits until a push may be admitted. Under bsp, all other members must have read the
-        values that the push would change; otherwise returns at once. `clock`: iteration that the
-        push completes, by its member's count.
+        values that the push would change; otherwise returns immediately. `clock`: iteration that
+        the push completes, in the member's numbering.
 
         Raises DeadlineError / BSP_WAIT_TIMEOUT, and StaleGenerationError if the member is evicted
-        meanwhile. `check`: called during the wait; if it raises an error, the wait ends with this
-        error.
+        during the wait. `check`: called during the wait; if it raises an error, the wait ends with
+        this error.
         """
         self.check(member, generation)
         if self.consistency.mode is not ConsistencyMode.BSP:
@@ -196,8 +196,8 @@ class Membership:
         self.clocks.open(iteration)
 
     def stop(self) -> None:
-        """Ends all waits of the server. The waiting calls fail with UnavailableError /
-        SERVER_STOPPING; callers may retry later or at another server."""
+        """Aborts all waits of the server. The waiting calls fail with UnavailableError /
+        SERVER_STOPPING; callers may retry later or on a different server."""
         self._stopping = True
         self._announce()
 

@@ -2,10 +2,10 @@
 journal that they are leaving.
 
 Until this record is written, the server may abandon the move and serve the partitions again. After
-that, only the coordinator ends the freeze (service/mover.py), even if this process is restarted.
-All copies sent under the number of a move are equal. Data that arrives under that number after the
-partitions are served again, here or elsewhere, must therefore be ignored. Belongs to the event
-loop.
+that, only the coordinator's decision unfreezes them (service/mover.py), even if this process is
+restarted. All copies sent under a move's number are identical. Data that arrives under that number
+after the partitions are served again, here or elsewhere, must therefore be ignored. Belongs to the
+event loop.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from shoal_ps_server.storage.recovery import coming_fields, leaving_record
 logger = logging.getLogger(__name__)
 
 _MOVE_LIMIT: Final = timedelta(seconds=20)
-"""Maximum time until the receiver has everything, and maximum time for which the receiver may
-neither accept data nor respond."""
+"""Maximum time until the receiver has everything, and maximum time without any response or accepted
+data from the receiver."""
 _IDLE_LIMIT: Final = timedelta(seconds=5)
 _TAKE: Final = "/shoal.v1.ParameterServer/TakePartitions"
 
 
 class NotTaken(Exception):
-    """Raised if a move failed without the giver's fault: the receiver is absent, refuses the
+    """Raised if a move failed through no fault of the giver: the receiver is absent, refuses the
     partitions, or does not accept them in time."""
 
     def __init__(self, error: ShoalError) -> None:
@@ -70,7 +70,8 @@ class Giver:
         idle_limit: timedelta = _IDLE_LIMIT,
     ) -> None:
         """`state`: returns the server's state except its partitions. `wake`: makes waiting calls
-        check their conditions again. `channel`: settings for calls to another server."""
+        check their conditions again. `channel`: returns the settings for calls to the server at an
+        address."""
         self._shard = shard
         self._moves = moves
         self._changes = changes
@@ -82,7 +83,7 @@ class Giver:
         self._idle_limit_s = idle_limit.total_seconds()
         self._frozen_from = time.perf_counter()
         self._given_up = 0
-        """Number of the newest move that this process has abandoned, so that it served the
+        """Number of the newest move that this process has abandoned in order to serve the
         partitions again."""
         self._given = (0, "")
         """Number of the newest move whose receiver has all partitions, and the incarnation of the
@@ -90,7 +91,7 @@ class Giver:
 
     async def give(self, order: MoveOrder) -> str:
         """Hands partitions over. Returns once the receiver has them and this server can no longer
-        change them by itself. The result is the incarnation of the receiving process.
+        change them on its own. Returns the incarnation of the receiving process.
 
         Raises NotTaken if the receiver did not receive the partitions, and a ShoalError if this
         server could not send them. In both cases the partitions are served again, unless an earlier
@@ -127,8 +128,8 @@ class Giver:
         return receiver
 
     def freed(self, partition_ids: Collection[int]) -> None:
-        """Ends the freeze of these partitions once their move is decided, whether they stay here or
-        now belong to the receiver."""
+        """Unfreezes these partitions once their move is decided, whether they stay here or now
+        belong to the receiver."""
         if partition_ids:
             self._metrics.frozen_seconds.observe(time.perf_counter() - self._frozen_from)
             self._wake()
@@ -236,7 +237,7 @@ class Giver:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
                 # If the connection breaks during a send, grpc reports this status instead of the
-                # real one.
+                # actual one.
                 raise UnavailableError(
                     f"move {order.move}: the stream broke", reason="SESSION_BROKEN"
                 ) from error

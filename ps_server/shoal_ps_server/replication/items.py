@@ -20,7 +20,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.storage.record import Record
 
 FORMAT_VERSION: Final = 4
-"""Version of the format. It is increased when other releases could not read the items."""
+"""Version of the format. It is incremented when other releases could not read the items."""
 LARGEST_ITEM_BYTES: Final = 1 << 30
 _NOTHING: Final = memoryview(b"")
 
@@ -54,7 +54,7 @@ class Item:
 
     @classmethod
     def of_record(cls, record: Record, position: int) -> Item:
-        """Converts the record of a change to an item that can be sent to another server."""
+        """Converts the record of a change to an item, to be sent to another server."""
         return cls(
             kind=RECORD,
             fields={"kind": record.kind, **record.fields},

@@ -1,11 +1,11 @@
-"""Primary's side of a backup: decides what to send, and when changes must wait for the backup.
-Belongs to the event loop.
+"""Primary's side of a backup: decides what to send to the backup, and when changes must wait for
+it. Belongs to the event loop.
 
 A new backup first receives the current state, partition by partition between pushes, and all
-changes made meanwhile. Once it has confirmed that all this is on its disk, the journal holds each
-change back until the backup has received it too, and the coordinator is told that the backup is in
-sync. From then on only the coordinator can release the journal, by a new epoch of the place,
-because it may have made the backup the primary.
+changes made while it is copied. Once the backup has confirmed that all this is on its disk, the
+journal delays the effect of each change until the backup has received it too, and the coordinator
+is notified that the backup is in sync. From then on only the coordinator can end this delay, with a
+new epoch of the place, because it may have made the backup the primary.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ PATIENCE: Final = timedelta(seconds=2)
 backup."""
 _LOOK_S: Final = 0.1
 _MOST_BEHIND_BYTES: Final = 512 << 20
-"""Maximum bytes of changes that wait for a backup that is not in sync yet. A backup that is further
+"""Maximum bytes of changes queued for a backup that is not in sync yet. A backup that falls further
 behind starts over."""
 _MOST_COPIED_BYTES: Final = 64 << 20
-"""Maximum bytes of copied state that wait to be sent."""
+"""Maximum bytes of copied state waiting to be sent."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -57,32 +57,33 @@ class _Stream:
     nbytes: int = 0
     """Bytes of the payloads in `items`."""
     due: set[int] = field(default_factory=set)
-    """Partitions that must still be sent, with all changes made to them until then."""
+    """Partitions that have not been copied yet. Changes made to them before that are part of the
+    copy."""
     position: int = 0
-    """Position of the last record; `confirmed`: position of the last record confirmed by the
+    """Position of the last queued record; `confirmed`: position of the last record confirmed by the
     backup."""
     confirmed: int = 0
     moved_at: float = 0.0
-    """Time of the last confirmation, or of the first record after everything was confirmed."""
+    """Time of the last confirmation, or of the first record since everything was confirmed."""
     whole: bool = False
-    """True if the backup has written all state from before the records to disk."""
+    """True if the backup has written the complete copied state to disk."""
     in_sync: bool = False
-    """True if the backup has received everything that was acknowledged, and the coordinator was
+    """True if the backup has received all acknowledged changes, and the coordinator was
     notified."""
     failure: ShoalError | None = None
-    """Reason for which the stream has ended; None while it is open."""
+    """Reason why the stream was closed; None while it is open."""
     failed_at: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
-        """Queues a record that has had its effect, or drops it if the partition will be copied
+        """Queues a record whose effect was called, or drops it if the partition will be copied
         later. Implements `Follower.made`."""
         if record.kind == LAYOUT:
-            # a partition that leaves need not be sent; if it returns, its records are complete
+            # a leaving partition need not be sent; if it returns, its records are complete
             self.due.intersection_update(layout_from_json(record.fields).partitions)
         if record.fields.get("partition") not in self.due:
             if record.kind == VALUES:
-                # the payload is the partition's own memory, which changes
+                # the payload is the partition's own memory, which will change
                 record = replace(record, payload=memoryview(bytes(record.payload)))
             self.written(record)
             if self.nbytes > _MOST_BEHIND_BYTES:
@@ -119,7 +120,7 @@ class _Stream:
 
 
 class Backup:
-    """The backup of a server, as seen by the server, its primary."""
+    """A primary's view of its backup."""
 
     def __init__(
         self,
@@ -134,7 +135,8 @@ class Backup:
     ) -> None:
         """`state`: returns the server's state except its partitions. `report`: sends the
         coordinator an epoch, whether the backup is in sync, and the reason if it is not. `noted`:
-        id of the backup that must receive every change, as recorded at the end of the journal."""
+        id in the journal's last backup record, which names the backup that must receive each change
+        before the change is applied; empty if there is none."""
         self._shard = shard
         self._moves = moves
         self._state = state
@@ -144,15 +146,15 @@ class Backup:
         self._journal: Journal | None = None
         self._place: Place | None = None
         self._stream: _Stream | None = None
-        """The open stream to the backup; None without one."""
+        """The open stream to the backup; None if there is none."""
         self._held: _Stream | None = None
-        """Stream for which the journal holds changes back, open or not, until the coordinator
-        decides otherwise."""
+        """Stream, open or closed, that delays the effects of changes in the journal, until the
+        coordinator decides otherwise."""
         self.noted = noted
-        """Id of the backup that must receive every change, according to the journal; empty if there
-        is none."""
+        """Id in the journal's last backup record: the backup that must receive every change; empty
+        if there is none."""
         self._noting: asyncio.Future[None] | None = None
-        """The latest record of a backup in the journal, written or being written."""
+        """Write of the latest backup record to the journal, complete or in progress."""
 
     def write_to(self, journal: Journal) -> None:
         """Sets the journal that the backup follows."""
@@ -160,8 +162,8 @@ class Backup:
 
     @property
     def is_cut_off(self) -> bool:
-        """True if the backup has been unreachable for a while and the coordinator has not dropped
-        it. The backup may then have become the primary."""
+        """True if the backup has been unreachable for `patience` and the coordinator has not
+        dropped it. The backup may then have become the primary."""
         failed = None if self._held is None or self._held.failure is None else self._held.failed_at
         return failed is not None and asyncio.get_running_loop().time() - failed > self._patience_s
 
@@ -189,7 +191,7 @@ class Backup:
                 return False
             if (
                 self.noted and not self._is_noting
-            ):  # the backup was dropped, or its process has ended
+            ):  # the backup was dropped, or its process has exited
                 self._note("")
         elif self._held.failure is not None:
             self._report(place.epoch, False, str(self._held.failure))
@@ -198,8 +200,8 @@ class Backup:
         return True
 
     def stop(self) -> None:
-        """Ends the stream to the backup, and fails the changes that still wait for it. If the
-        backup is in sync, the coordinator promotes it, and it does not need these changes."""
+        """Closes the stream to the backup, and fails the changes that are still waiting for it. If
+        the backup is in sync, the coordinator promotes it, and it does not need these changes."""
         stopping = UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
         if self._held is not None and self._journal is not None:
             self._journal.give_up(stopping)
@@ -209,8 +211,8 @@ class Backup:
     async def serve(
         self, begin: pb.FollowBegin, requests: AsyncIterator[pb.FollowRequest]
     ) -> AsyncGenerator[bytes]:
-        """Serves one Follow stream, whose first message was `begin`. Yields encoded FollowChunks.
-        Raises the errors documented in the .proto."""
+        """Serves one Follow stream. `begin`: the stream's first message. Yields encoded
+        FollowChunks. Raises the errors documented in the .proto."""
         stream = self._open(begin)
         tasks = [
             asyncio.create_task(self._read(stream, requests)),
@@ -284,7 +286,8 @@ class Backup:
     # ----------------------------------------------------------------------- while a stream is open
 
     async def _copy(self, stream: _Stream) -> None:
-        """Sends the current state to the backup. From then on, the journal holds changes back."""
+        """Sends the current state to the backup. After that, the journal delays changes for the
+        backup."""
         assert self._journal is not None, "a server that may have a backup has a journal"
         journal = self._journal
 
@@ -339,7 +342,7 @@ class Backup:
         raise UnavailableError("the backup ended its stream", reason="SESSION_ENDED")
 
     async def _watch(self, stream: _Stream) -> None:
-        """Ends a stream whose backup is too slow, even if nothing can be sent to it, so that the
+        """Closes a stream whose backup is too slow, even if nothing can be sent to it, so that the
         backup cannot delay the workers for long."""
         loop = asyncio.get_running_loop()
         while True:
@@ -356,8 +359,8 @@ class Backup:
                 return
 
     async def _until(self, stream: _Stream, condition: Callable[[], bool]) -> None:
-        """Waits until `condition` holds; pushes and pulls proceed meanwhile. If the stream ends,
-        raises the reason."""
+        """Waits until `condition` holds, without blocking pushes and pulls. If the stream is
+        closed, raises the reason."""
         await asyncio.sleep(0)
         while not condition():
             if stream.failure is not None:
@@ -368,8 +371,8 @@ class Backup:
         return self._stream is stream and stream.failure is None
 
     def _fail(self, stream: _Stream, failure: ShoalError) -> None:
-        """Ends a stream with an error. If changes wait for the stream, asks the coordinator to drop
-        the backup, the first time only."""
+        """Closes a stream with an error. If changes are waiting for the stream, asks the
+        coordinator to drop the backup, the first time only."""
         if stream.failure is None and self._held is stream:
             logger.warning(
                 "the backup stopped following; changes wait until it is dropped",
@@ -392,10 +395,12 @@ class Backup:
         return self._noting is not None and not self._noting.done()
 
     def _hold(self, stream: _Stream) -> None:
-        """Makes the journal hold changes back for a stream. Called when the journal has written the
-        record that names this backup."""
+        """Delays the effect of each change until the backup has confirmed it. Called once the
+        journal has written the record that names this backup. If the stream has been closed by
+        then, appends a record that names no backup instead."""
         if not self._is_open(stream):
-            # the stream has ended meanwhile, and nobody was told that the backup is in sync
+            # the stream has been closed, and the coordinator was not notified that the backup is in
+            # sync
             self._note("")
             return
         assert self._journal is not None
@@ -411,8 +416,8 @@ class Backup:
     def _note(
         self, server_id: str, effect: Callable[[], None] = lambda: None
     ) -> asyncio.Future[None]:
-        """Writes to the journal for which backup changes are held back. If the server is restarted,
-        it must ask the coordinator before it serves."""
+        """Appends a backup record to the journal: the backup that changes must wait for. A server
+        that is restarted with such a record must ask the coordinator before it serves."""
         assert self._journal is not None
 
         def written() -> None:

@@ -1,5 +1,5 @@
-"""A server in the role of a backup: follows its primary and serves no workers. Belongs to the event
-loop.
+"""A server in the role of a backup: follows its primary and does not serve workers. Belongs to the
+event loop.
 
 Until a primary has sent its complete state, a backup keeps its old state, because it may be
 promoted if the primary is lost.
@@ -55,21 +55,20 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 2.0
 _DIVERGED: Final = "BACKUP_DIVERGED"
-"""Reason of the error that is raised if a change could not be applied, so that this server is no
-longer a copy of the primary."""
+"""Reason of the error raised if a change could not be applied, so that this server is no longer a
+copy of the primary."""
 _DIVERGED_AGAIN_S: Final = 30.0
-"""Seconds to wait before following again after a change could not be applied. Another full copy
-costs the primary as much as the first one, and may fail in the same way."""
+"""Seconds to wait before following again after a change could not be applied. A new full copy costs
+the primary as much as the first one, and may fail in the same way."""
 _FIRST_FILE: Final = 1
 """Number of the first journal file of a copy."""
 _MOST_WAITING_BYTES: Final = 1 << 30
-"""Maximum bytes of changes that may arrive while the copied state is being written to disk."""
+"""Maximum bytes of changes kept in memory while the copied state is being written to disk."""
 _FOLLOW: Final = "/shoal.v1.ParameterServer/Follow"
 
 
 class Standby:
-    """A server for as long as the coordinator assigns it the role of a backup. Created and run on
-    one event loop."""
+    """A server while it has the role of a backup. Must be created and run on one event loop."""
 
     def __init__(self, settings: PsServerSettings, directory: DataDirectory) -> None:
         self._settings = settings
@@ -80,23 +79,23 @@ class Standby:
         self._place: Place | None = None
         self._moved = asyncio.Event()
         """Event that is set, and replaced by a new one, when the coordinator sends a message about
-        the place."""
+        this server's place."""
         self._copy: _Copy | None = None
         """Copy of the primary's state; None until it is complete."""
         self._keeping: asyncio.Task[None] | None = None
         """Task that replaces this server's state with the primary's. It runs to completion even if
-        the stream ends."""
+        the stream is closed."""
         self._not_before = 0.0
-        """Earliest time on the loop's clock at which this server may follow again, even under
-        another primary or epoch."""
+        """Earliest time, by the loop's clock, at which this server may follow again, even under a
+        different primary or epoch."""
 
     async def run(self, stop: asyncio.Event) -> Recovered | None:
         """Follows primaries until this server is promoted, and returns its state at that time.
-        Returns None if `stop` is set or the job is over.
+        Returns None if `stop` is set or the job has ended.
 
-        Raises AnotherRunError; the error with which the coordinator refuses this server's
-        registration; CorruptDataError if this server is promoted with earlier state that it cannot
-        read; and InternalError if it is promoted although a change could not be applied.
+        Raises AnotherRunError; the coordinator's error if it refuses this server's registration;
+        CorruptDataError if this server is promoted with earlier state that it cannot read; and
+        InternalError if it is promoted although a change could not be applied.
         """
         async with AsyncExitStack() as stack:
             http = stack.enter_context(
@@ -151,7 +150,7 @@ class Standby:
         self._metrics.coordinator_connected.set(1)
 
     def known(self) -> Known:
-        """Returns no facts. They are in the primary's journal."""
+        """Returns no facts; they are in the primary's journal."""
         return Known()
 
     def disconnected(self) -> None:
@@ -161,19 +160,19 @@ class Standby:
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """Does nothing. The members are in the primary's journal."""
+        """Does nothing; the members are in the primary's journal."""
 
     def placed(self, place: Place) -> None:
-        """Records the assigned place, and wakes the tasks that wait for it."""
+        """Records the assigned place, and wakes the tasks that are waiting for it."""
         self._place = place
         self._moved.set()
         self._moved = asyncio.Event()
 
     def settled(self, move: int, epoch: int) -> None:
-        """Does nothing. Moves are in the primary's journal."""
+        """Does nothing; moves are in the primary's journal."""
 
     def ordered(self, order: MoveOrder) -> None:
-        """Does nothing. A backup gives no partitions away."""
+        """Does nothing; a backup does not give partitions away."""
 
     def stored_bytes(self) -> int:
         """Returns the number of stored bytes, for the heartbeat."""
@@ -206,7 +205,7 @@ class Standby:
         self, *others: asyncio.Task[None], timeout_s: float | None = None
     ) -> None:
         """Waits until the coordinator sends a message about the place, one of the tasks `others`
-        ends, or `timeout_s` is over."""
+        ends, or `timeout_s` has passed."""
         changed = asyncio.create_task(self._moved.wait())
         try:
             await asyncio.wait(
@@ -216,8 +215,8 @@ class Standby:
             await end_tasks([changed])
 
     def _is_still(self, place: Place) -> bool:
-        """Returns whether the assigned place is still equal to `place`. Messages that are repeated
-        after a broken session, or that concern a backup in sync, are no changes."""
+        """Returns whether the assigned place is still the same as `place`. Messages repeated after
+        a broken session, and changes of `in_sync`, do not count as changes."""
         now = self._place
         return now is not None and (now.follows, now.epoch, now.primary_address) == (
             True,
@@ -239,7 +238,7 @@ class Standby:
         return again_in_s
 
     async def _follow_primary(self, place: Place, backoff: Backoff) -> None:
-        """Follows the primary on one stream. Raises the error that ended the stream."""
+        """Follows the primary on one stream. Raises the error that closed the stream."""
         await self._kept()
         settings = self._settings.channel(place.primary_address)
         channel = aio_channel(settings)
@@ -264,8 +263,8 @@ class Standby:
             )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
-                # grpc reports this status instead of the real one when the connection breaks during
-                # a send.
+                # grpc reports this status instead of the actual one when the connection breaks
+                # during a send.
                 raise stream.failure or UnavailableError(
                     "the stream broke", reason="SESSION_BROKEN"
                 ) from error
@@ -361,7 +360,7 @@ class Standby:
         except ShoalError as error:
             stream.fail(error)
         except Exception as error:
-            # without this, the error would stay unnoticed and the primary would wait for a
+            # without this, the error would go unnoticed and the primary would wait for a
             # confirmation forever
             stream.fail(
                 InternalError(
@@ -381,7 +380,7 @@ class Standby:
 
 
 class _Stream:
-    """One stream from the primary, and the data received on it until the state is complete."""
+    """One stream from the primary, and the data received on it."""
 
     def __init__(self, begin: pb.FollowBegin) -> None:
         self._begin = begin
@@ -389,19 +388,19 @@ class _Stream:
         self._ended = False
         self._whole = False
         self.position = 0
-        """Position of the last record that was written to the journal and applied."""
+        """Position of the last record that was both journaled and applied."""
         self.state: ServerState | None = None
         self.images: list[PartitionImage] = []
         self.batches: tuple[tuple[int, int], ...] | None = None
         """Ranges of finished batches; None until all state of the primary has arrived."""
         self.records: list[tuple[Record, int]] = []
-        """Changes that have not been passed to the journal yet, each with its position."""
+        """Changes that have not been passed to the journal yet, as pairs of record and position."""
         self.nbytes = 0
         """Bytes of the payloads in `records`."""
         self.copy: _Copy | None = None
         self.failure: ShoalError | None = None
         self.cancel: Callable[[], object] = lambda: None
-        """Function that ends the call."""
+        """Function that cancels the call."""
 
     @property
     def is_whole(self) -> bool:
@@ -423,18 +422,18 @@ class _Stream:
         self._changed.set()
 
     def fail(self, error: ShoalError) -> None:
-        """Ends the stream with an error, because its data can no longer be stored."""
+        """Closes the stream with an error, because its data can no longer be stored."""
         self.failure = self.failure or error
         self.cancel()
 
     def end(self) -> None:
-        """Ends the messages to the primary."""
+        """Stops sending messages to the primary."""
         self._ended = True
         self._changed.set()
 
     async def requests(self) -> AsyncGenerator[pb.FollowRequest]:
-        """Yields the messages to the primary. A position includes all earlier ones, so only the
-        newest is sent."""
+        """Yields the messages to the primary. A confirmed position includes all earlier positions,
+        so only the newest is sent."""
         yield pb.FollowRequest(begin=self._begin)
         while True:
             await self._changed.wait()
@@ -469,7 +468,7 @@ class _Copy:
         self._periodic: asyncio.Task[None] | None = None
 
     async def begin(self, image: ServerImage) -> None:
-        """Writes `image` to disk and uses its tensors as this server's own from then on. Raises
+        """Writes `image` to disk, and takes over its tensors as this server's own. Raises
         UnavailableError / SNAPSHOT_FAILED."""
         loop = asyncio.get_running_loop()
         try:

@@ -1,9 +1,9 @@
-"""Receiver's side of a move: writes the partitions of another server to the journal, where they
-stay until a shard map assigns them to this server. Belongs to the event loop.
+"""Receiver's side of a move: writes another server's partitions to the journal, where they stay
+until a shard map assigns them to this server. Belongs to the event loop.
 
 A receiver without values of trained tensors takes over the giver's clocks, so that members keep
-their positions and nobody waits for members that rest. A receiver with trained tensors keeps its
-own clocks, since members report to it; a server that has only frozen tensors gets no reports.
+their positions and do not wait for resting members. A receiver with trained tensors keeps its own
+clocks, since members report to it; a server with only frozen tensors does not receive reports.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import coming_image, coming_record, taken_record
 
 _STREAM_LIMIT: Final = timedelta(seconds=30)
-"""Maximum duration of a stream. It exceeds the time that a giver may take."""
+"""Maximum duration of a stream. It exceeds the giver's own limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """The first item that a giver sends, which describes the move."""
+    """A giver's first item, which describes the move."""
 
     job_id: str
     move: int
@@ -63,7 +63,7 @@ class _Offer:
 
 
 class Receiver:
-    """Receiver's side of all moves in which one server receives partitions."""
+    """Receiver's side of all moves of partitions to one server."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Receiver:
         Args:
         job_id: id of the job.
         shard, moves, membership, changes: state of the server.
-        layout_of: returns the shard map of an epoch or a newer one; with True as second argument,
-            the coordinator's current one.
+        layout_of: returns the shard map of an epoch or a newer epoch; with True as second argument,
+            the coordinator's current shard map.
         agree: configures this server like the giver, and returns the common configuration. Raises
             PreconditionError / OPTIMIZER_CONFLICT.
         """
@@ -94,7 +94,7 @@ class Receiver:
         self._layout_of = layout_of
         self._agree = agree
         self._newest: object = None
-        """The stream that was opened last. Earlier streams end."""
+        """The last opened stream. Earlier streams are aborted."""
 
     async def take(self, messages: AsyncIterator[bytes]) -> None:
         """Receives the partitions that a giver sends on one TakePartitions stream. Raises the
@@ -120,8 +120,8 @@ class Receiver:
             ) from error
 
     async def _check(self, offer: _Offer) -> tuple[Configuration | None, Layout]:
-        """Checks that this server can receive the partitions. Afterwards this server has the
-        giver's configuration and knows as much about the job as the giver does."""
+        """Checks that this server can receive the partitions, and adopts the giver's configuration
+        and its knowledge about the job."""
         if offer.job_id != self._job_id:
             raise UnknownResourceError(
                 f"this server holds job {self._job_id!r}, but the stream is for job "
@@ -131,14 +131,14 @@ class Receiver:
         if not offer.partitions:
             raise _malformed("its first item contains no partitions")
         self._check_open(offer)
-        # A newer move means that the coordinator has decided on the earlier ones. The partitions
-        # that they gave this server must be known first.
+        # A newer move means that the coordinator has decided on the earlier moves. The partitions
+        # that this server got from them must be known first.
         before = self._moves.taken
         layout = await self._layout_of(
             offer.epoch, before is not None and before.move != offer.move
         )
         self._check_not_held(offer)
-        # Otherwise a member that the giver knows to be evicted could continue on this server.
+        # Otherwise a member known by the giver to be evicted could continue on this server.
         await self._membership.know(offer.members.generation)
         return None if offer.configuration is None else await self._agree(
             offer.configuration
@@ -197,7 +197,7 @@ class Receiver:
             lambda: self._moves.take(offer.move, sorted(came), offer.batches),
         )
         await self._changes.in_time(lambda: asyncio.shield(done))
-        # raises if the move was closed meanwhile, so that nothing was taken over
+        # raises if the move was closed in the meantime and nothing was taken over
         self._check_open(offer)
         failpoint("move.taken")
 
@@ -207,7 +207,7 @@ class Receiver:
                 "the server that is handing over the partitions has opened a newer stream",
                 reason="SESSION_REPLACED",
             )
-        self._check_open(offer)  # the coordinator may have decided meanwhile
+        self._check_open(offer)  # the coordinator may have decided in the meantime
         self._check_not_held(offer)
 
     def _check_not_held(self, offer: _Offer) -> None:

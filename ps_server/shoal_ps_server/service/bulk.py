@@ -55,8 +55,8 @@ _GREETING_LIMIT: Final = timedelta(seconds=5)
 """Maximum time for a new connection to complete the TLS handshake and present its ticket."""
 _BACKLOG: Final = 128
 _TURNED_AWAY_S: Final = 0.005
-"""Delay in seconds after a connection was rejected or has replaced an older one, so that nobody can
-keep the event loop busy with such connections."""
+"""Delay in seconds after a connection was rejected or has replaced an older one, so that such
+connections cannot keep the event loop busy."""
 _UPLOADS: Final = {Kind.INITIALIZE: UploadKind.INITIALIZE, Kind.PUSH: UploadKind.PUSH}
 _MALFORMED: Final = "STREAM_MALFORMED"
 _NOTHING: Final = Arrived(memoryview(b""))
@@ -76,8 +76,8 @@ class BulkServer:
         idle_limit: timedelta = IDLE_LIMIT,
     ) -> None:
         """`most_strangers`: maximum number of connections per transport that have not presented a
-        ticket; for a new one, the oldest is closed. `idle_limit`: maximum time for which a peer may
-        make no progress in an open stream."""
+        ticket; a new one then replaces the oldest. `idle_limit`: maximum time without progress of a
+        peer in an open stream."""
         self._tickets = tickets
         self._transfers = transfers
         self._metrics = metrics
@@ -103,7 +103,7 @@ class BulkServer:
         """Name of the Unix socket; empty if memory cannot be shared with clients."""
 
     def start(self, host: str, port: int) -> None:
-        """Starts to listen on host:port (0: any port) and on a Unix socket. Raises
+        """Starts listening on host:port (0: any port) and on a Unix socket. Raises
         ConfigurationError."""
         context = None if self._tls is None else self._tls.server_context()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -139,7 +139,7 @@ class BulkServer:
             )
             return
         self.memory_name = name
-        self._accept_on(local, Transport.MEMORY, None)  # it never leaves the machine
+        self._accept_on(local, Transport.MEMORY, None)  # its data never leaves the machine
 
     async def drain_and_stop(self, timeout: timedelta) -> None:
         """Rejects new connections and streams, waits up to `timeout` for open streams to end, then
@@ -194,8 +194,8 @@ class BulkServer:
             self._serving[task] = False
             strangers[task] = None
             task.add_done_callback(partial(self._ended, connected))
-            # Lets other tasks run, since connections of a client that connects continuously are
-            # accepted without waiting.
+            # Lets other tasks run, since a client that connects continuously would be accepted
+            # without waiting.
             await asyncio.sleep(_TURNED_AWAY_S if is_crowded else 0)
 
     def _ended(self, connected: socket.socket, task: asyncio.Task[None]) -> None:
@@ -204,15 +204,15 @@ class BulkServer:
         self._is_known(task)
 
     def _is_known(self, task: asyncio.Task[None]) -> None:
-        """Removes a connection from those without a ticket, because it has presented its ticket or
-        has ended."""
+        """Removes a connection from the strangers, because it has presented its ticket or was
+        closed."""
         for strangers in self._strangers.values():
             strangers.pop(task, None)
 
     async def _serve(
         self, connected: socket.socket, transport: Transport, context: ssl.SSLContext | None
     ) -> None:
-        """Serves one connection until it ends."""
+        """Serves one connection until it is closed."""
         with contextlib.ExitStack() as stack:
             stack.callback(connected.close)
             try:
@@ -244,7 +244,7 @@ class BulkServer:
                 logger.exception("a bulk connection failed")
 
     async def _greeted(self, connection: ServedConnection) -> Speaker:
-        """Reads the ticket of a connection, and returns the speaker to which the ticket was issued.
+        """Reads the ticket of a connection, and returns the speaker that the ticket was issued to.
         From then on the connection counts as open. Raises AuthenticationError if the ticket is
         invalid or missing."""
         async with asyncio.timeout(_GREETING_LIMIT.total_seconds()):
@@ -312,7 +312,7 @@ class BulkServer:
     async def _stream(
         self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport
     ) -> None:
-        """Serves one stream, whose first frame is `frame`."""
+        """Serves one stream. `frame`: the stream's first frame."""
         if frame.kind in _UPLOADS:
             await self._upload(connection, _UPLOADS[frame.kind], speaker, transport)
         elif frame.kind is Kind.PULL:
@@ -377,7 +377,7 @@ class BulkServer:
 
 
 class _Incoming:
-    """An upload while it arrives over a connection."""
+    """An upload in progress over a connection."""
 
     def __init__(self, connection: ServedConnection, member_id: str) -> None:
         self._connection = connection
@@ -400,7 +400,7 @@ class _Incoming:
                 yield header, _NOTHING
 
     async def pass_over(self) -> None:
-        """Reads and discards the rest of an upload that was refused."""
+        """Reads and discards the rest of a refused upload."""
         connection = self._connection
         async with connection.in_time():
             await connection.pass_over()
@@ -416,7 +416,7 @@ class _Incoming:
                     await connection.message(frame)
 
     async def _next(self) -> Frame | None:
-        """Returns the head of the next DATA or PARTITION frame; None at the END of the upload."""
+        """Returns the header of the next DATA or PARTITION frame; None at the END of the upload."""
         if self._ended:
             return None
         frame = await self._connection.next_frame()

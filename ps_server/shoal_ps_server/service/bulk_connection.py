@@ -2,9 +2,9 @@
 without copying payloads.
 
 Over TCP, a received payload goes from the kernel directly into the memory of its upload, and a sent
-one from the values of a partition directly into the kernel; asyncio's streams would copy both
-twice. TLS uses the ssl module on the same socket. With shared memory, only frame heads and messages
-go through the socket (shoal_common.bulk).
+payload from a partition's values directly into the kernel; asyncio's streams would copy both twice.
+TLS uses the ssl module on the same socket. With shared memory, only frame headers and messages go
+through the socket (shoal_common.bulk).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 
 class Disconnected(Exception):
-    """Raised if the peer has disconnected or makes no progress in a stream, so that it cannot be
-    told."""
+    """Raised if the peer has disconnected or stalled in the middle of a stream, so that no error
+    can be sent to it."""
 
 
 class ServedConnection:
-    """One bulk connection. Only one task at a time may use it. Methods raise Disconnected, and
+    """One bulk connection. Must be used by one task at a time. Methods raise Disconnected, and
     InvalidRequestError / STREAM_MALFORMED."""
 
     def __init__(self, connected: socket.socket, *, idle_limit: timedelta) -> None:
-        """Takes ownership of the socket, which must be non-blocking. `idle_limit`: maximum time for
-        which the peer may be silent in the middle of a stream."""
+        """Takes ownership of the socket, which must be non-blocking. `idle_limit`: maximum silence
+        of the peer in the middle of a stream."""
         self._loop = asyncio.get_running_loop()
         self._socket = connected
         self._idle_s = idle_limit.total_seconds()
@@ -74,7 +74,7 @@ class ServedConnection:
             try:
                 await asyncio.wait([step])
             except asyncio.CancelledError:
-                # the socket will be closed, so waits until no thread uses it
+                # the socket will be closed, so wait until no thread is using it
                 await asyncio.wait([step])
                 raise
             try:
@@ -87,8 +87,8 @@ class ServedConnection:
                 return
 
     def share(self, area: SharedArea, descriptor: int) -> None:
-        """Makes all payloads go through `area`, whose ownership it takes. Sends the peer READY with
-        the area's `descriptor`. Must be called before the first frame."""
+        """Makes all payloads go through `area`, and takes ownership of it. Sends the peer READY
+        with the area's `descriptor`. Must be called before the first frame."""
         self._area = area
         try:
             # cannot block: a new socket's buffer is empty
@@ -112,7 +112,7 @@ class ServedConnection:
     # ------------------------------------------------------------------------------------ receiving
 
     async def next_frame(self) -> Frame | None:
-        """Returns the head of the next frame; None if the peer has closed the connection."""
+        """Returns the header of the next frame; None if the peer has closed the connection."""
         # Lets other tasks run, even if an endless sequence of frames has already arrived.
         await asyncio.sleep(0)
         data = bytearray(HEAD_BYTES)
@@ -125,7 +125,7 @@ class ServedConnection:
         return parse_head(data)
 
     async def message(self, frame: Frame) -> bytes:
-        """Receives and returns the message of a frame whose kind has one."""
+        """Receives and returns a frame's message. The frame's kind must have a message."""
         data = bytearray(frame.length)
         await self.receive_into(memoryview(data))
         return bytes(data)
@@ -215,8 +215,8 @@ class ServedConnection:
             await asyncio.sleep(0)  # lets other tasks run
 
     async def settle(self) -> None:
-        """Waits until the peer has read all pieces in shared memory, after which both sides agree
-        which piece comes next."""
+        """Waits until the peer has read all pieces in shared memory, so that both sides agree on
+        the next piece."""
         while self._area is not None and self._area.in_use:
             await self._wait_for_free(self._area)
 
@@ -242,7 +242,7 @@ class ServedConnection:
             nbytes -= sent
 
     async def _send_some_live(self, reading: Reading, most: int) -> int:
-        # Evaluated on each call, since the reading may continue from a copy by then.
+        # Evaluated on each call, since the reading may have switched to a copy.
         return await self._perform(lambda: self._socket.send(reading.rest[:most]), writes=True)
 
     async def _send_bytes(self, data: bytes, *, more: bool = False) -> None:
@@ -289,7 +289,7 @@ class ServedConnection:
 
 
 class Data:
-    """The payload that a connection is about to receive: a `Chunk` of an upload."""
+    """The next payload of a connection, still to be received. Implements `Chunk`."""
 
     def __init__(self, connection: ServedConnection, nbytes: int) -> None:
         self._connection = connection

@@ -1,8 +1,8 @@
-"""Limits on open file descriptors: that of the process, and the share of the bulk channel.
+"""Limits on open file descriptors: the process's limit, and the bulk channel's share of it.
 
 The bulk channel may use half of the descriptors. The other half is for the journal, RPC connections
-and the rest: a server without free descriptors can neither start a journal file nor accept a
-connection. A client without a bulk connection uses gRPC.
+and everything else: a server without free descriptors can neither start a journal file nor accept a
+connection. A client that cannot get a bulk connection uses gRPC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _ENOUGH: Final = 1 << 16
-"""Number of descriptors that is more than any server needs."""
+"""Number of descriptors that is sufficient for any server."""
 _MOST_CONNECTIONS: Final = 1024
 _MOST_STRANGERS: Final = 64
 _OF_A_CONNECTION: Final = 2
@@ -22,7 +22,7 @@ _OF_A_CONNECTION: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BulkShare:
-    """Number of connections that the bulk channel may have open."""
+    """Maximum numbers of connections of the bulk channel."""
 
     connections: int
     """Maximum number of open connections, including those for which tickets have been issued."""
@@ -31,14 +31,14 @@ class BulkShare:
 
     @classmethod
     def of(cls, limit: int) -> BulkShare:
-        """Returns the share of the bulk channel in a process that may open `limit` descriptors."""
+        """Returns the bulk channel's share in a process that may open `limit` descriptors."""
         strangers = max(1, min(_MOST_STRANGERS, limit // 32))
         connections = (limit // 2 - 2 * strangers) // _OF_A_CONNECTION
         return cls(connections=max(0, min(_MOST_CONNECTIONS, connections)), strangers=strangers)
 
     @classmethod
     def of_this_process(cls) -> BulkShare:
-        """Returns the share of the bulk channel under this process's current limit."""
+        """Returns the bulk channel's share under this process's current limit."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls.of(_ENOUGH if soft == resource.RLIM_INFINITY else soft)
 
@@ -50,5 +50,5 @@ def raise_limit() -> None:
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
-            # e.g. forbidden by a sandbox: the present limit stays
+            # e.g. forbidden by a sandbox: keeps the current limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,7 +1,7 @@
-"""Detects that a peer has disconnected although nobody reads from its connection. This matters
-while a stream waits for other members or for the journal: data that the peer has already sent then
-hides the end of the connection. For its own calls, gRPC cancels them in this case; this module does
-the same for bulk connections. Belongs to the event loop."""
+"""Detects that a peer has disconnected while its connection is not being read. This matters while a
+stream waits for other members or for the journal: unread data from the peer then hides the end of
+the connection. gRPC cancels its own calls in this case; this module does the same for bulk
+connections. Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from contextlib import contextmanager
 
 class HangUps:
     """Watches the connections of one server. Must be closed with `close`. On systems without epoll
-    it detects nothing; a stream whose peer has disconnected then ends at its next send or
-    receive."""
+    it has no effect; a stream whose peer has disconnected then ends at its next send or receive."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

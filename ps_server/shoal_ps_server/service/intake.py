@@ -28,7 +28,7 @@ from shoal_ps_server.shard.shard import Outcome
 from shoal_ps_server.storage.changes import Changes
 
 IDLE_LIMIT: Final = timedelta(seconds=60)
-"""Maximum time for which a client may send nothing in an open stream."""
+"""Maximum silence of a client in an open stream."""
 
 
 class Intake:
@@ -46,8 +46,8 @@ class Intake:
         idle_limit: timedelta = IDLE_LIMIT,
         staging: Staging | None = None,
     ) -> None:
-        """`applied`: called with the outcome of each partition. `waited`: called with the seconds
-        of each wait for other members, including waits of zero length."""
+        """`applied`: called with the outcome of each partition. `waited`: called with the duration
+        in seconds of each wait for other members, even if it is zero."""
         self._job_id = job_id
         self._changes = changes
         self._membership = membership
@@ -60,7 +60,7 @@ class Intake:
     async def receive(
         self, parts: AsyncIterator[Part], kind: UploadKind, *, key: str = ""
     ) -> pb.PushResponse:
-        """Serves one upload stream to its end. `key`: key that the caller presented. Raises the
+        """Serves one upload stream to its end. `key`: key presented by the caller. Raises the
         errors documented for Push in the .proto, and DeadlineError / STREAM_IDLE."""
         idle_s = self._idle_limit.total_seconds()
         loop = asyncio.get_running_loop()
@@ -75,7 +75,7 @@ class Intake:
                     idle.reschedule(loop.time() + idle_s)
         except TimeoutError as error:
             if not idle.expired():
-                # another deadline has expired, e.g. that of a request to the coordinator for the
+                # a different deadline has expired, e.g. of a request to the coordinator for the
                 # shard map
                 raise
             raise DeadlineError(
@@ -89,7 +89,7 @@ class Intake:
             stream.release()
         results = await self._changes.in_time(stream.results)
         if stream.member_id and kind is UploadKind.PUSH:
-            # The member has finished its iteration on this server only now.
+            # Only now has the member finished its iteration on this server.
             self._membership.finished(stream.member_id, stream.clock)
         return pb.PushResponse(results=results)
 
@@ -119,8 +119,8 @@ class Intake:
         return received_partitions(parts, open_upload)
 
     async def _await_turn(self, push: UploadHeader) -> None:
-        """Makes a bsp push wait, if necessary, until all members have read the values that it would
-        change. HTTP/2 flow control makes its sender wait too."""
+        """Makes a bsp push wait, if necessary, until all members have read the values that the push
+        would change. HTTP/2 flow control makes the sender wait too."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -136,7 +136,7 @@ class Intake:
 
     async def _admit(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
         """Admits a partition that has arrived completely, after checking again that its sender is
-        still a member. While it is written and applied, the next one may arrive."""
+        still a member. While it is written and applied, the next partition may arrive."""
         header = upload.header
         self._membership.check(header.member_id, header.generation)
         admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize
@@ -160,7 +160,7 @@ class _UploadStream:
         self.member_id = ""
         self.clock = 0
         self.outcomes: list[asyncio.Future[Outcome]] = []
-        """Outcomes of the admitted partitions, pending or not, in the order of the stream."""
+        """Outcomes of the admitted partitions, in the order of the stream."""
         self.release: Callable[[], None] = _nothing
         """Releases the memory of the partition being received."""
 
@@ -174,8 +174,8 @@ class _UploadStream:
         self.member_id = upload.member_id
 
     async def results(self) -> list[pb.PartitionResult]:
-        """Waits for all admitted partitions and returns their results. If any was refused, raises
-        the error of the first one."""
+        """Waits for all admitted partitions and returns their results. If any partition was
+        refused, raises the error of the first refused partition."""
         found = []
         for pending in self.outcomes:
             outcome = await asyncio.shield(pending)

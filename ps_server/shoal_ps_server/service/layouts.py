@@ -1,9 +1,8 @@
-"""This server's copy of the shard map, which is fetched from the coordinator when a request refers
-to a newer one. Belongs to the event loop.
+"""This server's copy of the shard map. If a request refers to a newer shard map, it is fetched from
+the coordinator. Belongs to the event loop.
 
-A newer map may assign other partitions to this server. Partitions that another server has handed
-over are then served, and partitions that this server has given away are dropped (storage/moves.py).
-"""
+A newer map may assign different partitions to this server. Partitions received from another server
+are then served, and partitions that this server has given away are dropped (storage/moves.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ TENSORS_UNDECLARED, and UnavailableError if the coordinator cannot be reached.""
 
 
 class Layouts:
-    """Newest layout that this server knows. A newer one is adopted when a request refers to it."""
+    """Newest layout known to this server. A newer layout is adopted when a request refers to it."""
 
     def __init__(
         self,
@@ -30,7 +29,7 @@ class Layouts:
         adopt: Callable[[Layout], Awaitable[None]],
     ) -> None:
         """`adopt`: makes sure that the server has the partitions of a layout, then makes the layout
-        current through `becomes`, even if the request that caused this is cancelled meanwhile.
+        current with `becomes`, even if the request that caused this is cancelled before then.
         Raises PreconditionError / LAYOUT_CONFLICT, and UnavailableError."""
         self._current = current
         self._fetch = fetch
@@ -52,8 +51,8 @@ class Layouts:
         return self._current if self._current is not None else await self._newer_than(0)
 
     async def of_epoch(self, epoch: int) -> Layout:
-        """Returns the layout of `epoch`, to which a request refers. Raises PreconditionError /
-        STALE_SHARD_MAP if the current layout has another epoch, and the errors of `any`."""
+        """Returns the layout of `epoch`, as named in a request. Raises PreconditionError /
+        STALE_SHARD_MAP if the current layout has a different epoch, and the errors of `any`."""
         layout = self._current
         if layout is None or epoch > layout.epoch:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
@@ -66,7 +65,7 @@ class Layouts:
         return layout
 
     async def at_least(self, epoch: int, afresh: bool = False) -> Layout:
-        """Returns the layout of `epoch` or a newer one. `afresh`: True to fetch the coordinator's
+        """Returns the layout of `epoch` or a newer epoch. `afresh`: True to fetch the coordinator's
         current layout. Raises UnavailableError / PLACE_UNKNOWN if the coordinator's layout is
         older, and the errors of `any`."""
         layout = self._current

@@ -1,5 +1,5 @@
-"""Carries out what the coordinator orders about moves of partitions, one move at a time: first
-applies the outcome of the last move, then gives partitions away.
+"""Carries out the coordinator's orders to move partitions, one move at a time: first applies the
+outcome of the last move, then gives partitions away.
 
 Belongs to the event loop.
 """
@@ -31,8 +31,8 @@ class Report(Protocol):
     def __call__(
         self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
     ) -> None:
-        """`receiver`: incarnation of the process that has the partitions. `reason`: why no process
-        has them. `giver_failed`: True if the failure is this server's fault."""
+        """`receiver`: incarnation of the process that has received the partitions. `reason`: reason
+        for a failure. `giver_failed`: True if the failure is this server's fault."""
 
 
 class Mover:
@@ -47,8 +47,8 @@ class Mover:
         self._changes = changes
         self._report = report
         self._decided: tuple[int, int] | None = None
-        """The last move that the coordinator has decided, and the epoch of the shard map with its
-        outcome; None once it is applied."""
+        """Number of the last move that the coordinator has decided, and the epoch of the shard map
+        with its outcome; None once the outcome is applied."""
         self._order: MoveOrder | None = None
         self._giving: tuple[int, asyncio.Task[None]] | None = None
         """Number and task of the move in progress; None if there is none."""
@@ -63,8 +63,8 @@ class Mover:
         self._notified.set()
 
     def ordered(self, order: MoveOrder) -> None:
-        """Records an order to give partitions away. An order for the move in progress changes
-        nothing, since the report of that move will follow."""
+        """Records an order to give partitions away. An order for the move in progress has no
+        effect, since that move's report will follow."""
         if self._giving is None or self._giving[0] != order.move:
             self._order = order
             self._notified.set()
@@ -82,8 +82,8 @@ class Mover:
                     await self._give(order)
 
     async def _settle(self) -> None:
-        """Fetches the announced shard map, and removes partitions that waited for the coordinator's
-        decision. Retries until this succeeds or a newer decision arrives."""
+        """Fetches the announced shard map, and removes partitions that were waiting for the
+        coordinator's decision. Retries until this succeeds or a newer decision arrives."""
         backoff = Backoff(first_s=0.05, longest_s=2.0)
         while self._decided is not None:
             decided = move, epoch = self._decided
@@ -109,7 +109,7 @@ class Mover:
     async def _end_moves(self, move: int) -> None:
         # The record of the move may still be being written.
         is_open = await asyncio.shield(self._changes.in_order(lambda: self._moves.is_open(move)))
-        # ends streams before the record is written, so that no stream of the move continues after
+        # aborts streams before the record is written, so that no stream of the move continues after
         # it
         self._moves.settled = max(self._moves.settled, move)
         if not is_open:

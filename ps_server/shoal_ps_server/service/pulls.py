@@ -1,8 +1,8 @@
 """Implements Pull: waits for slower members and for first values, then returns the partitions one
 after another.
 
-Belongs to the event loop. A partition is read copy-on-write (shard/reading.py), so a pull returns
-consistent values without a lock, however slow the reader is.
+Belongs to the event loop. A partition is read with copy-on-write (shard/reading.py), so a pull
+returns consistent values without a lock, even to a slow reader.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Pulls:
         waited: Callable[[float], None],
         answered: Callable[[int | None], None],
     ) -> None:
-        """`quiet`: waits until no changes are pending. `waited`: called with the seconds of each
-        wait for slower members, including waits of zero length. `answered`: called for each
-        partition with the number of value bytes that were sent, or None if it was unchanged."""
+        """`quiet`: waits until no changes are pending. `waited`: called with the duration in
+        seconds of each wait for slower members, even if it is zero. `answered`: called for each
+        partition with the number of value bytes sent, or None if the partition was unchanged."""
         self._shard = shard
         self._membership = membership
         self._quiet = quiet
@@ -49,13 +49,13 @@ class Pulls:
         self._stopping = False
 
     def initialized(self, partition_id: int) -> None:
-        """Wakes the pulls that wait for the first values of a partition."""
+        """Wakes the pulls that are waiting for the first values of a partition."""
         if event := self._first_values.pop(partition_id, None):
             event.set()
 
     def stop(self) -> None:
-        """Ends the server's pulls. Those that wait for first values fail with UnavailableError /
-        SERVER_STOPPING."""
+        """Stops the server's pulls. Pulls that are waiting for first values fail with
+        UnavailableError / SERVER_STOPPING."""
         self._stopping = True
         for partition_id in list(self._first_values):
             self.initialized(partition_id)
@@ -64,8 +64,8 @@ class Pulls:
         self, pull: Pull, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
         """Yields the header and the values of each partition; the values are None if they are
-        unchanged. They must be read before the next partition is requested. `key`: key that the
-        caller presented.
+        unchanged. They must be read before the next partition is requested. `key`: key presented by
+        the caller.
 
         Raises the errors documented for Pull in the .proto.
         """
@@ -109,8 +109,8 @@ class Pulls:
             yield self._shard.read_rows(wanted.spec.partition_id, wanted.ids)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
-        """Records which version a member has pulled, on which its next push will be based. Ignores
-        a member that has been evicted meanwhile."""
+        """Records which version a member has pulled: its next push will be based on it. Ignores a
+        member that has been evicted since it sent the pull."""
         if (
             spec.bucket is None
             and pull.member_id
@@ -128,8 +128,8 @@ class Pulls:
                 pull.member_id, pull.generation, wait=pull.wait, check=check
             )
             if self._membership.consistency.mode is ConsistencyMode.BSP:
-                # for a member that has left, for which nobody waits: either all readers must see
-                # its last push, or none
+                # for a departed member, which other members do not wait for: either all readers
+                # must see its last push, or none
                 await self._quiet()
         finally:
             if self._membership.consistency.mode is not ConsistencyMode.ASP:
@@ -158,7 +158,7 @@ class Pulls:
 
 def _codec(spec: PartitionSpec, asked: int) -> int:
     """Returns the requested codec if it makes the values smaller, otherwise RAW. Rows are never
-    encoded."""
+    compressed."""
     return (
         asked
         if asked != codecs.RAW

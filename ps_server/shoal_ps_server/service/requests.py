@@ -1,9 +1,9 @@
 """Converts protobuf messages to immutable values. Only this module checks whether requests are well
 formed.
 
-Checks that depend on the server's state (such as whether the member is admitted, or the partition
-has values) are made by the owner of that state. Every error names the field, its value and the
-expectation.
+Checks that depend on the server's state (such as whether the member is admitted, or whether the
+partition has values) are made by the owner of that state. Every error names the field, its value
+and the expectation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODES: Final[Mapping[int, ConsistencyMode]] = {
 
 
 class UploadKind(enum.Enum):
-    """Kind of a stream that sends partitions to a server."""
+    """Kind of an upload stream."""
 
     INITIALIZE = "Initialize"
     PUSH = "Push"
@@ -57,7 +57,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """A PullRequest that has been validated for this server."""
+    """A validated PullRequest."""
 
     member_id: str
     """Id of the pulling member; empty for a read-only client."""
@@ -67,8 +67,8 @@ class Pull:
     wait: timedelta
     checksums: bool
     codec: int
-    """RAW, or one of `codecs.FOR_VALUES`. Values are sent raw if the codec would not make them
-    smaller."""
+    """RAW, or one of `codecs.FOR_VALUES`. Values that the codec would not make smaller are sent
+    raw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def check_job(job_id: str, expected: str) -> None:
 
 
 def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind) -> UploadHeader:
-    """Parses the header of a partition, before any byte of its payload is stored.
+    """Parses the header of a partition. Must be called before its payload is stored.
 
     Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN,
     InvalidRequestError: DTYPE_MISMATCH, CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID,
@@ -228,8 +228,7 @@ def _pull_codec(codec: int) -> int:
 def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> OptimizerSettings:
     """Parses an optimizer. Raises InvalidRequestError / OPTIMIZER_INVALID.
 
-    `tensors`: all tensors of the job, against which parameter groups are checked; None if they are
-    unknown.
+    `tensors`: all tensors of the job, used to check parameter groups; None if they are unknown.
     """
     return optimizer_settings(
         name=spec.name,
@@ -242,7 +241,7 @@ def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> O
 
 async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBegin:
     """Waits for the first message of a Follow stream and returns its contents. Raises an error if
-    it does not arrive soon."""
+    the message does not arrive in time."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MESSAGE_WAIT.total_seconds()):
             async for request in requests:
@@ -307,7 +306,7 @@ def _parameter_groups(groups: Iterable[pb.ParameterGroup]) -> tuple[ParameterGro
 
 def partition_of(partition_id: int, layout: Layout) -> PartitionSpec:
     """Returns a partition of this server. Raises UnknownResourceError / PARTITION_UNKNOWN if the
-    partition does not exist or belongs to another server."""
+    partition does not exist or belongs to a different server."""
     spec = layout.partitions.get(partition_id)
     if spec is not None:
         return spec

@@ -1,5 +1,5 @@
-"""RPCs of shoal.v1.ParameterServer. Each method parses its request, calls the components of the
-server, and composes the response.
+"""RPCs of shoal.v1.ParameterServer. Each method parses its request, calls the server's components,
+and composes the response.
 
 Handlers run on the event loop and raise ShoalErrors, which RpcServer converts to gRPC statuses.
 Uploads and pulls are exchanged as raw messages, so that protobuf does not copy their payloads
@@ -81,7 +81,8 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/TakePartitions": frozenset({Role.SERVER}),
     f"/{SERVICE}/GetServer": ANY_ROLE,
 }
-"""Roles that may call each method, besides admins, who may call all methods."""
+"""Full method name -> roles that may call the method, in addition to ADMIN, which may call all
+methods."""
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -119,9 +120,9 @@ class ParameterServerServicer:
         metrics: Metrics,
         configuration: Configuration | None,
     ) -> None:
-        """`receiver`: creates the Receiver, given the function that makes this server's
-        configuration agree with another server's. `check_place`: raises UnavailableError unless
-        this server is certain that it must serve."""
+        """`receiver`: creates the Receiver, given the function that reconciles this server's
+        configuration with another server's. `check_place`: raises UnavailableError unless this
+        server is certain that it must serve."""
         self.configuration = configuration
         self._receiver = receiver(self.agree)
         self._backup = backup
@@ -138,7 +139,7 @@ class ParameterServerServicer:
         self._snapshots = snapshots
         self._changes = changes
         self._configuring = asyncio.Lock()
-        """Lock held from reading the configuration until a change based on it has been made."""
+        """Lock held from reading the configuration until a change based on it is complete."""
         self._tasks: set[asyncio.Task[bool]] = set()
         """Pending changes of the configuration."""
         self._metrics = metrics
@@ -337,8 +338,8 @@ class ParameterServerServicer:
                 )
             else:
                 self._membership.check_key(member_id, member_key())
-            # During the wait, partitions may have begun to move or have moved. Nothing waits after
-            # this check.
+            # During the wait, partitions may have begun to move or have moved. There are no further
+            # waits after this check.
             if request.shard_map_epoch:
                 await self._layouts.of_epoch(request.shard_map_epoch)
             self._check_clocks_stay()
@@ -403,7 +404,7 @@ class ParameterServerServicer:
 
     def _check_clocks_stay(self) -> None:
         """Raises UnavailableError while partitions are being moved. The receiver already has a copy
-        of the clocks, and reports made here before the shard map names the receiver would be
+        of the clocks, and reports that arrive here before the shard map names the receiver would be
         lost."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
@@ -414,8 +415,8 @@ class ParameterServerServicer:
             )
 
     def _check_reader(self, member_id: str) -> None:
-        """Raises PermissionDeniedError if a caller with the role of a reader claims to be a member.
-        Other members would wait for such a member."""
+        """Raises PermissionDeniedError if a caller with the reader role claims to be a member,
+        because other members would wait for it."""
         if member_id and caller().role is Role.READER:
             raise PermissionDeniedError(
                 f"member_id={member_id!r}: expected an empty member_id, since this token has the "
@@ -450,9 +451,8 @@ class ParameterServerServicer:
             return True
 
     async def agree(self, given: Configuration) -> Configuration:
-        """Makes this server's configuration agree with that of another server of the job, and
-        returns the result. The newer revision is used. Raises PreconditionError /
-        OPTIMIZER_CONFLICT."""
+        """Reconciles this server's configuration with another server's, and returns the result,
+        which is the newer revision. Raises PreconditionError / OPTIMIZER_CONFLICT."""
         await self._to_its_end(self._agreement(given))
         assert self.configuration is not None, "it was agreed on"
         return self.configuration
@@ -467,8 +467,8 @@ class ParameterServerServicer:
             return newer
 
     async def _configure(self, configuration: Configuration) -> None:
-        """Sets the configuration at one point of the journal's order: pushes before it use the old
-        one, pushes after it the new one."""
+        """Sets the configuration at one point in the journal: pushes before it use the old
+        configuration, pushes after it the new one."""
 
         def effect() -> None:
             self.configuration = configuration
@@ -478,7 +478,7 @@ class ParameterServerServicer:
         await self._changes.configure(configuration, effect)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, bool]) -> bool:
-        """Completes a change even if its caller disconnects, since the next change is based on
+        """Completes a change even if its caller disconnects, since the next change depends on
         it."""
         task = asyncio.create_task(change)
         self._tasks.add(task)

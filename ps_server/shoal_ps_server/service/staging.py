@@ -1,5 +1,5 @@
 """Memory for partitions while they are received. It is limited in total and per member, so that no
-member can use up the memory of the others.
+member can use up the other members' memory.
 
 Belongs to the event loop.
 """
@@ -13,7 +13,7 @@ from typing import Final
 
 DEFAULT_BYTES: Final = 1 << 30
 SHARE: Final = 4
-"""A single member may use at most 1/SHARE of the memory."""
+"""Inverse of the fraction of the memory that a single member may use."""
 
 
 class Staging:
@@ -27,8 +27,8 @@ class Staging:
         """Event that is set, and replaced by a new one, when memory is released."""
 
     async def take(self, member: str, nbytes: int) -> Callable[[], None]:
-        """Waits until a member may use another `nbytes` of memory. Returns a function that releases
-        the memory; it may be called several times. A single partition always fits."""
+        """Waits until a member may use `nbytes` more memory. Returns a function that releases the
+        memory and may be called several times. A single partition always fits."""
         while not self._fits(member, nbytes):
             await self._freed.wait()
         self._held[member] += nbytes

@@ -1,9 +1,9 @@
 """The place that the coordinator has assigned to this server: its index in the job, and whether the
 server must serve.
 
-A server that does not know its place serves no requests, because another server may have its place
-by now. Other modules act on the place: `ParameterServer` serves, and `Standby` follows a primary.
-Belongs to the event loop.
+A server that does not know its place does not serve requests, because a different server may have
+its place by now. Other modules act on the place: `ParameterServer` serves, and `Standby` follows a
+primary. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLACE_WAIT: Final = timedelta(seconds=5)
 
 
 class Standing:
-    """The place of a primary, from its start until another server replaces it."""
+    """The place of a primary, from its start until a different server replaces it."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class Standing:
         self._backup = backup
         self.server_index = None if recovered.layout is None else recovered.layout.server_index
         self._is_registered = False
-        """True if the coordinator has welcomed this process. Its later messages about the place
-        then refer to `server_index`."""
+        """True if the coordinator has accepted this process's registration. Its later messages
+        about the place then refer to `server_index`."""
         self._epoch = 0
         """Newest known epoch of this server's place."""
         self.with_backups = False
         """True if the job's servers have backups."""
         self._known = asyncio.Event()
         if recovered.layout is not None and not recovered.backup:
-            self._known.set()  # unless this is true, another server may have the place by now
+            self._known.set()  # unless this is true, a different server may have the place by now
         self.replaced = asyncio.Event()
         """Event that is set when the coordinator makes this server a backup."""
 
@@ -71,7 +71,7 @@ class Standing:
 
     @property
     def held_index(self) -> int | None:
-        """Place whose partitions this server has; None if it has none."""
+        """Place whose partitions this server has; None if it has no partitions."""
         layout = self._layouts.current
         return None if layout is None or self._has_given_all() else layout.server_index
 
@@ -85,7 +85,7 @@ class Standing:
             )
         self.with_backups = with_backups
         if self._held_backup and not self._is_registered:
-            # the state may be obsolete, which the coordinator's message about the place will show
+            # the state may be obsolete; the coordinator's message about the place will show this
             self.server_index = server_index
         if (
             self.server_index is not None
@@ -104,7 +104,7 @@ class Standing:
                 "received its partitions; restart it with the same settings"
             )
         if self._layouts.current is not None and self._layouts.current.server_index != server_index:
-            self._layouts.becomes(None)  # its former index has no partitions any more
+            self._layouts.becomes(None)  # its former place no longer has partitions
         self.server_index, self._is_registered = server_index, True
 
     def _has_given_all(self) -> bool:
@@ -120,7 +120,7 @@ class Standing:
                 "the coordinator lost an epoch of this server's place",
                 extra={"known": self._epoch, "told": place.epoch},
             )
-            self._known.clear()  # another server may have this server's place now
+            self._known.clear()  # a different server may have this server's place now
             return
         self._epoch = place.epoch
         if place.follows:
@@ -132,8 +132,8 @@ class Standing:
         self._known.set()
 
     async def check(self) -> None:
-        """Returns if this server must serve, possibly after waiting for the coordinator. Otherwise
-        raises UnavailableError / PLACE_UNKNOWN."""
+        """Returns normally if this server must serve, possibly after waiting for the coordinator.
+        Otherwise raises UnavailableError / PLACE_UNKNOWN."""
         if not self._known.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PLACE_WAIT.total_seconds()):

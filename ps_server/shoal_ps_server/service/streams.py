@@ -1,4 +1,4 @@
-"""Assembles the chunks of upload streams into complete partitions. Applies nothing.
+"""Assembles the chunks of upload streams into complete partitions, without applying them.
 
 A stream is refused at its first error. Partitions that were complete before the error have already
 been passed on.
@@ -18,7 +18,7 @@ from shoal_ps_server.shard.payload import Upload, describe
 
 
 class Chunk(Protocol):
-    """Part of a partition's payload, in memory or still in a socket."""
+    """Part of a partition's payload, either in memory or still in a socket."""
 
     @property
     def nbytes(self) -> int:
@@ -30,7 +30,7 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class Arrived:
-    """Chunk of a payload that is in memory already."""
+    """Chunk of a payload that is already in memory."""
 
     payload: memoryview
 
@@ -45,7 +45,8 @@ class Arrived:
 
 
 Part = tuple[pb.PushHeader | None, Chunk]
-"""Element of a stream. An element with a header starts a partition; one without continues it."""
+"""Element of a stream. An element with a header starts a partition; an element without a header
+continues it."""
 
 
 async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
@@ -65,8 +66,8 @@ async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
 async def received_partitions(
     parts: AsyncIterator[Part], open_upload: Callable[[pb.PushHeader], Awaitable[Upload]]
 ) -> AsyncGenerator[Upload]:
-    """Yields the partitions of a stream, each once it is complete. `open_upload`: checks a header
-    before the payload is stored, and returns the upload.
+    """Yields each partition of a stream when it is complete. `open_upload`: checks a header before
+    the payload is stored, and returns the upload.
 
     Raises the errors of `parts` and `open_upload`, and InvalidRequestError: STREAM_MALFORMED,
     PAYLOAD_TRUNCATED, PAYLOAD_SIZE_MISMATCH.

@@ -1,5 +1,5 @@
-"""Tickets for bulk connections. A ticket opens one connection for one member, and expires after
-some seconds. Pure: the caller passes the time."""
+"""Tickets for bulk connections. A ticket opens one connection for one member, and expires after a
+few seconds. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from shoal_common.errors import AuthenticationError, LimitError
 
 GOOD_FOR_S: Final = 10.0
 MOST_OF_A_MEMBER: Final = 8
-"""Maximum number of connections of one member, including those for which tickets are unused."""
+"""Maximum number of connections of one member, including unused tickets."""
 MOST_OF_READERS: Final = 256
-"""Maximum number of connections of all anonymous clients together, including those for which
-tickets are unused."""
+"""Maximum number of connections of all anonymous clients together, including unused tickets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class Speaker:
     """Id of the member; empty for an anonymous client."""
     key: str = field(default="", repr=False)
     """Key of the member, as presented when the ticket was requested. It is checked for each stream,
-    since the server may learn of the member only later."""
+    since the server may not know the member when it issues the ticket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +45,8 @@ class Tickets:
     """The tickets of one server, and the connections that were opened with them."""
 
     def __init__(self, *, most_together: int) -> None:
-        """`most_together`: maximum number of connections of all members, including those for which
-        tickets are unused."""
+        """`most_together`: maximum number of connections of all members together, including unused
+        tickets."""
         self._most_together = most_together
         self._issued: list[_Issued] = []
         """Unused tickets, oldest first."""
@@ -78,7 +77,7 @@ class Tickets:
         return issued.ticket
 
     def redeem(self, ticket: bytes, now: float) -> Speaker:
-        """Returns the speaker to which a ticket was issued. The ticket cannot be used again. The
+        """Returns the speaker that a ticket was issued to. The ticket cannot be used again. The
         connection counts as open until `closed` is called.
 
         Raises AuthenticationError / TICKET_INVALID.
@@ -101,7 +100,7 @@ class Tickets:
         return found.speaker
 
     def closed(self, member_id: str) -> None:
-        """Records the end of one of a member's connections."""
+        """Records that one of a member's connections was closed."""
         self._open[member_id] -= 1
         if not self._open[member_id]:
             del self._open[member_id]

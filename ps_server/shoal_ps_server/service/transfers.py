@@ -43,7 +43,7 @@ class Transfers:
     async def upload(
         self, parts: AsyncIterator[Part], kind: UploadKind, transport: Transport, *, key: str = ""
     ) -> pb.PushResponse:
-        """Serves one Initialize or Push stream to its end. `key`: key that the caller presented.
+        """Serves one Initialize or Push stream to its end. `key`: key presented by the caller.
         Raises the errors of `Intake.receive`."""
         with self._counted(kind.value, transport):
             await self._check_place()
@@ -54,7 +54,7 @@ class Transfers:
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
         """Serves one Pull. Yields the header and the values of each partition; the values are None
         if they are unchanged. They must be read before the next partition is requested. `key`: key
-        that the caller presented.
+        presented by the caller.
 
         Raises the errors documented for Pull in the .proto.
         """

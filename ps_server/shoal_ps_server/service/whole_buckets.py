@@ -34,7 +34,7 @@ from shoal_ps_server.storage.changes import Changes
 
 _MEMORY_BYTES: Final = 2 * LARGEST_BUCKET_BYTES
 _IDLE_LIMIT: Final = timedelta(seconds=60)
-"""Maximum time for which a client may send nothing in an open stream."""
+"""Maximum silence of a client in an open stream."""
 
 
 class WholeBuckets:

@@ -45,7 +45,7 @@ class Place:
     pulse: Pulse
     silent_ms: int
     waited_ms: int
-    """How long the rank had been waiting for its peers of this generation, in milliseconds."""
+    """Duration in milliseconds of the rank's current wait for its peers of this generation."""
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ class LeaveReason(enum.StrEnum):
 
 
 class Ending(enum.StrEnum):
-    """How the coordinator learned that a process has ended."""
+    """Evidence that a process has ended, as received by the coordinator."""
 
     STREAM_BROKEN = "stream_broken"
     LEASE_EXPIRED = "lease_expired"

@@ -79,8 +79,8 @@ class Pulse:
 
     @property
     def waited_ms(self) -> int:
-        """How long the member had been waiting for its peers at its last heartbeat, in
-        milliseconds; 0 if it was not waiting."""
+        """Duration in milliseconds of the member's wait for its peers, as of its last heartbeat; 0
+        if it was not waiting."""
         return int(1000 * self.progress.waiting_s)
 
     def silent_ms(self, now_ms: int) -> int:

@@ -34,7 +34,7 @@ class JobSpec:
     parameter_server_backups: int = 0
     """Number of backups per server; 0 or 1."""
     join_grace_ms: int = 0
-    """How long the first ready member waits for others, in milliseconds; 0 to 600000."""
+    """Maximum time in milliseconds that the first ready member waits for others; 0 to 600000."""
     lease_ms: int = DEFAULT_LEASE_MS
     """Duration of a lease in milliseconds, from 500 to 600000. A member that sends no heartbeat for
     longer is evicted if its peers are waiting for it (absence.py); a server is evicted in any
@@ -74,9 +74,9 @@ class Policy:
     """Constants used in the core's decisions, the same for all jobs."""
 
     settle_ms: int = 75
-    """How long, in milliseconds, to wait after a failed collective for a reported death that
-    explains it. A broken stream or a launcher's report identifies the dead process within a few
-    milliseconds; without a death, all live members form a new generation."""
+    """Wait in milliseconds after a failed collective for a reported death that explains it. A
+    broken stream or a launcher's report identifies the dead process within a few milliseconds;
+    without a death, all live members form a new generation."""
     timeout_settle_ms: int = 1_000
     """Maximum time, after the first report that a collective timed out, for other waiting members
     to report it too. The first reporter's group is aborted, which the others notice within a
@@ -99,7 +99,7 @@ class Policy:
     """Maximum time between a member's last heartbeat and the closing of its stream if the member
     itself closed it. After a network failure, TCP and gRPC close it only after 10 s."""
     explain_after_ms: int = 10_000
-    """How long a step must be stalled before the reason is sent to all members."""
+    """Minimum duration of a stalled step before the reason is sent to all members."""
     explain_again_ms: int = 10_000
     """Interval between repetitions of the explanation during a stall."""
     look_ms: int = 1_000
@@ -134,9 +134,9 @@ class Policy:
     """Each death on a typical other machine (the median) raises machine_deaths by this number,
     since deaths everywhere suggest that the script or the cluster is the cause."""
     straggler_after_ms: int = 5_000
-    """How long a member must slow the others down before it is named as a straggler."""
+    """Minimum time that a member must slow the others down before it is named as a straggler."""
     straggler_until_ms: int = 30_000
-    """How long a straggler must keep up before it is no longer named."""
+    """Minimum time that a straggler must keep up before it is no longer named."""
     most_members: int = 2 * LARGEST_WORLD
     """Maximum number of processes in a job, including processes that are waiting for a rank."""
     most_machines: int = LARGEST_WORLD
@@ -152,8 +152,8 @@ class Policy:
     """Number of epochs of a loader whose leases are kept. A request for an older epoch is answered
     with epoch_done."""
     move_retry_ms: int = 2_000
-    """How long the server to blame for a failed move of partitions is excluded from moves. The time
-    doubles with each further consecutive failure, up to longest_move_retry_ms."""
+    """Time that the server to blame for a failed move of partitions is excluded from moves. The
+    time doubles with each further consecutive failure, up to longest_move_retry_ms."""
     longest_move_retry_ms: int = 60_000
     most_past_runs: int = 20
     """Maximum number of past runs remembered; the oldest are forgotten first."""

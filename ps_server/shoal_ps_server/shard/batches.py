@@ -1,8 +1,8 @@
 """Records which leased batches are finished, so that a batch that is leased again after a member's
 death is not applied twice.
 
-With each push, a member reports the batches that it has finished since its last push. The batch on
-which a member is working, or was working when it died, is recorded by each partition
+With each push, a member reports the batches that it has finished since its last push. The batch
+that a member is working on, or was working on when it died, is recorded by each partition
 (partition.py). Consecutive batches have consecutive keys, so the finished batches of an epoch merge
 into one range of keys. Belongs to the thread that owns the shard.
 """
@@ -15,7 +15,7 @@ from typing import Final
 
 MOST_RUNS: Final = 1 << 16
 """Maximum number of ranges that are kept; the oldest are forgotten. There is about one range per
-group of consecutive batches being worked on."""
+group of consecutive unfinished batches."""
 
 
 class Batches:
@@ -34,7 +34,8 @@ class Batches:
                 self._add(key)
 
     def add_runs(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Adds ranges of keys that another server knows, each given as first key and end."""
+        """Adds ranges of keys known to another server, each given as first key and end
+        (exclusive)."""
         for first, end in runs:
             place = bisect_right(self._firsts, end)
             while place and self._ends[self._firsts[place - 1]] >= first:
@@ -52,7 +53,7 @@ class Batches:
         return place >= 0 and key < self._ends[self._firsts[place]]
 
     def runs(self) -> list[tuple[int, int]]:
-        """Returns the first key and the end of each range, oldest first."""
+        """Returns the first key and the end (exclusive) of each range, oldest first."""
         return list(self._ends.items())
 
     def _add(self, key: int) -> None:

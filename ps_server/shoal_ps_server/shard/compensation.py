@@ -1,11 +1,11 @@
-"""Delay compensation: converts a gradient that was computed on earlier values to an approximate
-gradient on the current values.
+"""Delay compensation: converts a gradient computed on earlier values to an approximate gradient on
+the current values.
 
 Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017,
 Algorithm 2 and equation 10: adds `strength * g * g * (now - then)` to the gradient g, element by
 element, where g * g approximates the diagonal of the Hessian. A server therefore keeps the values
 of the version that each member pulled last. All members with the same version share one copy, and
-the current version needs none.
+the current version needs no copy.
 
 Pulled versions are not in the journal, since pulls do not wait for the disk. A push whose base
 version is unknown is applied without compensation. The journal's record of a push contains whether
@@ -24,7 +24,7 @@ from shoal_ps_server.shard.payload import largest_of
 
 
 class BaseValues:
-    """Earlier values of a partition on which future pushes will be based."""
+    """Earlier values of a partition that future pushes will be based on."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class BaseValues:
         """Restores the values from a snapshot; by default there are none. Copies that no member
         needs are kept until the next change."""
         self.pulled: dict[str, int] = dict(pulled or {})
-        """Member -> the version that it pulled last."""
+        """Member -> last version that it pulled."""
         self.copies: dict[int, torch.Tensor] = dict(copies or {})
-        """Version -> its values, for versions that are not current any more."""
+        """Version -> its values, for versions that are no longer current."""
         self._due: Counter[int] = Counter()
         """Version -> number of pending pushes that will be compensated with its values."""
 
     def note_pull(self, member_id: str, version: int) -> None:
-        """Records that a member pulls the current version."""
+        """Records that a member is pulling the current version."""
         self.pulled[member_id] = version
         self._drop()
 
@@ -58,14 +58,15 @@ class BaseValues:
         self._due[version] += 1
 
     def settle(self, version: int) -> None:
-        """Unregisters a push that has been applied or refused. `version`: the version with whose
-        values it was compensated."""
+        """Unregisters a push that has been applied or refused. `version`: version whose values
+        compensated it."""
         self._due[version] -= 1
         self._due += Counter()  # removes counts of 0
         self._drop()
 
     def before_change(self, version: int, values: torch.Tensor) -> None:
-        """Called before the values change. Keeps a copy of them if `version` will be needed."""
+        """Keeps a copy of the values if `version` will be needed. Must be called before the values
+        change."""
         if version in self._needed():
             self.copies[version] = values.clone()
 

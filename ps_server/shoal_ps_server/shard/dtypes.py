@@ -13,10 +13,10 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class ElementType:
-    """One element type in its different representations."""
+    """An element type's name, protocol number and torch dtype."""
 
     name: str
-    """Name in shard maps and snapshots, which is numpy's."""
+    """Name in shard maps and snapshots, the same as numpy's."""
 
     wire: pb.Dtype
     """Value of shoal.v1.Dtype."""

@@ -1,7 +1,7 @@
-"""Compresses values for pulls, with those codecs of shoal_common.formats.codecs that are suitable
-for values. Implemented in torch.
+"""Compresses values for pulls, with the codecs of shoal_common.formats.codecs that are suitable for
+values. Implemented in torch.
 
-Each value is rounded to the nearest representable one, so equal values give equal bytes: all
+Each value is rounded to the nearest representable value, so the result is deterministic: all
 readers of a version receive the same bytes, whichever server responds. The server's own values keep
 their precision.
 """

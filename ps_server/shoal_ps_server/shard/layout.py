@@ -1,5 +1,5 @@
-"""The part of the coordinator's shard map that concerns one server. Immutable values; this module
-does not communicate with the coordinator."""
+"""One server's part of the coordinator's shard map. Immutable values; this module does not
+communicate with the coordinator."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Piece:
     """Number of elements; at least 1."""
     row: int = 1
     """Number of elements per index of the tensor's first dimension. 1 for a tensor with at most one
-    dimension, and for a frozen tensor, whose rows no optimizer needs."""
+    dimension, and for a frozen tensor, because no optimizer uses its rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """The rows of a sparse table whose ids belong to one of the table's buckets."""
+    """The rows of a sparse table whose ids belong to the same bucket."""
 
     table: str
     """Name of the table."""
@@ -56,8 +56,8 @@ class PartitionSpec:
 
     partition_id: int
     pieces: tuple[Piece, ...]
-    """Pieces of the partition. Empty for a bucket, whose length and bytes are then given as 0
-    because they are not fixed."""
+    """Pieces of the partition. Empty for a bucket, whose length and size are variable and therefore
+    given as 0."""
     element: ElementType
     bucket: Bucket | None = None
 
@@ -93,8 +93,8 @@ class PartitionSpec:
         )
 
     def without(self, values: torch.Tensor, absent: Collection[int]) -> torch.Tensor:
-        """Returns `values` without the pieces at the positions `absent`: the same memory if none is
-        absent, otherwise a copy."""
+        """Returns `values` without the pieces at the positions `absent`: the same memory if there
+        are none, otherwise a copy."""
         if not absent:
             return values
         missing = frozenset(absent)
@@ -117,7 +117,7 @@ class PartitionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One epoch of the shard map, as far as it concerns one server."""
+    """One server's part of an epoch of the shard map."""
 
     epoch: int
     """Epoch of the shard map; at least 1."""
@@ -130,11 +130,11 @@ class Layout:
     tensors: frozenset[str]
     """Names of all tensors of the job."""
     frozen: frozenset[str] = frozenset()
-    """Names of the tensors that are not trained, for which no member reports clocks."""
+    """Names of the tensors that are not trained. Members do not report clocks for them."""
 
 
 def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: int) -> Layout:
-    """Returns the part of a shard map that concerns one server.
+    """Returns one server's part of a shard map.
 
     Raises InternalError if the map is inconsistent: it comes from the coordinator, never from a
     user.

@@ -1,8 +1,8 @@
-"""Validated settings of the optimizer that a job has requested.
+"""Validated settings of a job's optimizer.
 
 torch performs the updates (runs.py). The available optimizers, their hyperparameters and their
 state are declared in `shoal_common.optimizers.for_servers`. Values that torch would reject are
-rejected here, before anything has changed.
+rejected here, before any state has changed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from shoal_ps_server.shard.layout import PartitionSpec, Piece
 
 _CALM_HYPERPARAMETER: Final = 1e3
 _CALM_EPS: Final = 1e-30
-"""Smallest eps with which Adam certainly does not divide by zero."""
+"""Smallest eps that is certain to keep Adam from dividing by zero."""
 _CALM_GROWTH: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """A group of tensors with hyperparameters of their own."""
+    """A group of tensors with their own hyperparameters."""
 
     tensors: frozenset[str]
     hyperparameters: Mapping[str, float]
-    """Hyperparameters given for the group. All others are those of the optimizer."""
+    """Hyperparameters given for the group. All others are taken from the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,10 @@ class OptimizerSettings:
 
     name: str
     hyperparameters: Hyperparameters
-    """All hyperparameters of tensors that are in no group."""
+    """All hyperparameters of tensors that are not in a group."""
     groups: tuple[ParameterGroup, ...] = ()
     delay_compensation: float = 0.0
-    """Strength with which the staleness of gradients is compensated (compensation.py); 0: not at
-    all."""
+    """Strength of the compensation for stale gradients (compensation.py); 0: no compensation."""
 
     def place_of(self, tensor: str) -> int:
         """Returns the index of the parameter group that contains a tensor; -1 if none does."""
@@ -60,7 +59,7 @@ class OptimizerSettings:
 
     def at(self, place: int) -> Hyperparameters:
         """Returns all hyperparameters of the group with index `place`; -1: of the tensors that are
-        in no group."""
+        not in a group."""
         return (
             self.hyperparameters
             if place < 0
@@ -81,7 +80,7 @@ class OptimizerSettings:
         self, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]
     ) -> OptimizerSettings:
         """Returns the settings after a step of the hyperparameter schedule. `hyperparameters`: new
-        values for all groups except `groups`, which contain their own values.
+        values for all tensors except those in `groups`, which contain their own values.
 
         Raises InvalidRequestError / OPTIMIZER_INVALID for unknown names, impossible values, unknown
         groups, and hyperparameters that cannot change because they determine which state is kept.
@@ -133,8 +132,8 @@ class OptimizerSettings:
 
     def is_calm(self, places: Collection[int]) -> bool:
         """Returns whether updates of tensors in the groups `places` are safe without a trial on a
-        copy: an update by a gradient of ordinary size cannot be infinite, and values do not grow by
-        themselves."""
+        copy: an update by a gradient of ordinary size cannot be infinite, and values do not grow on
+        their own."""
         declared = SERVER_OPTIMIZERS[self.name]
         return all(
             is_calm(values)
@@ -145,8 +144,8 @@ class OptimizerSettings:
 
     @cached_property
     def most_growth(self) -> float:
-        """Largest factor, over all parameter groups, by which one update may multiply the norm of a
-        tensor; 1 if updates only add."""
+        """Maximum growth, over all parameter groups, of a tensor's norm in one update, as a factor;
+        1 if updates only add."""
         declared = SERVER_OPTIMIZERS[self.name]
         return max(declared.growth(self.at(place)) for place in range(-1, len(self.groups)))
 
@@ -163,7 +162,7 @@ class OptimizerSettings:
         return SERVER_OPTIMIZERS[self.name].unit
 
     def most_state_bytes(self, pieces: Iterable[Piece], element: ElementType) -> int:
-        """Returns the maximum number of bytes of optimizer state for `pieces` of this element
+        """Returns the maximum size, in bytes, of the optimizer state for `pieces` of this element
         type."""
         itemsize = self.state_dtype(element).itemsize
         return (
@@ -181,7 +180,7 @@ class OptimizerSettings:
 
     @property
     def state_names(self) -> frozenset[str]:
-        """Names of the state tensors that the optimizer may keep per partition."""
+        """Names of the state tensors that the optimizer may keep for a partition."""
         return SERVER_OPTIMIZERS[self.name].state
 
 
@@ -193,7 +192,7 @@ def optimizer_settings(
     tensors: frozenset[str] | None = None,
     delay_compensation: float = 0.0,
 ) -> OptimizerSettings:
-    """Validates the optimizer in a request or a snapshot, and fills in the defaults.
+    """Validates an optimizer from a request or a snapshot, and fills in the defaults.
 
     `tensors`: names that groups may contain; None: any. Raises InvalidRequestError /
     OPTIMIZER_INVALID for an unknown optimizer or hyperparameter, a value that torch would reject,

@@ -1,5 +1,5 @@
-"""One partition: its values, version, optimizer, and the sequence numbers of applied pushes. All of
-them change together or not at all."""
+"""One partition: its values, version, optimizer, and the sequence numbers of applied pushes, which
+all change atomically."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
 type. float16 has no such magnitude."""
 
 _CALM_MARGIN: Final = 1e8
-"""Factor by which values must be smaller than _CALM if an update is scaled by the ratio between the
-norms of the values and of the update."""
+"""Safety margin: values must be smaller than _CALM by this factor if an update is scaled by the
+ratio between the norms of the values and of the update."""
 
 MOST_LEFT: Final = 1024
-"""Maximum number of batches remembered that members have given up."""
+"""Maximum number of remembered batches that members have abandoned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class PartitionImage:
     sequences: dict[str, int]
     batches: dict[str, int]
     left: list[int]
-    """Keys of batches that were pushed to this partition and then given up by their members, as in
+    """Keys of batches that were pushed to this partition and then abandoned by their members, as in
     `Settled.left`."""
     pulled: Mapping[str, int] = field(default_factory=dict)
-    """Member -> the version that it pulled last, which delay compensation uses. `base_values`
-    contains the values of earlier versions."""
+    """Member -> last version that it pulled, for delay compensation. `base_values` contains the
+    values of earlier versions."""
     base_values: Mapping[int, torch.Tensor] = field(default_factory=dict)
     rows: RowsImage | None = None
     """Rows of a bucket of a sparse table, which has neither `values` nor `runs`; None for other
@@ -85,22 +85,22 @@ class PartitionImage:
 
 @dataclass(kw_only=True)
 class Settled:
-    """Record of the pushes that need no further action, because they were applied or recognized by
-    their batch."""
+    """Record of pushes that need no further action, because they were applied, or recognized by
+    their batch as already applied."""
 
     sequences: dict[str, int] = field(default_factory=dict)
     """Member -> last sequence number. Each member numbers its pushes 1, 2, 3, ..."""
     batches: dict[str, int] = field(default_factory=dict)
     """Member -> key of the batch of its last push, if the push had one. A member works on one batch
-    at a time, so when it dies, only this batch may have been pushed to some partitions and not to
-    others; the member that gets the batch next then pushes to the others."""
+    at a time, so when it dies, only this batch may have been pushed to some partitions but not to
+    others; the next member that gets the batch then pushes it to the remaining partitions."""
     left: list[int] = field(default_factory=list)
-    """Keys of batches that were pushed to this partition and then given up by their members for
-    another batch. Other partitions may lack these pushes."""
+    """Keys of batches that were pushed to this partition and then abandoned by their members for a
+    different batch. Other partitions may lack these pushes."""
 
     def settle(self, push: UploadHeader, finished: Container[int]) -> None:
-        """Records that the sequence number of a push is used. A number below the last one changes
-        nothing. `finished`: batches that have been pushed to all partitions."""
+        """Records that the sequence number of a push is used. A number below the last one has no
+        effect. `finished`: batches that have been pushed to all partitions."""
         if push.sequence <= self.sequences.get(push.member_id, 0):
             return
         self.sequences[push.member_id] = push.sequence
@@ -134,8 +134,8 @@ class Settled:
 @dataclass(kw_only=True)
 class Partition:
     """A partition of a server. Invariants: version 0 means no values; otherwise the version is 1 +
-    the number of pushes applied. Pushes are admitted first. Then, in the same order, they are all
-    applied or, from some push on, all refused."""
+    the number of pushes applied. Pushes are admitted first. Then they are applied in the same
+    order. If one is refused, all later ones are refused too."""
 
     spec: PartitionSpec
     version: int = 0
@@ -143,27 +143,27 @@ class Partition:
     settled: Settled = field(default_factory=Settled)
     largest_at_first: float = 0.0
     """Largest magnitude among the initial values. "Calm" updates cannot make values grow from there
-    so far that they overflow."""
+    to an overflow."""
     optimizer: PartitionOptimizer | None = None
     """Optimizer of the partition; None until the first push."""
     bases: BaseValues = field(default_factory=BaseValues)
     """Earlier values for delay compensation; empty without it."""
     readings: set[Reading] = field(default_factory=set)
-    """Open readings of the live values, which must not see the next change."""
+    """Open readings of the live values. They must not see the next change."""
     encoded: WeakValueDictionary[int, EncodedValues] = field(default_factory=WeakValueDictionary)
-    """Codec -> the current values encoded with it, for as long as a reader uses them."""
+    """Codec -> the current values encoded with it, kept as long as a reader uses them."""
     ahead: Settled | None = None
     """`settled` as it will be once all admitted pushes are applied; None if no pushes are
     pending."""
     on_their_way: int = 0
-    """Number of admitted pushes that are neither applied nor refused; `to_apply`: the number of
-    these that will change the values."""
+    """Number of admitted pushes that are neither applied nor refused yet; `to_apply`: how many of
+    these will change the values."""
     to_apply: int = 0
     restoration: int = 0
     """Number of the last restoration of a bucket of a table, which also set its version; 0 if there
     was none."""
     is_restoring: bool = False
-    """True if a restoration has been admitted and is neither carried out nor refused."""
+    """True if a restoration has been admitted and is neither carried out nor refused yet."""
     _is_calm: tuple[OptimizerSettings, bool] | None = None
     """Cached result of `OptimizerSettings.is_calm` for these settings and the tensors of this
     partition."""
@@ -186,14 +186,14 @@ class Partition:
         return partition
 
     def initialize(self, values: torch.Tensor) -> None:
-        """Sets the first values. May be called only at version 0."""
+        """Sets the initial values. May be called only at version 0."""
         self.values = values
         self.largest_at_first = largest_of(values)
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
-        """Returns whether a push was already applied, either sent by its member or sent by another
-        member with the same batch. Returns False if the push is the member's next one.
+        """Returns whether a push was already applied, either as the same push of its member or as
+        another member's push of the same batch. Returns False if the push is the member's next one.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """
@@ -224,8 +224,8 @@ class Partition:
         return known.has(push.batch)
 
     def has_of_another(self, push: UploadHeader) -> bool:
-        """Returns whether the batch of a push was already pushed to this partition, by another
-        member or by the same member before it gave the batch up."""
+        """Returns whether the batch of a push was already pushed to this partition, by a different
+        member or by the same member before it abandoned the batch."""
         return self.settled.has(push.batch, but_of=push.member_id)
 
     def last_sequence(self, member_id: str) -> int:
@@ -234,8 +234,8 @@ class Partition:
         return (self.ahead or self.settled).sequences.get(member_id, 0)
 
     def is_next(self, push: UploadHeader) -> bool:
-        """Returns whether a push has the member's next sequence number. The number must be used up
-        even if the push is recognized by its batch."""
+        """Returns whether a push has the member's next sequence number. The number must be marked
+        as used even if the push is recognized by its batch."""
         return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)
 
     def admit(self, push: UploadHeader, finished: Container[int], *, applies: bool) -> int:
@@ -274,9 +274,9 @@ class Partition:
                 `absent`. It is not kept.
             absent: positions of pieces without a gradient.
             optimizer: settings of the optimizer.
-            copies: provides memory in which open readings continue.
-            base: version with whose values the gradient is compensated, registered with `bases`; 0:
-                no compensation.
+            copies: provides memory for open readings to continue in.
+            base: version whose values compensate the gradient, registered with `bases`; 0: no
+                compensation.
         """
         values = self._values()
         gradient = self._compensated(gradient, absent, optimizer, base)
@@ -292,8 +292,8 @@ class Partition:
         self.version += 1
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
-        """Returns whether an update by a gradient with this largest magnitude may produce infinite
-        values, so that it must first be tried on copies (`check_trial`)."""
+        """Returns whether an update by a gradient with the largest magnitude `largest` may produce
+        infinite values, and must therefore first be tried on copies (`check_trial`)."""
         limit = _CALM.get(self.spec.element.torch, 0.0)
         if not limit or not max(largest, self.largest_at_first) <= limit:
             return True
@@ -308,8 +308,9 @@ class Partition:
         )
 
     def _may_outgrow(self, limit: float, growth: float) -> bool:
-        """Returns whether values may exceed `limit` after the pending updates and one more. Each
-        update multiplies their norm by at most `growth`, or changes values of zero by about 1."""
+        """Returns whether values may exceed `limit` after all pending updates and one further
+        update. Each update multiplies their norm by at most `growth`, or changes values of zero by
+        about 1."""
         norm = max(1.0, largest_of(self._values())) * math.sqrt(self.spec.length)
         return math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
 
@@ -320,8 +321,8 @@ class Partition:
         optimizer: OptimizerSettings,
         base: int = 0,
     ) -> None:
-        """Performs an update on copies, to verify that its result is finite. May be called only
-        while no push is pending. `base`: as in `apply`.
+        """Performs an update on copies, to verify that its result is finite. Must not be called
+        while a push is pending. `base`: as in `apply`.
 
         Raises InvalidRequestError / RESULT_NOT_FINITE if values or optimizer state become infinite
         or NaN.
@@ -344,8 +345,8 @@ class Partition:
     def reserve(
         self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
     ) -> None:
-        """Reserves memory for optimizer state that the push creates (the first one of a piece), and
-        for a copy of the values if delay compensation may need one.
+        """Reserves memory for optimizer state that the push creates (if it is a piece's first
+        push), and for a copy of the values if delay compensation may need one.
 
         Raises LimitError / MEMORY_EXHAUSTED.
         """
@@ -392,8 +393,8 @@ class Partition:
         ).copy()
 
     def as_it_is(self) -> PartitionImage:
-        """Returns an image that shares the partition's tensors, so that later changes are visible
-        in it. Omits the copies for delay compensation. The partition must have values."""
+        """Returns an image that shares the partition's tensors: later changes are visible in it.
+        Omits the copies for delay compensation. The partition must have values."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,
@@ -411,7 +412,7 @@ class Partition:
 
     @property
     def stored_bytes(self) -> int:
-        """Number of bytes of values, optimizer state, and copies for delay compensation."""
+        """Total size in bytes of values, optimizer state, and copies for delay compensation."""
         if self.values is None:
             return 0
         copies = sum(copy.nbytes for copy in self.bases.copies.values())

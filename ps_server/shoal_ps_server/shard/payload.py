@@ -1,11 +1,11 @@
 """Converts the chunks of one upload to a validated tensor: checks its size, its checksum, and that
-all numbers are finite. Applies nothing.
+all numbers are finite. Does not apply it.
 
 Rows of a sparse table are sent as their ids followed by their gradients; such a payload is
 validated as bytes.
 
 Each chunk is copied and checked when it arrives, while it is in the processor's cache. The message
-that contained it is then released, so that the next message reuses its memory. A compressed
+that contained it is then released, so that the next message can reuse its memory. A compressed
 partition is decoded once it is complete.
 """
 
@@ -29,7 +29,7 @@ ID_BYTES: Final = 8
 _WITH_NORMS: Final = frozenset({torch.float32, torch.float64})
 """Dtypes whose sum of squares is computed quickly, without conversion to another type."""
 _CALM_SQUARES: Final = 1e32
-"""Sum of squares up to which an overflow is impossible."""
+"""Largest sum of squares that is certainly free of overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,25 +42,24 @@ class UploadHeader:
     sequence: int
     """1, 2, 3, ... per (member, partition); 0 in Initialize."""
     base_version: int
-    """Version on which the gradient was computed, at least 1; 0 in Initialize."""
+    """Version that the gradient was computed on, at least 1; 0 in Initialize."""
     clock: int
-    """Number of iterations that the member has finished, including the one of this push."""
+    """Number of iterations that the member has finished, including this push's iteration."""
     codec: int
     """Value of shoal.v1.Codec."""
     payload_bytes: int
-    """Size of the payload in bytes, which matches the codec and the partition's length."""
+    """Size of the payload in bytes, validated against the codec and the partition's length."""
     checksum: int
     """xxh3-64 of the payload; 0 if the sender did not compute it."""
     batch: int = 0
-    """Key of the leased batch on which the gradient was computed, the same for any member that
-    pushes it; 0 if there is none."""
+    """Key of the leased batch that the gradient was computed on, the same for any member that
+    pushes the batch; 0 if there is none."""
     absent: tuple[int, ...] = ()
     """Positions of the partition's pieces that are not in the payload, ascending."""
     finished_batches: tuple[int, ...] = ()
     """Keys of batches that the member has pushed to all servers."""
     rows: int = 0
-    """Number of table rows whose gradients are in the payload; 0 for partitions that are not
-    buckets."""
+    """Number of table rows with gradients in the payload; 0 for partitions that are not buckets."""
 
     @property
     def length(self) -> int:
@@ -73,8 +72,8 @@ class UploadHeader:
 
 
 class Upload:
-    """A partition, or some of its pieces, while it arrives. Pass the chunks to `add` until
-    `missing` is 0, then read `values`."""
+    """A partition, or some of its pieces, while it is being received. Pass the chunks to `add`
+    until `missing` is 0, then read `values`."""
 
     def __init__(self, header: UploadHeader) -> None:
         self.header = header
@@ -114,8 +113,8 @@ class Upload:
         self.came(chunk.nbytes)
 
     def room(self, nbytes: int) -> memoryview:
-        """Returns the memory for the next `nbytes` of the payload. Write the bytes to it, then call
-        `came`, once or after each part.
+        """Returns the memory for the next `nbytes` of the payload. The caller must write the bytes
+        to it, then call `came`, once or after each part.
 
         Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH if the header declares fewer bytes.
         """
@@ -128,7 +127,7 @@ class Upload:
         return self._bytes.data[self._received : self._received + nbytes]
 
     def came(self, nbytes: int) -> None:
-        """Checks the next `nbytes`, which have just been written and are still in the processor's
+        """Checks the next `nbytes`, which have just been written. They are still in the processor's
         cache."""
         end = self._received + nbytes
         if self._digest is not None:
@@ -139,8 +138,8 @@ class Upload:
 
     def values(self) -> torch.Tensor:
         """Returns all received values, piece after piece. For rows, returns the payload
-        (`split_rows`). Each call returns the same tensor. May be called only once nothing is
-        missing.
+        (`split_rows`). Each call returns the same tensor. Must not be called before the upload is
+        complete.
 
         Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID,
         ROWS_INVALID, or GRADIENT_NOT_FINITE with the name of the tensor or the row.
@@ -152,7 +151,7 @@ class Upload:
 
     @property
     def largest(self) -> float:
-        """Largest magnitude among the `values`, or an upper bound of it (`bound_of`); 0 if there
+        """Largest magnitude among the `values`, or an upper bound for it (`bound_of`); 0 if there
         are no elements. Raises the errors of `values`."""
         self.values()
         return self._largest
@@ -210,11 +209,11 @@ class Upload:
 
 
 def bound_of(values: torch.Tensor) -> float:
-    """Returns an upper bound of the magnitudes of all values, up to rounding; NaN if any value is
+    """Returns an upper bound for the magnitudes of all values, up to rounding; NaN if any value is
     NaN.
 
-    The bound is usually the norm, which takes a quarter of the time of the maximum. If the norm is
-    above about 1e16, the exact maximum is returned.
+    The bound is usually the norm, which takes a quarter of the time needed for the maximum. If the
+    norm is above about 1e16, the exact maximum is returned.
     """
     if values.dtype in _WITH_NORMS:
         squares = float(torch.dot(values, values))
@@ -241,7 +240,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def split_rows(payload: torch.Tensor, dim: int) -> tuple[Ids, Values]:
-    """Splits a payload of rows into the ids and the gradients, `[rows, dim]`. Both are views."""
+    """Splits a payload of rows into ids and gradients, `[rows, dim]`. Both are views."""
     raw = payload.numpy()
     rows = raw.nbytes // (ID_BYTES + 4 * dim)
     return raw[: ID_BYTES * rows].view(np.int64), raw[ID_BYTES * rows :].view(np.float32).reshape(

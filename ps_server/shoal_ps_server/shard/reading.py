@@ -1,12 +1,12 @@
-"""Reads a partition piece by piece while it may change, by copy on write.
+"""Reads a partition piece by piece while it may change, with copy-on-write.
 
 A reading returns the values as they were when it was opened. Until the partition changes, it uses
 the live values. Before a push is applied, the values are copied once for all unfinished readings. A
-pull therefore normally needs neither a copy nor a lock, and a slow reader delays nobody. If slow
-readers would need too many copies, the oldest readings are ended.
+pull therefore normally needs neither a copy nor a lock, and a slow reader does not delay other
+callers. If slow readers would need too many copies, the oldest readings are aborted.
 
-Readings of compressed values use a copy from the beginning, which all concurrent readers of a
-version share.
+Readings of compressed values use a copy from the beginning. All concurrent readers of a version
+share it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal_ps_server.shard.payload import bytes_of
 MOST_COPIES_BYTES: Final = 256 << 20
 """Maximum total size in bytes of the copies that a server keeps for readers."""
 RETRY_AFTER: Final = timedelta(seconds=1)
-"""Suggested delay before a reader whose reading was ended reads again. Other readers may have
+"""Suggested delay before a reader whose reading was aborted reads again. Other readers may have
 finished by then."""
 
 
@@ -36,7 +36,7 @@ class Reading:
     def __init__(
         self, values: torch.Tensor, *, version: int, encoded: EncodedValues | None = None
     ) -> None:
-        """`encoded`: object that owns the compressed `values`; None if they are the partition's own
+        """`encoded`: owner of the compressed `values`; None if they are the partition's own
         values."""
         self.version = version
         self._encoded = encoded
@@ -45,10 +45,10 @@ class Reading:
         self._promised = 0
 
     def take(self, nbytes: int) -> memoryview:
-        """Returns the next bytes, at most `nbytes`; empty at the end. The result is live memory:
-        copy it before anything changes the shard.
+        """Returns the next bytes, at most `nbytes`; empty at the end. The result is live memory: it
+        must be copied before the shard changes.
 
-        Raises UnavailableError / PULL_TOO_SLOW if the reading was ended.
+        Raises UnavailableError / PULL_TOO_SLOW if the reading was aborted.
         """
         self._check_held()
         piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
@@ -57,7 +57,7 @@ class Reading:
 
     def promise(self, nbytes: int) -> None:
         """Reserves bytes whose size has already been announced to the reader. They can be taken
-        even if the reading is ended meanwhile. Raises the errors of `take`."""
+        even if the reading is aborted after this call. Raises the errors of `take`."""
         self._check_held()
         self._promised = nbytes
 
@@ -72,7 +72,7 @@ class Reading:
 
     @property
     def rest(self) -> memoryview:
-        """The bytes that have not been read, in the same live memory as the results of `take`."""
+        """All unread bytes, in the same live memory as the results of `take`."""
         return self._rest
 
     @property
@@ -86,7 +86,7 @@ class Reading:
         self._rest = copy[copy.nbytes - self._rest.nbytes :]
 
     def give_up(self) -> None:
-        """Ends the reading. The next `take` raises an error, unless the bytes were promised."""
+        """Aborts the reading. The next `take` raises an error, unless the bytes were promised."""
         self._given_up = True
         # leaves at least one byte to read, so that the reader gets the error
         self._rest = memoryview(bytes(self._rest[: self._promised]) + b"\0")
@@ -94,7 +94,7 @@ class Reading:
 
 @dataclass(eq=False)
 class EncodedValues:
-    """The values of one version of a partition, compressed. The object lives only as long as a
+    """The compressed values of one version of a partition. The object lives only as long as a
     reader uses it."""
 
     payload: torch.Tensor
@@ -111,8 +111,8 @@ class EncodedValues:
 
 
 class Copies:
-    """Memory that a server uses for readers in addition to the live values: copies of values that
-    have changed, and compressed values."""
+    """A server's memory for readers in addition to the live values: copies of values that have
+    changed, and compressed values."""
 
     def __init__(self, *, limit: int = MOST_COPIES_BYTES) -> None:
         self._limit = limit
@@ -120,8 +120,8 @@ class Copies:
         """Size in bytes and readers of each copy, oldest first."""
 
     def detach(self, values: torch.Tensor, readings: Iterable[Reading]) -> None:
-        """Makes unfinished readings of `values` continue in a copy, because the values are about to
-        change."""
+        """Makes unfinished readings of `values` continue in a copy. Must be called before the
+        values change."""
         unread = weakref.WeakSet(reading for reading in readings if reading.remaining)
         if not unread:
             return
@@ -132,7 +132,7 @@ class Copies:
 
     def keep(self, nbytes: int, readers: weakref.WeakSet[Reading]) -> None:
         """Counts memory as used until all readings in `readers`, including those added later, have
-        finished. If the total is too large, ends the oldest readings."""
+        finished. If the total is too large, aborts the oldest readings."""
         self._copies = deque(
             each for each in self._copies if any(reading.remaining for reading in each[1])
         )

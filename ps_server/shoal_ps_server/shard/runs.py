@@ -3,7 +3,7 @@ partition.
 
 A run is one tensor for adjacent pieces that have the same hyperparameters and have received the
 same updates, so that torch updates them together. If a push has gradients for only a part of a run,
-the run is split, because the parts then differ (e.g. in Adam's step count). If there is optimizer
+the run is split, because its parts then differ (e.g. in Adam's step count). If there is optimizer
 state, the split is permanent. For an optimizer that combines several elements, each piece is a run
 of its own.
 """
@@ -37,7 +37,7 @@ class _Run:
     first: int
     end: int
     values: torch.Tensor
-    """The run's part of the partition's values: a view, which is torch's parameter. It is flat, or
+    """The run's part of the partition's values: a view, used as torch's parameter. It is flat, or
     has rows if the optimizer works on rows."""
 
 
@@ -51,8 +51,8 @@ class PartitionOptimizer:
         settings: OptimizerSettings,
         runs: Sequence[RunImage] = (),
     ) -> None:
-        """`runs`: runs of an earlier optimizer of the partition, whose tensors this one uses from
-        now on; empty before the first update."""
+        """`runs`: runs of an earlier optimizer of the partition, whose tensors this optimizer takes
+        over; empty before the first update."""
         self._values = values
         self._spec = spec
         self._place_of_piece = [settings.place_of(piece.tensor) for piece in spec.pieces]
@@ -121,8 +121,8 @@ class PartitionOptimizer:
                 run.values.grad = None
 
     def fresh_pieces(self, absent: Collection[int]) -> list[Piece]:
-        """Returns the pieces for which an update without the pieces `absent` would create optimizer
-        state."""
+        """Returns the pieces that would get new optimizer state in an update without the pieces
+        `absent`."""
         missing = frozenset(absent)
         fresh = (run for run in self._runs if run.values not in self._torch.state)
         return [
@@ -133,16 +133,16 @@ class PartitionOptimizer:
         ]
 
     def state(self) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-        """Yields each state tensor, as: name, index of its first element in the values, number of
-        values per state element, and the tensor."""
+        """Yields each state tensor as a tuple: name, index of its first element in the values,
+        number of values per state element, and the tensor."""
         for run in self._runs:
             each = self._spec.pieces[run.first].row if self._unit is Unit.ROW else 1
             for name, tensor in self._state_of(run).items():
                 yield name, self._spec.starts[run.first], each, tensor
 
     def images(self) -> tuple[RunImage, ...]:
-        """Returns the state of all runs, in order. The images share the tensors, which the next
-        step changes."""
+        """Returns the state of all runs, in order. The images share the optimizer's tensors, which
+        change in the next step."""
         return tuple(
             RunImage(first=run.first, end=run.end, state=self._state_of(run)) for run in self._runs
         )
@@ -166,7 +166,7 @@ class PartitionOptimizer:
         return _Run(first=first, end=end, values=values)
 
     def _split(self, missing: frozenset[int]) -> None:
-        """Splits runs so that each one contains either only missing pieces or none."""
+        """Splits runs so that each run contains either only missing pieces or no missing pieces."""
         parts_of: dict[_Run, list[_Run]] = {}
         for run in self._runs:
             parts = [
@@ -211,7 +211,7 @@ class PartitionOptimizer:
         return self._place_of_piece[run.first]
 
     def _hand_down(self, run: _Run, parts: Sequence[_Run]) -> None:
-        """Distributes a run's state to the parts into which the run was split."""
+        """Distributes a run's state to the parts that it was split into."""
         if run.values not in self._torch.state:
             return
         state = self._torch.state.pop(run.values)
@@ -238,6 +238,6 @@ def _alike(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def warm_up() -> None:
-    """Creates a first optimizer, so that torch imports its compiler at the start. Otherwise the
-    first push would have to wait a second for the import."""
+    """Creates a first optimizer, so that torch imports its compiler at startup. Otherwise the first
+    push would have to wait a second for the import."""
     torch.optim.SGD([torch.zeros(1)], lr=0.0)

@@ -1,9 +1,9 @@
 """Shard of a server: all its partitions, and the only functions that change a partition.
 
 A change is made in two steps. `admit_push` checks everything that can be checked, and determines
-the change's position in the order. Once the change is in the journal, `apply` makes it, or `refuse`
-withdraws it. Admitted changes are applied in the order of their admission or, from some change on,
-all refused.
+the change's position in the order. Once the change is in the journal, `apply` makes it; if it
+cannot be written, `refuse` withdraws it. Admitted changes are applied in the order of their
+admission. If one is refused, all later ones are refused too.
 
 The shard belongs to the event loop's thread: no method locks, waits, or may be called from another
 thread (docs/decisions/0031-the-event-loop-owns-the-shard.md has the measurement). While torch
@@ -36,8 +36,8 @@ from shoal_ps_server.shard.reading import Copies, Reading
 from shoal_ps_server.shard.table_rows import TableRows, new_partition, restored_partition
 
 MOVING_RETRY: Final = timedelta(milliseconds=50)
-"""Suggested delay before a client requests a partition again that is being moved; a move takes
-fractions of a second."""
+"""Suggested delay before a client requests a partition again if it is being moved; a move takes a
+fraction of a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +48,15 @@ class Outcome:
     version: int
     """Version of the partition after the upload."""
     staleness: int = 0
-    """Number of versions between the values on which the gradient was computed and those to which
-    it was applied."""
+    """Number of versions between the values that the gradient was computed on and the values that
+    it was applied to."""
     duplicate: bool = False
-    """True if the upload was received before, so that it changed nothing."""
+    """True if the upload was received before and therefore had no effect."""
     known_batch: bool = False
-    """True if the batch of this push had been pushed before, by another push; `duplicate` is then
-    True too."""
+    """True if the batch of this push had been pushed before, by a different push; `duplicate` is
+    then True too."""
     apply_seconds: float = 0.0
-    """Seconds spent on the update and the last checks."""
+    """Seconds spent on the update and the final checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +68,18 @@ class Admitted:
     version: int
     """Version that the partition will have after the change."""
     values: torch.Tensor | None
-    """Gradient or first values. None for a push that is recognized by its batch and only uses up
-    its sequence number."""
+    """Gradient or first values. None for a push that is recognized by its batch: only its sequence
+    number is used up."""
     first: bool = False
     """True if `values` are the partition's first values."""
     base: int = 0
-    """Version with whose values the gradient will be compensated; 0: no compensation."""
+    """Version whose values will compensate the gradient; 0: no compensation."""
     check_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """Rows that will replace those of a bucket, as requested by RestoreRows."""
+    """Rows that will replace a bucket's rows, as requested by RestoreRows."""
 
     spec: PartitionSpec
     number: int
@@ -88,7 +88,7 @@ class Restoration:
     rows: Rows
     """Validated rows (`Shard.prepared`), which will become the bucket's own."""
     payload: memoryview
-    """The file from which the rows were read."""
+    """The file that the rows were read from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +127,10 @@ class Shard:
         batches: ranges of keys of finished batches, as in `Batches`.
         """
         self.batches = Batches(batches)
-        """Batches that are finished as of the applied changes. This is what a snapshot stores."""
+        """Batches that are finished according to all applied changes, as stored in snapshots."""
         self._admitted_batches = Batches(self.batches.runs())
-        """Batches that will be finished once all admitted changes are applied. New pushes are
-        checked against them."""
+        """Batches that will be finished once all admitted changes are applied; used to check new
+        pushes."""
         self._optimizer = optimizer
         self._partitions = {
             image.spec.partition_id: restored_partition(image, optimizer) for image in restored
@@ -148,7 +148,7 @@ class Shard:
 
     @property
     def frozen(self) -> frozenset[int]:
-        """Ids of partitions that are being moved to another server, so that they can be neither
+        """Ids of partitions that are being moved to another server and therefore can be neither
         pulled nor pushed."""
         return self._frozen
 
@@ -158,7 +158,7 @@ class Shard:
         self._frozen |= frozenset(partition_ids)
 
     def thaw(self, partition_ids: Iterable[int]) -> None:
-        """Ends the freeze of these partitions, which can be pulled and pushed again."""
+        """Unfreezes these partitions, so that they can be pulled and pushed again."""
         self._frozen -= frozenset(partition_ids)
 
     def drop(self, partition_ids: Collection[int]) -> None:
@@ -168,15 +168,15 @@ class Shard:
         self.thaw(partition_ids)
 
     def put(self, image: PartitionImage) -> None:
-        """Adds a partition received from another server. The tensors of the image become the
-        partition's own."""
+        """Adds a partition received from another server. The image's tensors become the partition's
+        own."""
         assert image.spec.partition_id not in self._partitions, "one server has it"
         self._partitions[image.spec.partition_id] = restored_partition(image, self._optimizer)
 
     def check_open(self, spec: PartitionSpec) -> None:
         """Raises UnavailableError / PARTITION_MOVING for a frozen partition. Raises
-        PreconditionError / STALE_SHARD_MAP for a partition that has moved to another server since
-        the request was checked."""
+        PreconditionError / STALE_SHARD_MAP for a partition that has moved to a different server
+        since the request was checked."""
         if spec.partition_id in self._frozen:
             raise UnavailableError(
                 f"{describe(spec)} is moving to another server; fetch the shard map again from "
@@ -196,8 +196,8 @@ class Shard:
         return self._partitions[spec.partition_id]
 
     def add_batches(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Marks batches as finished that another server knows to be finished. `runs`: ranges of
-        their keys."""
+        """Marks batches as finished because another server has recorded them as finished. `runs`:
+        ranges of their keys."""
         runs = tuple(runs)
         for batches in (self.batches, self._admitted_batches):
             batches.add_runs(runs)
@@ -229,14 +229,14 @@ class Shard:
         )
 
     def is_settled(self, header: UploadHeader) -> bool:
-        """Returns whether the sequence number of a push is used up, or will be once pending pushes
-        are applied. Raises the errors of `check_open`."""
+        """Returns whether the sequence number of a push is used up, or will be once all pending
+        pushes are applied. Raises the errors of `check_open`."""
         return not self._open(header.spec).is_next(header)
 
     def needs_trial(self, upload: Upload) -> bool:
         """Returns whether an update must first be tried on copies, once all earlier changes are
-        applied. This is so if its result may be infinite, or while a restoration is pending, which
-        changes the partition's version. Raises the errors of `admit_push`."""
+        applied. This is necessary if its result may be infinite, or while a restoration is pending,
+        which changes the partition's version. Raises the errors of `admit_push`."""
         partition = self._open(upload.header.spec)
         if partition.is_restoring:
             return True
@@ -246,8 +246,8 @@ class Shard:
 
     def admit_push(self, upload: Upload) -> Admitted | None:
         """Admits a gradient, which will then be applied once. Returns None if the push is
-        recognized by its sequence number. If `needs_trial` is True for the push, no change of the
-        partition may be pending.
+        recognized by its sequence number. If `needs_trial` returns True for the push, no change of
+        the partition may be pending.
 
         Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and the errors of
         `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED, InvalidRequestError /
@@ -291,7 +291,7 @@ class Shard:
         )
 
     def apply(self, admitted: Admitted) -> Outcome:
-        """Applies an admitted change, which must be the earliest pending one of its partition."""
+        """Applies an admitted change, which must be its partition's earliest pending change."""
         started = time.perf_counter()
         partition, header, values = admitted.partition, admitted.header, admitted.values
         staleness = 0
@@ -326,14 +326,14 @@ class Shard:
 
     def admit_restoration(self, restoration: Restoration) -> bool:
         """Admits a restoration and returns True, or returns False if it has been carried out
-        before. After True, call `restore`. No change of the bucket may be pending. Raises the
-        errors of `check_open`."""
+        before. If True, the caller must call `restore`. No change of the bucket may be pending.
+        Raises the errors of `check_open`."""
         partition = self._bucket(restoration.spec)
         partition.is_restoring = partition.takes(restoration.number)
         return partition.is_restoring
 
     def restore(self, restoration: Restoration) -> Outcome:
-        """Carries out a restoration that was admitted, here or in an earlier process."""
+        """Carries out a restoration that was admitted, by this process or an earlier one."""
         partition = self._partitions[restoration.spec.partition_id]
         assert isinstance(partition, TableRows), "it was looked at when it was admitted"
         partition.is_restoring = False
@@ -380,11 +380,12 @@ class Shard:
         return partition.is_duplicate(header) or header.batch in self._admitted_batches
 
     def settle(self, header: UploadHeader) -> None:
-        """Marks the sequence number of a push as used that was recognized by its batch."""
+        """Marks a push's sequence number as used. Called for a push that was recognized by its
+        batch."""
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload, *, compensated: bool = False) -> int:
-        """Applies a push again that an earlier process has admitted and applied, and returns the
+        """Applies again a push that an earlier process has admitted and applied. Returns the
         version after it. Raises the errors of `Upload.values`.
 
         `compensated`: True if the push was compensated and has been registered with `will_redo`.
@@ -398,7 +399,7 @@ class Shard:
 
     def will_redo(self, partition_id: int, base_version: int) -> None:
         """Registers a push that was compensated with the values of `base_version` and will be
-        applied again."""
+        applied again with `redo`."""
         self._partitions[partition_id].bases.expect(base_version)
 
     def note_pull(self, partition_id: int, member_id: str) -> None:
@@ -409,18 +410,18 @@ class Shard:
             partition.bases.note_pull(member_id, partition.version)
 
     def keep_bases_of(self, members: Container[str]) -> None:
-        """Drops the values that are kept for pushes of members not in `members`."""
+        """Drops the values kept for pushes of members that are not in `members`."""
         for partition in self._partitions.values():
             partition.bases.forget_all_but(members)
 
     def pushed_before(self, header: UploadHeader) -> None:
-        """Records the finished batches that were reported with a push which an earlier process has
-        applied."""
+        """Records the finished batches that were reported with a push, already applied by an
+        earlier process."""
         for batches in (self.batches, self._admitted_batches):
             batches.add(header.finished_batches)
 
     def known(self, header: UploadHeader) -> Outcome:
-        """Returns the outcome of an upload that changes nothing because it was received before.
+        """Returns the outcome of an upload that has no effect because it was received before.
         Raises the errors of `check_open`."""
         partition = self._open(header.spec)
         if header.sequence:
@@ -434,7 +435,7 @@ class Shard:
         )
 
     def initialize(self, upload: Upload) -> Outcome:
-        """Admits and applies a partition's first values. The outcome is a duplicate if the
+        """Admits and applies a partition's initial values. The outcome is a duplicate if the
         partition already has values. Raises the errors of `admit_values`."""
         admitted = self.admit_values(upload)
         return self.known(upload.header) if admitted is None else self.apply(admitted)
@@ -478,8 +479,8 @@ class Shard:
 
     def frozen_image(self, partition_id: int) -> PartitionImage:
         """Returns an image of a frozen partition without pending changes. The image shares the
-        partition's memory. Omits which versions members have pulled (for delay compensation), which
-        the receiving server cannot know."""
+        partition's memory. Omits the versions that members have pulled (for delay compensation),
+        which the receiving server does not need."""
         partition = self._partitions[partition_id]
         assert partition_id in self._frozen, "it would change"
         assert not partition.on_their_way, "what was admitted is waited for"

@@ -1,9 +1,9 @@
-"""Bucket of a sparse table: a partition that contains rows by id instead of values. A push changes
-rows, and a pull only reads them.
+"""Bucket of a sparse table: a partition that contains rows by id instead of a fixed vector of
+values. A push changes rows, and a pull only reads them.
 
-The version of a bucket starts at 1, because rows have values even before they are pushed: these are
-computed from the id and not stored. The bucket therefore accepts no first values, and version - 1
-is the number of pushes, including empty ones.
+The version of a bucket starts at 1, because rows have values even before they are pushed: initial
+values are computed from the id and not stored. The bucket therefore does not accept initial values,
+and version - 1 is the number of pushes, including empty pushes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shoal_ps_server.shard.payload import UploadHeader, check_ids, describe, lar
 from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 
 LARGEST_BUCKET_BYTES: Final = 256 << 20
-"""Maximum size of a bucket in bytes. For snapshots and for other servers a bucket is copied at
-once, while nothing else runs."""
+"""Maximum size of a bucket in bytes. For snapshots and for other servers, a bucket is copied in one
+piece, and the server does no other work during the copy."""
 _CALM: Final = 1e16
 """Magnitude whose square, as Adagrad computes it, is far below the largest float32."""
 
@@ -139,7 +139,7 @@ class TableRows(Partition):
         base: int = 0,
     ) -> None:
         """Applies a payload of rows, like `Partition.apply`. The version before the update is the
-        number of the step."""
+        step number."""
         ids, gradients = split_rows(gradient, _bucket(self.spec).dim)
         self.rows.update(ids, gradients, self.version)
         self.version += 1
@@ -181,10 +181,10 @@ class TableRows(Partition):
             ) from error
 
     def takes(self, restoration: int) -> bool:
-        """Returns whether a restoration must be carried out: False if it was carried out before. No
-        change of the bucket may be pending.
+        """Returns whether a restoration must still be carried out. No change of the bucket may be
+        pending.
 
-        `restoration`: number of the restoration, or 0, as in RowsHeader.restoration.
+        `restoration`: number of the RestoreRows request, or 0, as in RowsHeader.restoration.
         """
         return (
             restoration > self.restoration
@@ -193,12 +193,13 @@ class TableRows(Partition):
         )
 
     def put_in_place(self, rows: Rows, version: int, restoration: int) -> None:
-        """Replaces the bucket's rows. `restoration`: number of the restoration."""
+        """Replaces the bucket's rows and its version. `restoration`: number of the RestoreRows
+        request (RowsHeader.restoration)."""
         self.rows, self.version, self.restoration = rows, version, restoration
         self.largest_at_first = max(self.largest_at_first, rows.largest)
 
     def read_rows(self, ids: Ids, copies: Copies) -> Reading:
-        """Returns a reading of the rows `ids`, which are copied."""
+        """Returns a reading of a copy of the rows `ids`."""
         values = torch.from_numpy(self.rows.values(ids))
         return EncodedValues(values.view(-1).view(torch.uint8)).read(copies, version=self.version)
 
@@ -219,12 +220,12 @@ class TableRows(Partition):
 
     @property
     def stored_rows(self) -> int:
-        """Number of rows that are stored: those that were pushed and have not been evicted."""
+        """Number of stored rows: rows that were pushed and have not been evicted."""
         return len(self.rows)
 
     @property
     def stored_bytes(self) -> int:
-        """Number of bytes of rows and their optimizer state, including unused capacity."""
+        """Size in bytes of rows and their optimizer state, including unused capacity."""
         return self.rows.nbytes
 
 

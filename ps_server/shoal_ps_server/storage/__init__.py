@@ -3,6 +3,6 @@
 
 `changes` passes every change through the `journal`, which writes `record`s to `segments`. When the
 journal has grown, a `snapshot` of the server's `image` replaces it; `keeper` decides when. Both are
-stored in a data `directory`, from which `recovery` restores a server. `moves` records which
-partitions move to or from another server.
+stored in a data `directory`; `recovery` restores a server from it. `moves` records which partitions
+are moving to or from another server.
 """

@@ -1,7 +1,7 @@
-"""The way of every change of a server's state: it is checked, written to the journal, and applied.
+"""Path of every change of a server's state: it is checked, written to the journal, and applied.
 Belongs to the event loop.
 
-Without a data directory there is no journal, and changes are applied at once.
+Without a data directory there is no journal, and changes are applied immediately.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shoal_ps_server.storage.recovery import (
 T = TypeVar("T")
 
 PENDING_LIMIT: Final = timedelta(seconds=5)
-"""Maximum time for which a change waits for a backup before its callers are told to retry."""
+"""Maximum time that a change waits for a backup before its callers get an error and must retry."""
 
 
 class Changes:
-    """All changes of one server's state, which are made in a single order."""
+    """All changes of one server's state, in a single order."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Changes:
         """Newest layout that was passed to `adopt`; None if there is none."""
         self._members_due = True
         self._latest: dict[int, asyncio.Future[Outcome]] = {}
-        """Partition id -> last change of the partition, pending or not."""
+        """Partition id -> last change of the partition, pending or complete."""
         self._configured: asyncio.Future[None] | None = None
-        """Last change of the configuration, pending or not."""
+        """Last change of the configuration, pending or complete."""
 
     def write_to(self, journal: Journal) -> None:
-        """Sets the journal to which changes are written."""
+        """Sets the journal that changes are written to."""
         self._journal = journal
 
     @property
@@ -77,15 +77,15 @@ class Changes:
         self._members_due = True
 
     async def push(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits a gradient, and returns a future for its outcome. Several callers share the
-        future, so await it with `shield`. Raises the errors of `Shard.admit_push`."""
+        """Admits a gradient, and returns a future for its outcome. Several callers may share the
+        future, so it must be awaited with `shield`. Raises the errors of `Shard.admit_push`."""
         while self._shard.needs_trial(upload) and (before := self._on_their_way(upload)):
             await asyncio.wait(before)
         return await self._partition(upload, self._shard.admit_push(upload))
 
     async def quiet(self) -> None:
-        """Waits until the changes of partitions that are pending now are done. Raises
-        UnavailableError if this server applies no more changes."""
+        """Waits until all currently pending changes of partitions are done. Raises UnavailableError
+        if this server no longer applies changes."""
         if pending := [each for each in self._latest.values() if not each.done()]:
             await asyncio.wait(pending)
         if self.is_broken:
@@ -96,8 +96,9 @@ class Changes:
 
     async def in_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Awaits `attempt`, which waits for changes, and cancels and restarts it periodically. If
-        changes are waiting for a backup, raises an error instead. The caller then asks where the
-        server is, because another server may have taken its place without its knowledge.
+        changes are waiting for a backup, raises an error instead. The caller then asks the
+        coordinator for the server's address, because a different server may have taken its place
+        without its knowledge.
 
         Raises UnavailableError / CHANGE_PENDING.
         """
@@ -117,7 +118,8 @@ class Changes:
                     ) from error
 
     async def made(self, partition_ids: Iterable[int]) -> None:
-        """Waits until the pending changes of these partitions are done, whatever their outcomes."""
+        """Waits until the pending changes of these partitions are done, regardless of their
+        outcomes."""
         if pending := [
             latest
             for each in partition_ids
@@ -126,7 +128,7 @@ class Changes:
             await asyncio.wait(pending)
 
     async def restore(self, restoration: Restoration) -> asyncio.Future[Outcome]:
-        """Admits rows that replace those of a bucket, and returns a future for the outcome. Raises
+        """Admits rows that replace a bucket's rows, and returns a future for the outcome. Raises
         the errors of `Shard.check_open`."""
         number = restoration.spec.partition_id
         while (latest := self._latest.get(number)) is not None and not latest.done():
@@ -148,12 +150,12 @@ class Changes:
         self._shard.check_open(spec)
 
     def is_settled(self, push: UploadHeader) -> bool:
-        """Returns whether the sequence number of a push is used up, so that the push will change
-        nothing. Raises the errors of `Shard.check_open`."""
+        """Returns whether the sequence number of a push is used up, so that the push will have no
+        effect. Raises the errors of `Shard.check_open`."""
         return self._shard.is_settled(push)
 
     async def initialize(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits first values, and returns a future for the outcome. Raises the errors of
+        """Admits initial values, and returns a future for the outcome. Raises the errors of
         `Shard.admit_values`."""
         return await self._partition(upload, self._shard.admit_values(upload))
 
@@ -193,8 +195,8 @@ class Changes:
         return self._make(None, look)
 
     def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:
-        """Writes to the journal which clock a member has reported without a push. Nothing waits for
-        this record. If it is lost, the member counts as slower than it is until its next report."""
+        """Writes to the journal a clock that a member has reported without a push. Nothing waits
+        for this record. If it is lost, the member's clock is too low until its next report."""
         if self._journal is not None:
             self._make(clock_record(member_id, clock, place=place), lambda: None)
 
@@ -204,13 +206,13 @@ class Changes:
         return self._journal is not None and self._journal.holds
 
     def give_up(self, reason: UnavailableError) -> None:
-        """Stops applying changes. Everyone who waits for one gets the error `reason`."""
+        """Stops applying changes. All callers waiting for a change get the error `reason`."""
         if self._journal is not None:
             self._journal.give_up(reason)
 
     def begin_file(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
-        """Starts a new journal file, like `Journal.rotate`. Without a journal, `effect` is called
-        with the number 0."""
+        """Starts a new journal file, like `Journal.rotate`. Without a journal, calls `effect` with
+        the number 0."""
         if self._journal is None:
             return _done(effect(0))
         # The new file begins with records that a snapshot taken at this point may lack.
@@ -225,16 +227,17 @@ class Changes:
 
     @property
     def journal_bytes(self) -> int:
-        """Bytes written to the journal since the last `begin_file`."""
+        """Number of bytes written to the journal since the last `begin_file`."""
         return 0 if self._journal is None else self._journal.bytes_since_rotation
 
     async def close(self) -> None:
-        """Waits for pending changes and closes the journal. No change may follow."""
+        """Waits for pending changes and closes the journal. No changes may be made after that."""
         if self._journal is not None:
             await self._journal.close()
 
     def _on_their_way(self, upload: Upload) -> list[asyncio.Future[Any]]:
-        """Returns the pending changes that must be done before an update can be tried on copies."""
+        """Returns the pending changes that must complete before an update can be tried on
+        copies."""
         changes = (self._latest.get(upload.header.spec.partition_id), self._configured)
         return [each for each in changes if each is not None and not each.done()]
 
@@ -245,7 +248,7 @@ class Changes:
         if admitted is None:
             if (latest := self._latest.get(number)) is not None:
                 await asyncio.wait([latest])
-                latest.result()  # raises if the push which this one repeats could not be written
+                latest.result()  # raises if the original of this retried push could not be written
             return _done(self._shard.known(upload.header))
         change = admitted
         made = self._make(
@@ -258,7 +261,7 @@ class Changes:
 
     def _refused(self, change: Admitted) -> None:
         self._shard.refuse(change)
-        # Waits for everything pending for the partition; pushes already applied are recognized by
+        # Waits for all pending changes of the partition; pushes already applied are recognized by
         # their numbers.
         self._latest.pop(change.header.spec.partition_id, None)
 
@@ -282,8 +285,8 @@ class Changes:
         return journal.append(record, effect, refused=refused)
 
     def _newest_layout(self) -> Layout | None:
-        """Returns the newest layout, pending or not. After a newer map, pending or not, the journal
-        never records an older one."""
+        """Returns the newest layout, pending or complete. The journal never records an older shard
+        map after a newer one."""
         layout, coming = self._layout(), self._layout_on_its_way
         return (
             coming

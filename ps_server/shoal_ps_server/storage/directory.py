@@ -1,5 +1,5 @@
-"""Data directory of a server: a snapshot, and the journal of the changes since. Only one server at
-a time may use a directory.
+"""Data directory of a server: a snapshot, and the journal of changes after the snapshot. Only one
+server at a time may use a directory.
 
 The contents belong to one run of the job, which the file `run` names. State of past runs is moved
 to folders such as `run-3`.
@@ -38,20 +38,20 @@ _ASIDE: Final = "run-"
 _SETTING_ASIDE: Final = "setting-aside"
 """Name of a file that contains the name of the folder to which the contents are being moved."""
 RUNS_KEPT: Final = 4
-"""Maximum number of folders of past runs. It exceeds the number of times that compose.yaml restarts
-a job that fails, so that restarts do not displace older state."""
+"""Maximum number of folders of past runs. It exceeds the number of restarts of a failing job in
+compose.yaml, so that restarts do not displace older state."""
 
 
 class DataDirectory:
-    """A data directory that is open and locked. A context manager. The lock is released when the
-    process ends, however it ends."""
+    """An open and locked data directory. A context manager. The lock is released whenever the
+    process ends, for any reason."""
 
     def __init__(self, path: Path) -> None:
         """Creates the directory if necessary, and locks it. Raises ConfigurationError if it is
         unusable or another server uses it."""
         self.path = path
         self.run: Run | None = None
-        """Run to which the contents of the directory belong; None if it is empty."""
+        """Run that the contents of the directory belong to; None if it is empty."""
         self._segments: Segments | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class DataDirectory:
         read, removes temporary files that a killed server has left.
 
         Raises CorruptDataError like `read_snapshot`, and ConfigurationError / SNAPSHOT_FOREIGN for
-        the snapshot of another job or server.
+        the snapshot of a different job or server.
         """
         image = read_snapshot(self.snapshot)
         if image is not None and (image.state.job_id, image.state.server_id) != (job_id, server_id):
@@ -98,8 +98,8 @@ class DataDirectory:
         return image
 
     def recover(self, *, job_id: str, server_id: str) -> Recovered:
-        """Returns the state that the server had when its last process ended, however it ended.
-        Raises the errors of `read` and `recovery.recover`."""
+        """Returns the server's state at the end of its last process, even if that process was
+        killed. Raises the errors of `read` and `recovery.recover`."""
         if (self.path / _CLEARING).exists():
             self._remove_all()
         image = self.read(job_id=job_id, server_id=server_id)
@@ -113,9 +113,9 @@ class DataDirectory:
             ) from error
 
     def clear(self, *, job_id: str, server_id: str) -> None:
-        """Removes the snapshot and the journal, because the state of another server will replace
-        them, and starts a new journal. If this raises OSError, the next start of the server removes
-        the rest."""
+        """Removes the snapshot and the journal, because another server's state will replace them,
+        and starts a new journal. If this raises OSError, the next start of the server removes the
+        remaining files."""
         (self.path / _CLEARING).touch()
         sync_directory(self.path)
         self._remove_all()
@@ -123,7 +123,7 @@ class DataDirectory:
         self._segments.open()
 
     def note_run(self, run: Run) -> None:
-        """Writes to disk to which run the contents belong from now on. Must be called before
+        """Records on disk that the contents belong to `run` from now on. Must be called before
         anything is written for that run. Raises ConfigurationError."""
         if run == self.run:
             return
@@ -139,7 +139,7 @@ class DataDirectory:
         """Moves the contents to a separate folder and returns its path. Only the newest of these
         folders are kept. Raises ConfigurationError.
 
-        Returns None if there were no contents. A run that ends before it begins to train therefore
+        Returns None if there were no contents. A run that ends before training starts therefore
         leaves no folder; otherwise a few restarts of a container would displace all older folders.
         """
         number = 1 if self.run is None else self.run.number
@@ -170,8 +170,8 @@ class DataDirectory:
         return self.path / name
 
     def _holds_nothing(self) -> bool:
-        """Returns whether the directory contains neither a snapshot nor a change. May be called
-        only after `recover`."""
+        """Returns whether the directory contains neither a snapshot nor a change. Must not be
+        called before `recover`."""
         if self.snapshot.exists() or self._segments is None:
             return False
         try:
@@ -180,7 +180,7 @@ class DataDirectory:
             return False
 
     def _finish_setting_aside(self) -> None:
-        """Completes a `set_aside` that was interrupted by the death of its server."""
+        """Completes a `set_aside` that was interrupted because the server died."""
         marker = self.path / _SETTING_ASIDE
         if not marker.exists():
             return
@@ -194,7 +194,7 @@ class DataDirectory:
         marker.unlink()
 
     def _read_run(self) -> Run | None:
-        """Returns the run to which the contents belong. Older releases did not record it; their
+        """Returns the run that the contents belong to. Older releases did not record it; their
         contents belong to the first run of the job."""
         if not (self.path / _RUN).exists():
             return (
@@ -223,7 +223,7 @@ class DataDirectory:
 
     @property
     def segments(self) -> Segments:
-        """Files of the journal. May be read only after `recover`."""
+        """Files of the journal. Must not be read before `recover`."""
         assert self._segments is not None, "recover() comes first"
         return self._segments
 

@@ -1,8 +1,7 @@
 """Contents of a snapshot, and the conversion of its metadata to and from JSON.
 
 The metadata lists the xxh3-64 of each tensor in the file, and another xxh3-64 covers the metadata
-itself (snapshot.py). A file is therefore accepted only if it is exactly what was written. No pickle
-is used.
+itself (snapshot.py). A file is therefore accepted only if it is unchanged. Pickle is not used.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.moves import Leaving, Taken
 
 FORMAT_VERSION: Final = 7
-"""Format of the file. It is increased when older releases could not read the file. Since 2 a
+"""Format of the file. It is incremented when older releases could not read the file. Since 2 a
 journal accompanies the snapshot; since 3 a partition has pieces of several tensors; since 4 pieces
 record their rows; since 5 partitions may move between servers; since 6 they may be buckets of
 tables; since 7 buckets may have been restored from a checkpoint."""
@@ -43,7 +42,7 @@ class Members:
     """Member -> clock."""
     slowest_clock: int = 0
     opened: int = 0
-    """Under bsp, the newest iteration of which a push was admitted."""
+    """Under bsp, the newest iteration with an admitted push."""
 
     def fence(self) -> Fence:
         """Creates a fence with the stored state."""
@@ -84,16 +83,16 @@ class ServerState:
     configuration: Configuration | None
     membership: Members
     batches: Sequence[tuple[int, int]] = ()
-    """Finished leased batches, as ranges of keys like in `Batches`."""
+    """Finished leased batches, as ranges of keys, as in `Batches`."""
     backup: str = ""
     """Id of the backup that must receive all acknowledged changes, as in `Recovered.backup`."""
     settled: int = 0
     """Number of the last move of partitions that the coordinator has decided; `leaving`: partitions
-    that are about to leave."""
+    that are leaving this server."""
     leaving: Leaving | None = None
     journal: int = 0
-    """Number of the first journal file whose changes the snapshot does not contain; 0 if there is
-    no journal yet."""
+    """Number of the first journal file with changes that are not in the snapshot; 0 if there is no
+    journal yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class ServerImage:
     partitions: tuple[PartitionImage, ...]
     taken: Taken | None = None
     """Partitions that another server has handed over and that do not belong to this server yet;
-    `coming`: partitions received so far of a move that is not complete."""
+    `coming`: partitions received so far in an incomplete move."""
     coming: Taken | None = None
 
 
@@ -130,8 +129,8 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
 
 
 def state_from_json(value: Mapping[str, Any]) -> ServerState:
-    """Restores the state from JSON values. Raises KeyError, TypeError or ValueError if
-    `state_to_json` did not produce them."""
+    """Restores the state from JSON values. Raises KeyError, TypeError or ValueError for values not
+    produced by `state_to_json`."""
     return ServerState(
         job_id=str(value["job_id"]),
         server_id=str(value["server_id"]),
@@ -178,13 +177,13 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
             {int(partition): int(owner) for partition, owner in value["owners"]}
         ),
         tensors=frozenset(map(str, value["tensors"])),
-        frozen=frozenset(map(str, value.get("frozen", ()))),  # not in what older releases wrote
+        frozen=frozenset(map(str, value.get("frozen", ()))),  # missing in data from older releases
     )
 
 
 def spec_to_json(spec: PartitionSpec) -> list[Any]:
     """Converts the specification of a partition to JSON-compatible values. A bucket of a table has
-    one more value than other partitions."""
+    one value more than other partitions."""
     pieces = [[piece.tensor, piece.offset, piece.length, piece.row] for piece in spec.pieces]
     bucket = [] if spec.bucket is None else [_bucket_to_json(spec.bucket)]
     return [spec.partition_id, spec.element.name, pieces, *bucket]
@@ -275,7 +274,7 @@ def members_from_json(value: Mapping[str, Any]) -> Members:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """Serializes a value as canonical JSON, so that equal values have equal digests."""
+    """Serializes a value as canonical JSON, so that equal values have the same digest."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

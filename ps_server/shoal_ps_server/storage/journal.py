@@ -1,12 +1,12 @@
-"""Appends records to the journal in the order in which they are passed, many per sync. Once a
-record is on disk, its effect is called; effects are called in the same order.
+"""Appends records to the journal in the given order, many per sync. Once a record is on disk, its
+effect is called; effects are called in the same order.
 
 Threads: the event loop calls `append` and `rotate`, and calls the effects; a separate thread
 writes. The two share only the queue.
 
-If the disk does not accept a batch of records, neither these nor any records appended meanwhile
-have an effect; their callers get an error. The next append starts a new file, which records that
-nothing of the failed batch counts.
+If the disk does not accept a batch of records, neither this batch nor any records appended during
+the write take effect; their callers get an error. The next append starts a new file, which records
+that the failed batch is invalid.
 
 With `hold`, each record must also be received by another server, the follower. The record's effect
 then waits until the follower has confirmed the record.
@@ -43,21 +43,20 @@ T = TypeVar("T")
 MOST_IN_A_BATCH_BYTES: Final = 64 << 20
 """Maximum number of bytes written in one batch, before the effects of its records are called."""
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Suggested delay before a client retries. A full disk is unlikely to have room sooner, and a push
+"""Suggested delay before a client retries. A full disk is unlikely to have space sooner, and a push
 has megabytes."""
 _LOG_EVERY_S: Final = 10.0
 _MOST_AT_ONCE_S: Final = 0.005
-"""Maximum time in seconds for which effects are called one after another before other tasks of the
-loop run."""
+"""Maximum time in seconds that effects are called consecutively before other tasks of the loop
+run."""
 
 
 class Follower(Protocol):
-    """Interface of an object that receives every record, in order. Its methods are called on the
-    event loop."""
+    """Receiver of every record, in order. Its methods are called on the event loop."""
 
     def made(self, record: Record) -> None:
-        """Called while effects do not wait for the follower, with a record that is on disk and has
-        had its effect."""
+        """Called while effects do not wait for the follower, with a record that is on disk and
+        whose effect has been called."""
 
     def written(self, record: Record) -> int:
         """Called while effects wait for the follower, with a record that is on disk. Returns the
@@ -74,17 +73,17 @@ class _Entry(Generic[T]):
     rotates: bool = False
     """True if this entry begins the next file."""
     number: int = 0
-    """Number of the file that begins with this entry. It is set before the loop is told."""
+    """Number of the file that begins with this entry. It is set before the loop is notified."""
     over: bool = False
-    """True if the entry's effect has been called, or the entry was refused. Belongs to the loop."""
+    """True if the entry's effect has been called or the entry was refused. Belongs to the loop."""
     position: int = 0
     """Position that the follower must confirm before the effect is called. Belongs to the loop."""
 
 
 class _Control(enum.Enum):
     RESUME = "resume"
-    """The loop knows of the failure: entries that follow in the queue were appended with this
-    knowledge."""
+    """The loop has been notified of the failure: entries that follow in the queue were appended
+    with this knowledge."""
     CLOSE = "close"
 
 
@@ -95,7 +94,7 @@ class _Batch:
 
 
 class Journal:
-    """Journal of one server. Create it on the event loop, and close it with `close`."""
+    """Journal of one server. Must be created on the event loop, and closed with `close`."""
 
     def __init__(
         self,
@@ -114,11 +113,11 @@ class Journal:
             segments: the journal's files.
             number: number of the file to start.
             previous_end: number of valid bytes in the previous file.
-            fsync: when to sync the file.
+            fsync: policy for syncing the file.
             failed: called if an effect raises an error. Memory then lacks changes that are on disk,
-                so the server must end and recover.
-            written: called after each batch with its number of records, bytes and seconds.
-            unwritten: called for each batch that the disk did not accept.
+                so the server must exit and recover.
+            written: called after each batch with its number of records, its bytes, and the seconds
+            taken. unwritten: called for each batch that the disk did not accept.
         """
         self._segments = segments
         self._fsync = fsync
@@ -131,11 +130,12 @@ class Journal:
         self._descriptor, self._end = segments.create(number, previous_end=previous_end)
         self._journal_id = segments.journal_id
         self._durable = self._end
-        """Number of bytes of the file that are certainly on disk; `_end`: number of valid bytes."""
+        """Number of bytes of the file known to be on disk; `_end`: number of valid bytes."""
         self._pending: deque[_Entry[Any]] = deque()
-        """Entries that may not be written yet. Belongs to the loop."""
+        """Entries that may not have been written yet. Belongs to the loop."""
         self._ready: deque[_Entry[Any]] = deque()
-        """Entries that are written and whose effects have not been called. Belongs to the loop."""
+        """Entries that have been written but whose effects have not been called. Belongs to the
+        loop."""
         self._refusal: Exception | None = None
         """Reason why the entries in `_pending` cannot be written. They are refused once `_ready` is
         empty. Belongs to the loop, like the fields below."""
@@ -145,27 +145,26 @@ class Journal:
         self._holding = False
         self._position = 0
         """Position of the last record that was passed to the follower while effects wait for it;
-        `_confirmed`: position up to which the follower has confirmed records."""
+        `_confirmed`: last position that the follower has confirmed."""
         self._confirmed = 0
         self.write_error: Exception | None = None
         """Error of the last write; None if it succeeded. Set on the loop; may be read on any
         thread."""
         self._unmade: Exception | None = None
-        """Reason why no further effects are called: an effect has failed, or no more records are
-        written. Belongs to the loop."""
+        """Reason why no further effects are called: an effect has failed, or `give_up` was called.
+        Belongs to the loop."""
         self._broken = False
-        """True if the file may end with a part of a batch. Belongs to the writing thread, like the
-        fields above except the queue."""
+        """True if the file may end with an incomplete batch. Belongs to the writing thread."""
         self._unwritten_batches = 0
-        """Number of batches refused since the last one that was written; `_logged_at`: time of the
-        last log message about them. Belongs to the writing thread."""
+        """Number of batches refused since the last successful write; `_logged_at`: time of the last
+        log message about them. Belongs to the writing thread."""
         self._logged_at = -math.inf
         self._held: _Entry[Any] | None = None
-        """Entry that was taken from the queue and will begin the next batch; None if there is
-        none."""
+        """Entry that was taken from the queue and will be the first of the next batch; None if
+        there is none."""
         self.bytes_since_rotation = segments.nbytes()
-        """Bytes written since the last `rotate` or, after a start, bytes that a recovery would have
-        to read. Belongs to the loop."""
+        """Number of bytes written since the last `rotate` or, after a start, number of bytes that a
+        recovery would have to read. Belongs to the loop."""
         self._thread = threading.Thread(target=self._write, name="shoal-ps-journal", daemon=True)
         self._thread.start()
 
@@ -179,7 +178,7 @@ class Journal:
         """Writes a record, then calls `effect` on the loop. Returns a future for the result of
         `effect`; it fails with UnavailableError / JOURNAL_FAILED if the record cannot be written.
 
-        `record`: None writes nothing and only waits for all earlier records. `refused`: called in
+        `record`: None only waits for all earlier records, without writing. `refused`: called in
         place of `effect` if the record cannot be written.
         """
         return self._put(
@@ -187,9 +186,9 @@ class Journal:
         )
 
     def rotate(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
-        """Starts the next file. Calls `effect` with the file's number, between the effects of the
-        records in earlier files and those of its own. Returns a future that fails with
-        UnavailableError / JOURNAL_FAILED."""
+        """Starts the next file. Calls `effect` with the new file's number, after the effects of all
+        records in earlier files and before the effects of its own records. Returns a future that
+        fails with UnavailableError / JOURNAL_FAILED."""
         done: asyncio.Future[T] = self._loop.create_future()
         entry = _Entry(
             record=None,
@@ -201,8 +200,8 @@ class Journal:
         return self._put(entry)
 
     def follow(self, follower: Follower) -> None:
-        """Sets the follower, in place of an earlier one. It receives each record after its effect.
-        May be called by an effect."""
+        """Sets the follower, in place of an earlier follower. It receives each record after the
+        record's effect. May be called by an effect."""
         assert not self._holding, "the one before has been let go"
         self._follower = follower
 
@@ -211,7 +210,7 @@ class Journal:
         record's effect is called, and the effect waits for `confirm`. May be called by an effect.
 
         `position`: position of the last record that the follower has received. `confirmed`:
-        position up to which it has confirmed records.
+        last position that it has confirmed.
         """
         assert self._follower is not None, "somebody follows"
         self._holding, self._position, self._confirmed = True, position, confirmed
@@ -219,8 +218,8 @@ class Journal:
             self._give(entry)
 
     def confirm(self, position: int) -> None:
-        """Records that the follower has everything up to `position`, so that effects up to there
-        can be called."""
+        """Records that the follower has received all records up to `position`, so that their
+        effects can be called."""
         self._confirmed = max(self._confirmed, position)
         self._make_soon()
 
@@ -236,25 +235,26 @@ class Journal:
 
     @property
     def is_broken(self) -> bool:
-        """True if the effect of a record was not called, so that memory lacks a change that is on
-        disk."""
+        """True if memory lacks a change that is on disk, because a record's effect was not
+        called."""
         return self._unmade is not None
 
     @property
     def end(self) -> tuple[int, int]:
-        """Number of the last file, and number of its valid bytes. May be read only after
+        """Number of the last file, and number of its valid bytes. Must not be read before
         `close`."""
         return self._number, self._end
 
     def give_up(self, reason: UnavailableError) -> None:
-        """Prevents all further effects. Everyone who waits for one gets the error `reason`."""
+        """Prevents all further effects. All callers waiting for an effect get the error
+        `reason`."""
         if self._unmade is None:
             self._unmade = reason
         self._follower, self._holding = None, False
         self._make_soon()
 
     async def close(self) -> None:
-        """Waits until all appended records are written, but not for the follower. Nothing may be
+        """Waits until all appended records are written, but not for the follower. No records may be
         appended after that."""
         self._queue.put(_Control.CLOSE)
         # the thread has reported everything to the loop before this returns
@@ -281,8 +281,8 @@ class Journal:
     # ---------------------------------------------------------------------------------- on the loop
 
     def _finish(self, batch: _Batch, error: Exception | None, seconds: float) -> None:
-        """Handles a batch that the writing thread is done with: makes its entries ready or, after
-        an error, refuses them."""
+        """Handles a batch after the writing thread has processed it: makes its entries ready or,
+        after an error, refuses them."""
         if all(entry.over for entry in batch.entries):
             return  # already refused together with an earlier batch
         if error is not None:
@@ -350,7 +350,7 @@ class Journal:
             self._follower.made(entry.record)
 
     def _refuse(self, error: Exception) -> None:
-        """Refuses all pending entries at once, so that no later admission depends on a refused
+        """Refuses all pending entries together, so that no later admission depends on a refused
         entry."""
         self._refusal = None
         refused, self._pending = self._pending, deque()
@@ -380,8 +380,8 @@ class Journal:
             os.close(self._descriptor)
 
     def _next(self) -> tuple[_Batch, _Control | None]:
-        """Waits for entries, and returns those that form the next batch. If a control message
-        follows them, returns it too."""
+        """Waits for entries, and returns the next batch. If a control message follows the batch,
+        returns it too."""
         batch = _Batch()
         held, self._held = self._held, None
         item = held or self._queue.get()
@@ -402,8 +402,8 @@ class Journal:
                 return batch, None
 
     def _write_batch(self, batch: _Batch) -> Exception | None:
-        """Writes a batch. Returns the error if it failed. After an error, the journal continues
-        with the next batch."""
+        """Writes a batch. Returns the error if the write failed. After an error, the journal
+        continues with the next batch."""
         try:
             if self._broken:
                 self._begin(self._number + 1)
@@ -444,8 +444,8 @@ class Journal:
         return None
 
     def _log_failure(self, error: Exception) -> None:
-        """Logs a failure at once and then every ten seconds, since clients repeat refused updates
-        again and again."""
+        """Logs a failure immediately and then every ten seconds, since clients keep retrying
+        refused updates."""
         self._unwritten_batches += 1
         now = time.monotonic()
         if now >= self._logged_at + _LOG_EVERY_S:
@@ -456,19 +456,20 @@ class Journal:
             )
 
     def _disown(self) -> None:
-        """Marks what a failed write or sync has left in the file as invalid, since its extent is
-        unknown. This must be on disk before the next write, even if the process is killed."""
+        """Invalidates any data that a failed write or sync has left in the file, since its extent
+        is unknown. This must be on disk before the next write, even if the process is killed."""
         if not self._broken:
             return
         try:
             self._begin(self._number + 1)
-        except Exception:  # the disk has no room for a new file; the next write tries again
+        except Exception:  # the disk has no space for a new file; the next write tries again
             with contextlib.suppress(OSError):
                 write_all(self._descriptor, [bytes(OVERHEAD_BYTES)], at=self._end)
                 os.fdatasync(self._descriptor)
 
     def _begin(self, number: int) -> None:
-        """Switches to the next file, which records how many bytes of the current file are valid."""
+        """Switches to the next file, whose first record states how many bytes of the current file
+        are valid."""
         if not self._broken:
             os.fdatasync(self._descriptor)
         descriptor, end = self._segments.create(number, previous_end=self._end)
@@ -477,7 +478,7 @@ class Journal:
         self._broken = False
         failpoint("journal.file_begun")
         with contextlib.suppress(OSError):
-            # an error here loses nothing, since the old file is synced or no longer needed
+            # an error here is harmless, since the old file is synced or no longer needed
             os.close(before)
 
     def _tell(self, batch: _Batch, failure: Exception | None, seconds: float) -> None:
@@ -488,7 +489,7 @@ class Journal:
 def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
     if not done.done():
         done.set_exception(error)
-        done.exception()  # avoids asyncio's warning about an exception that nobody retrieved
+        done.exception()  # avoids asyncio's warning about an exception that was never retrieved
 
 
 def _refusal(error: Exception) -> UnavailableError:

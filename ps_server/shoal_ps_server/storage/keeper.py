@@ -1,6 +1,6 @@
 """Writes snapshots: on request, periodically, and at the end. Belongs to the event loop.
 
-Partitions are copied one by one between pushes, and a thread writes them to disk, so training
+Partitions are copied one at a time between pushes, and a thread writes them to disk, so training
 continues. Until the snapshot is written, one copy of the shard is in memory
 (docs/explanation/parameter-servers.md#journal-and-snapshots).
 """
@@ -30,7 +30,7 @@ from shoal_ps_server.storage.snapshot import write_snapshot
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Suggested delay before a client retries. A full disk is unlikely to have room sooner."""
+"""Suggested delay before a client retries. A full disk is unlikely to have space sooner."""
 _LOOK_S: Final = 1.0
 """Interval in seconds between checks of the journal's size."""
 
@@ -59,8 +59,8 @@ class SnapshotKeeper:
     ) -> None:
         """`state`: returns the server's state without its partitions; None while the server does
         not know its partitions. `journal_limit`: size of the journal in bytes above which a
-        snapshot is due, provided that the journal is also larger than four times the server's
-        state."""
+        snapshot is due, provided that the journal is also more than four times as large as the
+        server's state."""
         self._directory = directory
         self._shard = shard
         self._moves = moves
@@ -71,8 +71,8 @@ class SnapshotKeeper:
         self._metrics = metrics
         self._writing = asyncio.Lock()
         self._on_disk: asyncio.Future[int] | None = None
-        """Result of the thread that writes; `_forgetting`: result of the thread that removes files
-        which a snapshot has made obsolete."""
+        """Result of the writing thread; `_forgetting`: result of the thread that removes files made
+        obsolete by a snapshot."""
         self._forgetting: asyncio.Future[None] | None = None
         self._last: tuple[object, ...] = ()
         self._begun = _Begun()
@@ -97,12 +97,12 @@ class SnapshotKeeper:
                     reason="TENSORS_UNDECLARED",
                 )
             started = time.perf_counter()
-            # Later changes are in the new journal file, earlier ones in the partitions that are
-            # copied now.
+            # Later changes are in the new journal file, earlier changes in the partitions copied
+            # now.
             state = await asyncio.shield(self._changes.begin_file(self._state_at))
             partitions = await self._capture()
             if state.configuration is None and (now := self._state()) is not None:
-                # this is the first journal file, so nothing was pushed before it
+                # this is the first journal file, so there were no pushes before it
                 state = replace(state, configuration=now.configuration)
             if self._changes.is_broken:
                 raise UnavailableError(
@@ -117,7 +117,7 @@ class SnapshotKeeper:
             )
             self._begun = _Begun()
             if self._on_disk is not None:
-                # Cancelling the caller did not end the thread, which is still writing the same
+                # Cancelling the caller did not stop the thread, which is still writing the same
                 # temporary file.
                 await asyncio.wait([self._on_disk])
             self._on_disk = asyncio.get_running_loop().run_in_executor(
@@ -173,9 +173,8 @@ class SnapshotKeeper:
             await asyncio.wait(threads)
 
     async def periodically(self, interval: timedelta) -> None:
-        """Until cancelled, writes a snapshot every `interval`, and whenever the journal has grown
-        enough. An interval of 0 means never. Failures are logged and counted; training
-        continues."""
+        """Writes a snapshot every `interval` (0: never), and whenever the journal has grown enough,
+        until cancelled. Failures are logged and counted; training continues."""
         loop = asyncio.get_running_loop()
         due = loop.time() + interval.total_seconds() if interval else float("inf")
         while True:
@@ -195,8 +194,8 @@ class SnapshotKeeper:
     def _state_at(self, journal_file: int) -> ServerState:
         state, moves = self._state(), self._moves
         assert state is not None, "what is known of the partitions is not forgotten"
-        # Partitions that other servers have handed over change once they belong to this server and
-        # are served.
+        # Partitions handed over by other servers change once they belong to this server and are
+        # served.
         taken, coming = (
             None if each is None else each.copy() for each in (moves.taken, moves.coming)
         )
@@ -220,7 +219,7 @@ class SnapshotKeeper:
 
     async def _capture(self) -> tuple[PartitionImage, ...]:
         """Returns copies of all partitions as they were at the beginning of the current journal
-        file, including partitions that move to another server meanwhile."""
+        file, including partitions that move to another server during the capture."""
         begun = self._begun
         while begun.due:
             self._copy_now([min(begun.due)])
@@ -244,6 +243,6 @@ class _Begun:
 
 
 def _fingerprint(state: ServerState, versions: dict[int, tuple[int, int]]) -> tuple[object, ...]:
-    """Returns a value that is equal at two times if no value of the server has changed in
-    between."""
+    """Returns a value that differs from an earlier result if any value of the server has changed
+    since."""
     return versions, state.configuration, state.layout.epoch

@@ -1,10 +1,10 @@
-"""Partitions that move between this server and another one, as recorded in the journal
+"""Partitions that are moving between this server and another server, as recorded in the journal
 (docs/explanation/parameter-servers.md#moving-partitions).
 
-Leaving partitions stay on this server, frozen, and received ones are not served, until the
-coordinator's shard map says who owns them. A running server, a recovering server and a backup all
-reach the same state through the methods below, one for each kind of record. Belongs to the event
-loop.
+Leaving partitions stay on this server, frozen, and received partitions are not served, until the
+coordinator's shard map determines their owner. A running server, a recovering server and a backup
+all reach the same state through the methods below, one for each kind of record. Belongs to the
+event loop.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Leaving:
     """Partitions that another server has received, or may have received."""
 
     move: int
-    """Number that the coordinator has given to the move: 1, 2, 3, ... in a job."""
+    """Move number, as assigned by the coordinator: 1, 2, 3, ... in a job."""
     partitions: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Partitions that another server has handed over to this one."""
+    """Partitions that another server has handed over to this server."""
 
     move: int
     images: Mapping[int, PartitionImage]
@@ -44,11 +44,11 @@ class Taken:
 
 
 class Moves:
-    """Partitions that one server gives away and receives.
+    """Partitions that one server is giving away and receiving.
 
     Invariants: `leaving` partitions are in the shard and frozen. `taken` and `coming` partitions
     are not served and not in the shard, with one exception: a copy may arrive a second time just
-    when the shard map has assigned the first copy to this server. The second copy is then ignored,
+    after the shard map has assigned the first copy to this server. The second copy is then ignored,
     and dropped when its move is decided.
     """
 
@@ -67,18 +67,18 @@ class Moves:
         """Number of the last move that the coordinator has decided."""
         self.leaving = leaving
         self.taken = taken
-        """All partitions of a move that was received completely; None if there is none."""
+        """All partitions of a completely received move; None if there is none."""
         self.coming = coming
-        """Partitions received so far of a move that is not complete. They do not count until all
-        have arrived."""
+        """Partitions received so far in an incomplete move. They are ignored until all have
+        arrived."""
         self.before_drop: Callable[[Collection[int]], None] = lambda partition_ids: None
-        """Called with partitions that are about to be dropped. Set by the code that copies the
+        """Callback for partitions that are about to be dropped. Set by the code that copies the
         shard."""
         if leaving is not None:
             shard.freeze(leaving.partitions)
 
     def bring(self, move: int, image: PartitionImage) -> None:
-        """Adds a received partition of a move, in place of an earlier copy from the same move.
+        """Adds a received partition of a move, replacing an earlier copy from the same move.
         Ignores a partition of a move older than the current one."""
         if self._is_late(move):
             return
@@ -88,10 +88,10 @@ class Moves:
     def take(
         self, move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
     ) -> None:
-        """Completes a move, all of whose partitions have arrived. If the move is late or a
+        """Completes a move whose partitions have all arrived. If the move is outdated or a
         partition is missing, only the batches are recorded.
 
-        `batches`: ranges of finished batches that the giver knows.
+        `batches`: ranges of finished batches, as recorded by the giver.
         """
         self._shard.add_batches(batches)
         wanted = frozenset(partition_ids)
@@ -119,11 +119,11 @@ class Moves:
         self._shard.freeze(self.leaving.partitions)
 
     def check(self, layout: Layout, *, before: Layout | None) -> None:
-        """Raises PreconditionError / LAYOUT_CONFLICT for a map with which values would be lost
-        silently: it assigns partitions to this server that nobody has handed over, has different
+        """Raises PreconditionError / LAYOUT_CONFLICT for a shard map that would silently lose
+        values: it assigns partitions to this server that were not handed over, has different
         tensors for them, or omits partitions that were not given away.
 
-        `before`: the map that the server knew before; None if it knew none.
+        `before`: the server's previous shard map; None if it had none.
         """
         arriving, gone = self._changed_by(layout)
         known = {} if before is None else before.partitions
@@ -145,7 +145,7 @@ class Moves:
             )
 
     def changes_with(self, layout: Layout) -> bool:
-        """Returns whether this server gains or loses partitions with values under the map
+        """Returns whether this server gains or loses partitions with values when it adopts
         `layout`."""
         arriving, gone = self._changed_by(layout)
         return bool(gone) or (self.taken is not None and not arriving.isdisjoint(self.taken.images))
@@ -174,9 +174,9 @@ class Moves:
         self._shard.adopt(layout)
 
     def settle(self, move: int) -> None:
-        """Ends all moves up to `move`, after the shard map with their outcome was adopted.
-        Partitions that are still leaving stay on this server. Partitions that are still taken
-        belong to another server and are dropped."""
+        """Ends all moves up to `move`. Called after the shard map with their outcome has been
+        adopted: partitions that remain in `leaving` stay on this server; partitions that remain in
+        `taken` or `coming` belong to another server and are dropped."""
         self.settled = max(self.settled, move)
         if self.taken is not None and self.taken.move <= move:
             self.taken = None

@@ -1,5 +1,5 @@
-"""Format of a journal record: one change of a server, with a checksum by which a complete record is
-recognized.
+"""Format of a journal record: one change of a server, with a checksum that identifies complete
+records.
 
     magic        8 bytes
     file         8 bytes: number of the record's file; data behind the records may be from an older
@@ -43,7 +43,7 @@ class Record:
     """Record of one change of a server."""
 
     kind: str
-    """Kind of the change. `recovery.py` defines the kinds and the fields of each."""
+    """Kind of the change. `recovery.py` defines all kinds and their fields."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """JSON values."""
     payload: memoryview = _NOTHING
@@ -51,10 +51,9 @@ class Record:
     def encoded(
         self, journal_id: int, *, file: int, at: int, durable: int
     ) -> tuple[bytes, memoryview]:
-        """Returns the bytes before the payload, and the payload itself without copying it.
+        """Returns the bytes before the payload, and the payload itself, which is not copied.
 
-        `at`: offset in the file at which the record will be written. `file`, `durable`: see the
-        module's docstring.
+        `at`: offset of the record in the file. `file`, `durable`: see the module's docstring.
         """
         header = json.dumps(
             {"kind": self.kind, **self.fields}, separators=(",", ":"), allow_nan=False
@@ -67,7 +66,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A complete record that was found in a file."""
+    """A complete record found in a file."""
 
     record: Record
     end: int
@@ -139,8 +138,8 @@ def _digest(journal_id: int, at: int, *parts: bytes | memoryview) -> int:
 
 
 def _places(data: memoryview, start: int) -> Iterator[int]:
-    """Yields the offsets at which the magic occurs. Searches piece by piece; the pieces overlap by
-    the length of the magic."""
+    """Yields the offsets of all occurrences of the magic. Searches piece by piece; the pieces
+    overlap by the length of the magic."""
     step = 1 << 24
     for piece in range(start, data.nbytes, step):
         part = bytes(data[piece : piece + step + len(MAGIC) - 1])

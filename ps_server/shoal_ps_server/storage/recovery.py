@@ -1,14 +1,14 @@
-"""Recovers a server from a snapshot and the journal since: replays each acknowledged change once,
-in the original order.
+"""Recovers a server from a snapshot and the journal after it: replays each acknowledged change
+once, in the original order.
 
 This module defines the records of all kinds of changes and how they are replayed. The record of a
 change contains the version of the partition after the change; changes that the snapshot already
-contains are skipped. The computations are those of the original change, so the values are bitwise
-identical.
+contains are skipped. A replay repeats the computations of the original change, so the values are
+bitwise identical.
 
 A push that was compensated for its delay (shard/compensation.py) needs the values of an earlier
-version, which are not kept otherwise. If a job uses compensation, the journal is therefore searched
-for such pushes before the first one is replayed.
+version, which are not normally kept. If a job uses compensation, the journal is therefore searched
+for such pushes before the replay.
 """
 
 from __future__ import annotations
@@ -58,29 +58,30 @@ PUSH: Final = "push"
 CLOCK: Final = "clock"
 """Kind of record: a member has reported finished iterations without a push."""
 BACKUP: Final = "backup"
-"""Kind of record: from here on, the named backup had to receive each change before it was applied.
-Without a name, no backup had to."""
+"""Kind of record: from here on, each change had to wait for the named backup before it was applied.
+Without a name, changes did not wait for a backup."""
 KNOWN: Final = "known"
 """Kind of record: a push whose batch had been pushed before. It changes only the member's sequence
 number."""
 RESTORED: Final = "restored"
 """Kind of record: the rows of a bucket were restored from a checkpoint. Later versions count from
-the restored one, so records of pushes contain the restoration after which they were made."""
+the restored version, so the record of each push contains the number of the last restoration before
+it."""
 COMING: Final = "coming"
-"""Kind of record: a partition that another server is handing over to this one."""
+"""Kind of record: a partition that another server is handing over to this server."""
 TAKEN: Final = "taken"
 """Kind of record: all partitions of a move have arrived. They belong to this server once a shard
 map assigns them to it."""
 LEAVING: Final = "leaving"
-"""Kind of record: another server has received partitions, which no longer change here. A shard map
-that does not contain them drops them."""
+"""Kind of record: another server has received partitions of this server, which no longer change
+here. They are dropped when a shard map assigns them to the other server."""
 SETTLED: Final = "settled"
-"""Kind of record: the coordinator has decided all moves up to the given one. The shard map recorded
-last contains the outcome."""
+"""Kind of record: the coordinator has decided all moves up to the given number. The last recorded
+shard map contains the outcome."""
 
 
 def layout_record(layout: Layout) -> Record:
-    """Returns the record of the shard map as this server knows it."""
+    """Returns the record of this server's part of the shard map."""
     return Record(kind=LAYOUT, fields=layout_to_json(layout))
 
 
@@ -97,7 +98,7 @@ def configuration_record(configuration: Configuration) -> Record:
 def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
     """Returns the record of the iterations that a member has finished.
 
-    `place`: clock that corresponds to the report; 0 if the member did not report it.
+    `place`: clock that corresponds to the report; 0 if the member did not report any.
     """
     return Record(
         kind=CLOCK,
@@ -106,8 +107,8 @@ def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
 
 
 def backup_record(server_id: str) -> Record:
-    """Returns the record of the backup that must receive each change from now on. `server_id`: id
-    of the backup; empty if there is none."""
+    """Returns the record that names the backup that must receive each change from now on.
+    `server_id`: id of the backup; empty if there is none."""
     return Record(kind=BACKUP, fields={"server_id": server_id})
 
 
@@ -118,7 +119,7 @@ def coming_record(move: int, entry: Mapping[str, Any], payload: memoryview) -> R
 
 
 def coming_fields(image: PartitionImage) -> tuple[dict[str, Any], bytes]:
-    """Returns the description of a partition that is handed over, and its tensors."""
+    """Returns the description and the tensors of a partition that is handed over."""
     entry, data = partition_to_bytes(image)
     return entry | {"spec": spec_to_json(image.spec)}, data
 
@@ -134,8 +135,8 @@ def coming_image(
 def taken_record(
     move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
 ) -> Record:
-    """Returns the record of a move whose partitions have all arrived. `batches`: finished batches
-    that the giver knows."""
+    """Returns the record of a move whose partitions have all arrived. `batches`: finished batches,
+    as recorded by the giver."""
     return Record(
         kind=TAKEN,
         fields={"move": move, "partitions": list(partition_ids), "batches": list(batches)},
@@ -191,7 +192,7 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
 
 
 def restoration_record(restoration: Restoration) -> Record:
-    """Returns the record of rows that replace those of a bucket."""
+    """Returns the record of rows that replace a bucket's rows."""
     fields = {
         "partition": restoration.spec.partition_id,
         "version": restoration.version,
@@ -206,13 +207,13 @@ class Recovered:
 
     shard: Shard
     moves: Moves
-    """Partitions that move to or from this server."""
+    """Partitions that are moving to or from this server."""
     layout: Layout | None = None
-    """Last shard map that the server knew; None if it knew none."""
+    """The server's last shard map; None if it had none."""
     configuration: Configuration | None = None
     members: Members = field(default_factory=Members)
     backup: str = ""
-    """Id of the backup that had to receive all acknowledged changes, and may have taken over since;
+    """Id of the backup that had to receive all acknowledged changes and may have taken over since;
     empty if there is none."""
     next_file: int = 0
     """Number of the next journal file."""
@@ -221,9 +222,9 @@ class Recovered:
 
 
 def recover(segments: Segments, image: ServerImage | None) -> Recovered:
-    """Recovers a server from its journal and an optional snapshot. Raises CorruptDataError like
-    `Segments.records`, and for records that contradict each other or the snapshot; also raises
-    OSError."""
+    """Recovers a server from its journal and an optional snapshot. Raises OSError, and
+    CorruptDataError like `Segments.records` and for records that contradict each other or the
+    snapshot."""
     started = time.perf_counter()
     failpoint("recovery.begun")
     first = 0 if image is None else image.state.journal
@@ -257,17 +258,17 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
 
 
 class Replay:
-    """Replays records, one after another, on the state of a server."""
+    """Replays records, in order, on the state of a server."""
 
     def __init__(
         self, image: ServerImage | None, records: Callable[[], Iterable[Record]] = tuple
     ) -> None:
-        """`image`: state of the server before the records, whose tensors become the shard's own;
-        None if the server was empty. `records`: returns all records that will be replayed, as far
-        as they are known in advance."""
+        """`image`: state of the server before the records. Its tensors become the shard's own. None
+        if the server was empty. `records`: returns the records to be replayed that are known in
+        advance."""
         self._records = records
         self._looked_ahead: frozenset[int] = frozenset()
-        """Partitions of the layout for which the journal has already been searched."""
+        """Partitions of the layout that the journal has already been searched for."""
         state = None if image is None else image.state
         self._backup = "" if state is None else state.backup
         self.layout = None if state is None else state.layout
@@ -325,7 +326,7 @@ class Replay:
         )
 
     def make(self, record: Record) -> None:
-        """Replays one change. If the record cannot be replayed, raises an error of any type."""
+        """Replays one change. Raises an error of any type if the record cannot be replayed."""
         self._makers[record.kind](record)
 
     def _hold(self, record: Record) -> None:
@@ -395,7 +396,7 @@ class Replay:
             self._clocks.report(member_id, clock, place=place)
 
     def _let_in(self, push: UploadHeader) -> None:
-        """Counts the iteration before a push as finished. The iteration of the push itself may be
+        """Counts the iteration before a push as finished. The push's own iteration may be
         incomplete."""
         self._finished(push.member_id, max(0, push.clock - 1))
         if (
@@ -448,7 +449,7 @@ class Replay:
             self.shard.restoration(spec.partition_id),
         )
         if restoration < newest or (restoration == newest and version <= have):
-            return  # the snapshot contains it, or contains rows that were restored after it
+            return  # the snapshot contains the change, or contains rows that were restored after it
         if restoration > newest:
             raise ValueError(
                 f"it was made after restoration {restoration}, but the partition is at restoration "

@@ -1,14 +1,14 @@
-"""Files of the journal, `journal.NUMBER`. Each is written once from its beginning to its end.
+"""Files of the journal, `journal.NUMBER`. Each file is written once, sequentially.
 
 A snapshot starts a new file; once the snapshot is on disk, earlier files are obsolete. One of them
 is kept as a spare and becomes the next file, because overwriting existing pages takes the kernel a
-tenth of the time of allocating new ones. Data behind the last record of a file may therefore be
-from an older file; each record contains the number of its file.
+tenth of the time needed to allocate new ones. Data behind the last record of a file may therefore
+be from an older file; each record contains the number of its file.
 
 The first record of a file identifies its owner and the end of the previous file. The file
 `journal.id` contains a random number that seeds the checksums of all records. The last file ends
-with its last record. A crash may have interrupted the write of that record, which was then never
-acknowledged. If a record behind damaged bytes shows that these bytes were already on disk, the disk
+with its last record. If a crash interrupted the write of that record, the record was never
+acknowledged. If a record behind damaged bytes shows that these bytes were once on disk, the disk
 has lost acknowledged data, and the server does not start.
 """
 
@@ -49,7 +49,7 @@ _MOST_PARTS: Final = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Server and job to which a journal belongs."""
+    """Server and job that a journal belongs to."""
 
     job_id: str
     server_id: str
@@ -67,8 +67,8 @@ class Owner:
 
 
 class Segments:
-    """Journal files in a data directory. Only one thread at a time may call methods that change
-    files."""
+    """Journal files in a data directory. Methods that change files must be called by one thread at
+    a time."""
 
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory
@@ -135,7 +135,7 @@ class Segments:
 
     def forget_before(self, number: int) -> None:
         """Removes the files before file `number`, because a snapshot contains their changes. The
-        newest of them becomes the spare. Raises OSError."""
+        newest removed file becomes the spare. Raises OSError."""
         *older, newest = [0, *(each for each in self.numbers() if each < number)]
         if newest:
             self.path(newest).rename(self._directory / _SPARE)
@@ -145,11 +145,11 @@ class Segments:
         failpoint("snapshot.journal_shortened")
 
     def records(self, first: int) -> Iterator[Record]:
-        """Yields all records of the files from number `first` on (0: of all files), in order. The
+        """Yields all records of the files from number `first` on (0: all files), in order. The
         payloads are views of the files.
 
         Raises CorruptDataError: JOURNAL_CORRUPT, JOURNAL_NEWER, JOURNAL_OLDER; ConfigurationError /
-        JOURNAL_FOREIGN for the journal of another server.
+        JOURNAL_FOREIGN for the journal of a different server.
         """
         numbers = [number for number in self.numbers() if number >= first]
         if numbers and self._opening(numbers[-1]) is None:
@@ -201,7 +201,7 @@ class Segments:
                     "may have been acknowledged",
                     extra={"path": path, "byte": end, "records": len(behind)},
                 )
-            # Data that a killed process has written may not be on disk yet. It must be before the
+            # Data written by a killed process may not be on disk yet. It must be on disk before the
             # server continues.
             sync_file(path)
             self.last_end = end
@@ -212,7 +212,7 @@ class Segments:
 
     def _opening(self, number: int) -> Record | None:
         """Returns the validated first record of a file. Returns None if it is incomplete or belongs
-        to a file with another number."""
+        to a file with a different number."""
         found: Found | None = next(read_all(self._data(number), self.journal_id, number), None)
         if found is None or found.record.kind != OPENING:
             return None
@@ -245,7 +245,7 @@ class Segments:
 
 def write_all(descriptor: int, parts: list[bytes | memoryview], *, at: int) -> int:
     """Writes all parts from offset `at` on, and returns the number of bytes written. Raises
-    OSError; any part may then have been written."""
+    OSError; some of the data may then have been written."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     total = sum(view.nbytes for view in views)
     while views:

@@ -1,15 +1,15 @@
-"""Snapshot on disk: a safetensors file, which any tool can open. It is written under a temporary
-name, synced, and renamed.
+"""Snapshot on disk: a safetensors file, which any safetensors tool can open. It is written under a
+temporary name, synced, and renamed.
 
 Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and, for earlier values that delay
 compensation needs, `PARTITION:base:VERSION`. A bucket of a table has `PARTITION:rows:ids`,
 `PARTITION:rows:values`, `PARTITION:rows:updated_at` and `PARTITION:rows:state:NAME`. Names of
-partitions that another server has handed over begin with `taken:` or `coming:`. The metadata lists
-the pieces of each run. It has three entries: `format` identifies the file, `shoal` is the JSON of
+partitions handed over by another server begin with `taken:` or `coming:`. The metadata lists the
+pieces of each run. It has three entries: `format` identifies the file, `shoal` is the JSON of
 image.py with each tensor's xxh3-64, and `xxh3` is the xxh3-64 of that JSON.
 
 This module writes the file itself, because the library's writer would copy everything in memory.
-The library, whose parser is strict, reads the file.
+Files are read with the library, whose parser is strict.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def read_snapshot(path: Path) -> ServerImage | None:
     """Returns the image stored in a snapshot; None if the file does not exist.
 
     Raises CorruptDataError: SNAPSHOT_CORRUPT (truncated, changed, unreadable), SNAPSHOT_FOREIGN
-    (another program's file), SNAPSHOT_NEWER and SNAPSHOT_OLDER (another release's).
+    (another program's file), SNAPSHOT_NEWER and SNAPSHOT_OLDER (a different release's file).
     """
     if not path.exists():
         return None
@@ -153,8 +153,8 @@ def read_snapshot(path: Path) -> ServerImage | None:
 
 
 def partition_to_bytes(partition: PartitionImage) -> tuple[dict[str, Any], bytes]:
-    """Converts a partition to a form that can be sent to another server. Returns its entry in a
-    snapshot's metadata, and its tensors as a safetensors file."""
+    """Converts a partition for sending to another server. Returns its entry in a snapshot's
+    metadata, and its tensors as a safetensors file."""
     tensors = _named(partition)
     header = _header(tensors, {})
     return _entry(partition), b"".join(
@@ -168,10 +168,10 @@ def partition_from_bytes(
     spec: PartitionSpec,
     optimizer: OptimizerSettings | None,
 ) -> PartitionImage:
-    """Restores a partition from the result of `partition_to_bytes`, with tensors of its own. Raises
+    """Restores a partition, with its own tensors, from the result of `partition_to_bytes`. Raises
     KeyError, TypeError or ValueError for other data.
 
-    `optimizer`: the optimizer to which the partition's state belongs.
+    `optimizer`: the optimizer that the partition's state belongs to.
     """
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:begin]))
@@ -430,7 +430,7 @@ def _check_shape(
 
 
 def _sync_directory(directory: Path) -> None:
-    """Makes a rename durable by syncing the directory that contains the file."""
+    """Syncs the directory that contains the file, to make a rename durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -293,7 +293,8 @@ class CoordinatorSession:
         Args:
             move: move number, as assigned by the coordinator.
             receiver: incarnation of the process that has received the partitions; empty if the move
-            failed. reason: reason why the move failed.
+                failed.
+            reason: reason why the move failed.
             giver_failed: True if the failure is this server's fault.
         """
         if self._sending is not None:

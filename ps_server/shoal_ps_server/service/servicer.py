@@ -451,8 +451,8 @@ class ParameterServerServicer:
             return True
 
     async def agree(self, given: Configuration) -> Configuration:
-        """Reconciles this server's configuration with another server's, and returns the result,
-        which is the newer revision. Raises PreconditionError / OPTIMIZER_CONFLICT."""
+        """Adopts another server's configuration if its revision is newer than this server's.
+        Returns the resulting configuration. Raises PreconditionError / OPTIMIZER_CONFLICT."""
         await self._to_its_end(self._agreement(given))
         assert self.configuration is not None, "it was agreed on"
         return self.configuration

@@ -479,8 +479,7 @@ class Shard:
 
     def frozen_image(self, partition_id: int) -> PartitionImage:
         """Returns an image of a frozen partition without pending changes. The image shares the
-        partition's memory. Omits the versions that members have pulled (for delay compensation),
-        which the receiving server does not need."""
+        partition's memory. Omits the versions that members have pulled (for delay compensation)."""
         partition = self._partitions[partition_id]
         assert partition_id in self._frozen, "it would change"
         assert not partition.on_their_way, "what was admitted is waited for"

@@ -116,8 +116,8 @@ class Journal:
             fsync: policy for syncing the file.
             failed: called if an effect raises an error. Memory then lacks changes that are on disk,
                 so the server must exit and recover.
-            written: called after each batch with its number of records, its bytes, and the seconds
-            taken. unwritten: called for each batch that the disk did not accept.
+            written: called after each batch with its number of records, bytes and seconds.
+            unwritten: called for each batch that the disk did not accept.
         """
         self._segments = segments
         self._fsync = fsync

@@ -1,7 +1,7 @@
 """Elastic distributed training for PyTorch: `import shoal` is the entire public API.
 
-Everything except the errors is imported on first use (PEP 562). Code that needs no torch, such as
-the command line and the launcher in this package, therefore does not wait for its import. Type
+Everything except the errors is imported on first use (PEP 562). Code that does not need torch, such
+as the command line and the launcher in this package, therefore does not wait for its import. Type
 checkers and editors read the imports below; the interpreter reads `_HOMES`.
 """
 
@@ -262,10 +262,10 @@ _HOMES = {
     "launch": "shoal_worker.launch",
     "plan": "shoal_worker.planning.planner",
 }
-"""Public name -> module that defines it. The API module defines all names that are not listed."""
+"""Public name -> module that defines it. Names that are not listed are defined in the API
+module."""
 
-# init_process_group("shoal_gloo") and init_process_group(init_method="redis://...") work from here
-# on.
+# enables init_process_group("shoal_gloo") and init_process_group(init_method="redis://...")
 _torch_extensions.register()
 
 

@@ -1,7 +1,7 @@
 """Converts a plain training script for `shoal init --from`. Pure.
 
-Only changes that are certain are made. Findings of `shoal check` in the result are marked with
-comments. The loop is converted if it has this shape, in one block of the script:
+Makes only changes that are certain to be correct. Findings of `shoal check` in the result are
+marked with comments. The loop is converted if it has this shape, in one block of the script:
 
     loader = DataLoader(...)
     optimizer = torch.optim.X(model.parameters(), ...)  # also filtered, or in groups
@@ -66,7 +66,7 @@ class Conversion:
     changes: int
     """Number of places that were changed."""
     marks: int
-    """Number of comments inserted to mark work that is left to the user."""
+    """Number of comments inserted to mark remaining work for the user."""
     refusal: str
     """Reason why the training loop was left unchanged; empty if it was converted."""
 
@@ -104,7 +104,7 @@ class _Shape:
     """Name of the loss; empty if the loss has no name."""
     step: ast.stmt
     scheduler: ast.stmt | None
-    """Statement with the step of a scheduler, directly below `step`; None without one."""
+    """Statement with a scheduler's step, directly below `step`; None if there is none."""
 
 
 def convert(source: str, name: str = "<script>") -> Conversion | None:
@@ -309,7 +309,7 @@ def _scheduler(script: Script, inner: ast.For, step: ast.stmt) -> ast.stmt | Non
 
 
 def _optimizers(script: Script) -> list[ast.Assign]:
-    """Returns the assignments whose value is a newly created torch optimizer."""
+    """Returns the assignments that create a torch optimizer."""
     return [
         node
         for node in script.of_type(ast.Assign)
@@ -344,10 +344,10 @@ def _optimizer(script: Script, block: list[ast.stmt], name: str) -> tuple[ast.st
 def _models(
     block: list[ast.stmt], created: ast.expr, followed: frozenset[str] = frozenset()
 ) -> set[str]:
-    """Returns the names of the models whose parameters an expression takes.
+    """Returns the names of the models whose parameters an expression uses.
 
-    Parameters may be taken from a part of the model, filtered and grouped. Names that the block
-    assigns once are followed to what they are assigned.
+    The expression may use parameters of a part of the model, filter them and group them. Names that
+    the block assigns once are replaced by their values.
     """
     models: set[str] = set()
     for node in ast.walk(created):
@@ -453,7 +453,7 @@ def _check_names(
 
 def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
     """Returns whether an expression stores the model or passes it on (as an argument, a value or an
-    item), so that code elsewhere may keep a reference to it."""
+    item), so that other code may keep a reference to it."""
     if not isinstance(node, ast.Name) or node.id != model or not isinstance(node.ctx, ast.Load):
         return False
     parent = next(script.above(node))
@@ -481,7 +481,7 @@ class _Edits:
         self.count = 0
 
     def indent(self, line: int) -> str:
-        """Returns the white space at the beginning of a line."""
+        """Returns the whitespace at the beginning of a line."""
         text = self._lines[line - 1]
         return text[: len(text) - len(text.lstrip())].decode()
 
@@ -495,7 +495,7 @@ class _Edits:
         self.before(end + 1, f"{self.indent(statement.lineno)}{text}\n")
 
     def shift(self, statement: ast.stmt) -> None:
-        """Indents a one-line statement by one more level."""
+        """Indents a one-line statement by one level."""
         level = b"\t" if self.indent(statement.lineno).endswith("\t") else b"    "
         self._edits.append((statement.lineno - 1, 0, len(self._edits), 0, level))
 
@@ -543,7 +543,7 @@ def _convert_loop(script: Script, shape: _Shape, found: list[Finding], edits: _E
 
 
 def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast.Call]:
-    """Yields the print calls that every rank executes after the model is distributed."""
+    """Yields the print calls executed by every rank after the model is distributed."""
     later = shape.block[shape.block.index(shape.made) + 1 :]
     inside = {node for part in later for node in ast.walk(part)}
     reported = {finding.line for finding in found if finding.what.startswith("print()")}
@@ -563,7 +563,7 @@ def _marked(source: str, name: str, left: tuple[Finding, ...]) -> tuple[str, int
     """Inserts a comment with the findings above each statement that has any. Returns the new script
     and the number of comments.
 
-    `left`: problems found during the conversion, in addition to those that `check` finds.
+    `left`: problems found during the conversion, in addition to the findings of `check`.
     """
     script = Script(source, name)
     edits = _Edits(source)

@@ -10,7 +10,7 @@ from shoal.checking.script import Function, Loop, Script, last_name
 
 DATA_LOADERS: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _DEALS: Final = frozenset({"from_dataloader", "as_distributed", "evaluate", "prepare"})
-"""Names of calls that distribute the batches of a DataLoader passed to them over the ranks."""
+"""Names of functions that distribute the batches of their DataLoader arguments across ranks."""
 _PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "islice", "cycle"})
 
 
@@ -31,10 +31,10 @@ class Loaders:
             for argument in [*call.args, *(each.value for each in call.keywords)]
             for loader in self.of(argument)
         }
-        """Loaders whose batches Shoal deals."""
+        """Loaders whose batches Shoal distributes."""
 
     def plain_loops(self) -> Iterator[tuple[Loop, set[ast.Call]]]:
-        """Yields each loop over DataLoaders that are not distributed over the ranks, with these
+        """Yields each loop over DataLoaders that are not distributed across ranks, with these
         DataLoaders."""
         for loop in self._script.of_type(ast.For, ast.AsyncFor):
             found = self.of(loop.iter) - self.dealt
@@ -42,7 +42,7 @@ class Loaders:
                 yield loop, found
 
     def of(self, node: ast.AST) -> set[ast.Call]:
-        """Returns the loaders to which an expression may refer."""
+        """Returns the loaders that an expression may refer to."""
         if isinstance(node, ast.Call):
             if node in self._made:
                 return {node}
@@ -76,7 +76,7 @@ class Loaders:
 
     def _spread(self) -> bool:
         """Propagates DataLoaders once through all assignments, arguments and results. Returns
-        whether a new reference to a DataLoader was found, in which case another pass is needed."""
+        whether a new reference to a DataLoader was found, so that another pass is needed."""
         before = self._count()
         for node in self._script.of_type(ast.Assign):
             for target in node.targets:

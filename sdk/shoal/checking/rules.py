@@ -54,7 +54,7 @@ _OWN_FILE: Final = frozenset(
     {"pid", "getpid", "tmp", "temp", "tempfile", "mkdtemp", "mkstemp", "bytes", "io", "buffer"}
     | {"devnull", "uuid"}
 )
-"""Words in expressions for files that belong to one process."""
+"""Words that suggest that an expression names a file of a single process."""
 _SAVES: Final = {
     "torch.save": 1,
     "numpy.save": 0,
@@ -104,7 +104,7 @@ def _files(script: Script) -> Iterator[Finding]:
 
 
 def _written_path(name: str, call: ast.Call) -> ast.AST | None:
-    """Returns the path that a call writes to; None if the call writes no file."""
+    """Returns the path that a call writes to; None if the call does not write a file."""
     if name in _SAVES:
         return _argument(call, _SAVES[name], "f" if name == "torch.save" else "file")
     if name in ("open", "io.open"):
@@ -134,7 +134,7 @@ def _writes(mode: ast.AST | None) -> bool:
 
 
 def _is_own(script: Script, path: ast.AST) -> bool:
-    """Returns whether a path seems to be used by one process only, because it contains the rank or
+    """Returns whether a path seems to be used by a single process, because it contains the rank or
     is temporary."""
     if script.mentions_rank(path) or words_in(path) & _OWN_FILE:
         return True
@@ -301,7 +301,7 @@ def _values(script: Script) -> Iterator[Finding]:
 
 
 def _assigned(made: ast.Assign | ast.AnnAssign) -> Iterator[tuple[str, ast.AST]]:
-    """Yields each assigned name with its value, also for `a, b = 0, 1` and `a: int = 0`."""
+    """Yields each assigned name with its value, including for `a, b = 0, 1` and `a: int = 0`."""
     if made.value is None:
         return
     for target in made.targets if isinstance(made, ast.Assign) else (made.target,):
@@ -346,7 +346,7 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
             value := dict(_assigned(node)).get(name)
         ):
             if node in loop.body and not _has_name(value, name):
-                return False  # every pass begins with a new value
+                return False  # every iteration begins with a new value
             chosen = any(isinstance(above, ast.If) for above in _until(script, node, loop))
             carried = carried or chosen or _has_name(value, name)
             if isinstance(value, ast.Call) and last_name(value) in ("max", "min"):
@@ -357,7 +357,7 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
 
 
 def _until(script: Script, node: ast.AST, end: ast.AST) -> Iterator[ast.AST]:
-    """Yields the ancestors of a node from the inside out, up to the ancestor `end`."""
+    """Yields the ancestors of a node, innermost first, up to the ancestor `end`."""
     return itertools.takewhile(lambda above: above is not end, script.above(node))
 
 

@@ -44,7 +44,7 @@ class Script:
         self._training_functions = self._find_training_functions()
         self._flags = self._named_after_ranks()
         self.unguarded_scopes = self._find_unguarded_scopes()
-        """Scopes that every worker executes: the module (None), and the functions called from it
+        """Scopes executed by every worker: the module (None), and the functions called from it
         without a condition on the rank."""
 
     # ---------------------------------------------------------------------------------------- nodes
@@ -100,7 +100,7 @@ class Script:
         return ""
 
     def imports(self, package: str) -> bool:
-        """Returns whether the script imports the package or something from it."""
+        """Returns whether the script imports the package or a name from it."""
         return any(
             name == package or name.startswith(f"{package}.") for name in self._imports.values()
         )
@@ -130,7 +130,7 @@ class Script:
                 if any(last_name(item.context_expr) in _MAIN_FIRST for item in parent.items):
                     return True
             elif isinstance(parent, ast.ExceptHandler):
-                return True  # an error usually occurs in one worker only
+                return True  # an error usually occurs in a single worker
             if isinstance(below, ast.stmt) and self._follows_exit(below, parent):
                 return True
             if isinstance(parent, Function):
@@ -149,8 +149,8 @@ class Script:
         return isinstance(own[-1], ast.Return) or any(self.trains(part) for part in other)
 
     def _follows_exit(self, node: ast.stmt, parent: ast.AST) -> bool:
-        """Returns whether an earlier statement of the block may leave the block on some ranks, so
-        that not all ranks reach the statement."""
+        """Returns whether an earlier statement of the block may exit the block on some ranks, so
+        that not all ranks reach `node`."""
         for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
             if isinstance(block, list) and node in block:
                 return any(
@@ -162,7 +162,7 @@ class Script:
         return False
 
     def _named_after_ranks(self) -> set[str]:
-        """Returns the names of variables whose value is a condition on the rank."""
+        """Returns the names of variables that store a condition on the rank."""
         self._flags = set()
         for node in self.of_type(ast.Assign):
             value = node.value
@@ -215,8 +215,8 @@ class Script:
     # ------------------------------------------------------------------------------------- training
 
     def trains(self, node: ast.AST) -> bool:
-        """Returns whether the code below a node computes gradients, itself or in a called function
-        of the script."""
+        """Returns whether the code below a node computes gradients, directly or in a called
+        function of the script."""
         for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
             if isinstance(call.func, ast.Attribute) and call.func.attr in _TRAINING_CALLS:
                 return True
@@ -233,7 +233,7 @@ class Script:
             self._training_functions = found
 
     def training_loops(self) -> list[Loop]:
-        """Returns the loops that train. Omits loops nested in another one in the same scope."""
+        """Returns the outermost training loops of each scope."""
         loops = [
             loop for loop in self.of_type(ast.For, ast.AsyncFor, ast.While) if self.trains(loop)
         ]
@@ -247,7 +247,7 @@ class Script:
         ]
 
     def is_in_training_loop(self, node: ast.AST) -> bool:
-        """Returns whether a training loop repeats the node."""
+        """Returns whether the node is in the body of a training loop."""
         return any(isinstance(above, Loop) and self.trains(above) for above in self.above(node))
 
 
@@ -286,5 +286,5 @@ def last_name(node: ast.AST) -> str:
 
 
 def words_in(node: ast.AST) -> set[str]:
-    """Returns the words of all names in an expression, in lower case."""
+    """Returns all words in the names of an expression, in lower case."""
     return set().union(*(_words(name) for name in _names_in(node)))

@@ -46,7 +46,7 @@ app = typer.Typer(
         "help_option_names": ["-h", "--help"],
     },
 )
-# Arguments after the script, including flags, are the script's own.
+# Arguments after the script, including flags, belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(with_credentials(run))
 app.command(context_settings={"allow_interspersed_args": False})(up)
 app.command(
@@ -87,8 +87,8 @@ def run_command() -> None:
     try:
         app(prog_name="shoal")
     except ShoalError as error:
-        # Reasons have entries in docs/troubleshooting.md; a class's default reason adds nothing to
-        # the message.
+        # Reasons have entries in docs/troubleshooting.md; a class's default reason would add
+        # nothing to the message.
         reason = "" if error.reason == error.default_reason else f" [{error.reason}]"
         print(f"shoal: {error}{reason}", file=sys.stderr)  # noqa: T201 - errors become text here
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
@@ -99,7 +99,7 @@ def run_command() -> None:
 
 
 def _described(error: OSError) -> str:
-    """Returns the text of an OSError. Adds a remedy if the machine is at fault rather than the
+    """Returns the text of an OSError. Adds a remedy if the cause is the machine rather than the
     command."""
     if error.errno == errno.ENOSPC:
         return f"{error}; free some space, or set TMPDIR to a directory on another disk"
@@ -126,4 +126,4 @@ def _root(
     ] = False,
 ) -> None:
     """Elastic distributed training for PyTorch."""
-    take_secrets()  # before anything is started that could inherit them
+    take_secrets()  # before starting any process that could inherit them

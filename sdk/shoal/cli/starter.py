@@ -1,4 +1,4 @@
-"""Trains a small network on points of a square: does a point lie in a ring?
+"""Trains a small network to classify points of a square: does a point lie in a ring?
 
 Replace `make_datasets` and `make_model` with your own, and the loss in `main`.
 """
@@ -21,15 +21,15 @@ def make_datasets() -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_model() -> nn.Module:
-    """Returns a network that classifies points into two classes."""
+    """Returns a network that assigns points to two classes."""
     return nn.Sequential(
         nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
     )
 
 
 def count_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, int]:
-    """Returns the number of correct answers and of samples in one batch. shoal.evaluate adds them
-    up over all batches and ranks."""
+    """Returns the number of correct answers and of samples in one batch. shoal.evaluate sums them
+    over all batches and ranks."""
     inputs, labels = batch
     return {"correct": int((model(inputs).argmax(1) == labels).sum()), "all": len(labels)}
 

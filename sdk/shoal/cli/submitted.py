@@ -63,12 +63,12 @@ def _run(directory: Path, arguments: list[str]) -> None:
 
 
 def _end_early(*_: object) -> None:
-    """Exits on a signal that arrives before the launcher handles signals."""
+    """Handler for signals that arrive before the launcher handles signals: exits."""
     sys.exit(PREEMPTED)
 
 
 def _last_words(directory: Path) -> str:
-    """Returns the last line that the launcher itself (not a worker) printed; empty if it printed
+    """Returns the last line printed by the launcher itself (not by a worker); empty if there is
     none."""
     lines = log_of(directory).read_text(errors="replace").splitlines()
     return next(

@@ -1,8 +1,8 @@
 """Runs `shoal` and writes the summary of failed workers to a file: `python -m shoal.cli.summarized
 FILE ARGUMENTS`.
 
-`shoal.ray` uses this to find out whether a launcher's own workers failed, which the launcher's exit
-status does not reveal.
+`shoal.ray` uses this to find out whether a launcher's own workers failed, because the launcher's
+exit status does not reveal it.
 """
 
 from __future__ import annotations

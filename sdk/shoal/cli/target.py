@@ -1,7 +1,7 @@
-"""Selects the coordinator and the job that a command refers to: those given by flags or the
-environment, otherwise the newest cluster on this machine.
+"""Selects the coordinator and the job that a command refers to, from flags or the environment,
+otherwise from the newest cluster on this machine.
 
-If there are several candidates, or none that answers, the module explains on standard error how to
+If there are several candidates, or none that responds, the module explains on standard error how to
 choose.
 """
 
@@ -30,13 +30,14 @@ from shoal.launcher.report.history import History, Outcome, RecordedRun
 
 _MOST_NAMED = 5
 _RECORDING_S = 5.0
-"""Time that a launcher may take to record the outcome of its run after its cluster has ended."""
+"""Maximum time in seconds for a launcher to record the outcome of its run after its cluster has
+ended."""
 _NOT_A_COORDINATORS = (
     UnavailableError.default_reason,
     DeadlineError.default_reason,
     "UNIMPLEMENTED",
 )
-"""Reasons for errors that occur if nobody, or another program, listens at an address."""
+"""Reasons of errors that occur if no program, or a different program, listens at an address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class Target:
 def past_run(run: str | None, coordinator: str | None, job: str | None) -> RecordedRun | None:
     """Returns the past run that a command refers to; None if the command refers to a coordinator.
 
-    The run is the one named `run`. If no run is named and no cluster is running on this machine, it
-    is the newest ended run (of the job). Raises UnknownResourceError.
+    This is the run named `run`. If no run is named and no cluster is running on this machine, it is
+    the newest ended run (of the job). Raises UnknownResourceError.
     """
     if run is not None:
         if coordinator or job:
@@ -69,7 +70,7 @@ def past_run(run: str | None, coordinator: str | None, job: str | None) -> Recor
         try:
             newest = History().newest(job)
         except ConfigurationError:
-            return None  # without a home directory nothing is kept
+            return None  # without a home directory, no runs are recorded
         if newest is None or newest.outcome is not Outcome.RUNNING:
             return newest
         if time.monotonic() > deadline:
@@ -80,8 +81,8 @@ def past_run(run: str | None, coordinator: str | None, job: str | None) -> Recor
 @contextmanager
 def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
     """Connects to a coordinator and yields it with a job. Raises UnknownResourceError with the
-    remedy if there is no cluster or no unique job, UnavailableError if nobody answers, and the
-    channel's ShoalErrors. Errors of requests in the enclosed block are explained in the same
+    remedy if there is no cluster or no unique job, UnavailableError if there is no response, and
+    the channel's ShoalErrors. Errors of requests in the enclosed block are explained in the same
     way."""
     settings: ChannelSettings | None
     http = ""

@@ -1,5 +1,6 @@
 """Controls jobs from another program: `Client`, `AsyncClient`, and the values that they return.
-This package needs no torch, and its values are plain dataclasses instead of protobuf messages."""
+This package does not need torch, and its values are plain dataclasses instead of protobuf
+messages."""
 
 from shoal.client.aio import AsyncClient
 from shoal.client.event import Event

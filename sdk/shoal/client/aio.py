@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 _MOST_THREADS: Final = 64
-"""Maximum number of threads. Each stream whose next item is being awaited occupies one."""
+"""Maximum number of threads. Each stream occupies a thread while its next item is being awaited."""
 
 
 class _Stream(Protocol[ItemT_co]):
@@ -38,9 +38,8 @@ class _Stream(Protocol[ItemT_co]):
 class AsyncClient:
     """Asynchronous version of `shoal.Client`, whose methods document the calls.
 
-    An instance is an asynchronous context manager and belongs to one event loop. If a call is
-    cancelled, it returns at once, but a request that was already sent may still be carried out.
-    """
+    An asynchronous context manager that belongs to one event loop. If a call is cancelled, it
+    returns immediately, but a request that was already sent may still be carried out."""
 
     @override
     def __init__(

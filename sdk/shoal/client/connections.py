@@ -54,7 +54,7 @@ class Connections:
         ]
 
     def close(self) -> None:
-        """Closes all connections; calls in progress end with UnavailableError. Idempotent."""
+        """Closes all connections; calls in progress fail with UnavailableError. Idempotent."""
         with self._lock:
             self._closed = True
             clients, self._clients = self._clients, {}

@@ -9,11 +9,11 @@ from datetime import datetime
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One entry of a job's event log, which the coordinator keeps."""
+    """An entry of a job's event log, which is kept by the coordinator."""
 
     event_id: str
     """Id of the event. Ids increase within a job; `Client.events(after=...)` returns the events
-    after one."""
+    after a given id."""
     at: datetime
     kind: str
     """Kind of event, such as job_created, member_joined, member_lost, generation_formed or
@@ -23,4 +23,4 @@ class Event:
     member_id: str | None
     """Id of the member that the event is about; None if it is not about a member."""
     attributes: Mapping[str, str]
-    """Further details: name -> value."""
+    """Additional details: name -> value."""

@@ -17,7 +17,7 @@ class JobPhase(StrEnum):
     UNKNOWN = "unknown"
     """A phase that this release does not know."""
     WAITING = "waiting"
-    """Fewer than `min_workers` members are ready, so nobody trains."""
+    """Fewer than `min_workers` members are ready, so the job is not training."""
     RUNNING = "running"
     STOPPING = "stopping"
     """The job was asked to stop: members leave at their next step boundary."""
@@ -26,12 +26,12 @@ class JobPhase(StrEnum):
 
 
 class JobEnding(StrEnum):
-    """Outcome of a job that ends or has ended."""
+    """Outcome of a job that is stopping or has ended."""
 
     UNKNOWN = "unknown"
     """An outcome that this release does not know."""
     COMPLETED = "completed"
-    """A member ran its script to the end."""
+    """A member ran its script to completion."""
     STOPPED = "stopped"
     """The job was asked to stop before any member's script ended."""
     FAILED = "failed"
@@ -54,16 +54,16 @@ class MemberPhase(StrEnum):
 
 
 class MachineCondition(StrEnum):
-    """Reason why a machine of the job is not used normally."""
+    """Condition of a machine that the job does not use normally."""
 
     UNKNOWN = "unknown"
     """A condition that this release does not know."""
     LEAVING = "leaving"
-    """The provider has announced that it will take the machine away, so its workers leave."""
+    """The provider has announced that it will reclaim the machine, so its workers leave."""
     UNHEALTHY = "unhealthy"
     """A health check failed, so the job refuses workers on the machine."""
     EXCLUDED = "excluded"
-    """Workers on the machine died again and again, so the job refuses workers on it."""
+    """Workers on the machine died repeatedly, so the job refuses workers on it."""
 
 
 class ServerRole(StrEnum):
@@ -86,45 +86,45 @@ class Member:
     host: str
     pid: int
     metrics_address: str | None
-    """Address (host:port) at which the member serves /metrics; None if it serves no metrics."""
+    """Address (host:port) of the member's /metrics; None if it does not serve metrics."""
     joined: datetime
     step: int
     """Number of optimizer steps that the member has committed."""
     epoch: int
     samples: int
-    """Number of samples that this member itself processed in committed steps."""
+    """Number of samples in committed steps that this member itself processed."""
     samples_per_s: float
-    """Samples per second that this member processes, measured over about the last second."""
+    """Number of samples that this member processes per second, measured over roughly the last
+    second."""
     loss: float | None
     """Last loss reported by train_step or shoal.report; None if never."""
     step_time: timedelta
     """Median duration of the member's latest steps."""
     busy_time: timedelta
-    """Part of `step_time` during which the member did not wait for its peers."""
+    """Part of `step_time` that the member did not spend waiting for its peers."""
     waiting: timedelta
-    """Time since which the member has been waiting for its peers without interruption; zero if it
-    is not waiting."""
+    """Duration of the member's current wait for its peers; zero if it is not waiting."""
     waiting_in: str | None
     staleness: float
-    """Number of versions by which the parameters were ahead at the member's last push, compared
-    with its last pull (async_sgd)."""
+    """Number of versions that the parameters had advanced between the member's last pull and its
+    last push (async_sgd)."""
     note: str | None
     """Human-readable note if the member slows the others down or has been silent for long;
     otherwise None."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Last values of the other numbers that the member reported with `shoal.report`, by name."""
+    """Last values of the other metrics that the member reported with `shoal.report`, by name."""
     steps_in_all: int | None = None
-    """Number of steps that the run will have committed at its end; None if unknown."""
+    """Total number of steps of the run; None if unknown."""
     share: float | None = None
-    """Number of micro-batches that the member gets in each step, divided by an equal share. None
+    """Number of micro-batches that the member gets in each step, relative to an equal share. None
     unless micro-batches are distributed by speed."""
     upload_backlog_bytes: int = 0
     """Bytes of checkpoints on the member's disk that are not yet in the object storage."""
     script_line: str | None = None
-    """Line of the script that the member is executing, and what the line waits for. None unless the
-    member has made no progress for a while."""
+    """Line of the script that the member is executing, and what the line is waiting for. None
+    unless the member has made no progress for a while."""
     last_wait: str | None = None
-    """Last collective or other wait for peers that the member completed; None if unknown."""
+    """The member's last completed collective or other wait for peers; None if unknown."""
     stacks: str | None = None
     """Python stacks of the member, innermost call first. None unless a step is stalled. The
     coordinator keeps the stacks of at most 32 members."""
@@ -136,7 +136,7 @@ class Server:
 
     server_id: str
     place: int
-    """Position of the server in the shard map; a backup has the position of its primary."""
+    """Index of the server's place in the shard map; a backup has the same place as its primary."""
     role: ServerRole
     address: str | None
     """Address of the server (host:port); None while it does not serve requests."""
@@ -148,7 +148,7 @@ class Server:
     """True if the server's partitions are being moved to other servers so that it can leave."""
     partitions: int
     value_bytes: int
-    """Bytes of the parameters that the server stores, without optimizer state."""
+    """Size of the parameters that the server stores, in bytes, without optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class JobSummary:
     world_size: int
     """Number of ranks in the newest generation."""
     result: Result | None = None
-    """Result of a job submitted from this machine. None while the job runs, or if only its
+    """Result of a job submitted from this machine. None while the job is running, or if only its
     coordinator knows the result."""
 
 
@@ -198,7 +198,7 @@ class Job:
     """Number of the newest run, counted from 1."""
     phase: JobPhase
     ending: JobEnding | None
-    """Outcome of the run; None while it runs."""
+    """Outcome of the run; None while it is running."""
     ending_reason: str | None
     """Human-readable reason for the outcome; None if there is none."""
     generation: int
@@ -215,11 +215,11 @@ class Job:
     past_runs: tuple[PastRun, ...]
     """The latest past runs, oldest first."""
     now: datetime
-    """Time at which this state was read. This and all other times are by the clock of the
+    """Time at which this state was read. This and all other times are from the clock of the
     coordinator's Redis."""
     steps: int = 0
-    """Number of committed steps of the newest run. It is kept after the run has ended."""
+    """Number of committed steps of the newest run, kept after the run has ended."""
     steps_in_all: int | None = None
-    """Number of steps that the newest run will have committed at its end; None if unknown."""
+    """Total number of steps of the newest run; None if unknown."""
     machines: tuple[Machine, ...] = ()
     """Machines that the job does not use normally, ordered by host name."""

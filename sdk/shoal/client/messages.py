@@ -31,7 +31,7 @@ def job_of(message: pb.GetJobResponse) -> Job:
     """Converts the message that describes a job, with its members and servers."""
     return Job(
         job_id=message.spec.job_id,
-        run=message.run.number or 1,  # an older coordinator has one run in each job
+        run=message.run.number or 1,  # with an older coordinator, a job has a single run
         phase=_named(pb.JobPhase, message.phase, JobPhase),
         ending=_named(pb.JobEnding, message.ending, JobEnding) if message.ending else None,
         ending_reason=message.ending_reason or None,

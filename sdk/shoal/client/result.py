@@ -12,13 +12,12 @@ class Result:
 
     job_id: str
     ok: bool
-    """True if the job's script ran to its end, also if it ended early because of a request to
-    stop."""
+    """True if the job's script ran to completion, even if a stop request shortened it."""
     exit_status: int | None
     """Exit status of `shoal run` (docs/exit-status.md). None if the launcher was killed before it
     could record the status, or if the job was not submitted from this machine."""
     summary: str
-    """Human-readable description of the failed workers and why they failed, or of why the job is
-    not finished. May be empty."""
+    """Human-readable description of the failed workers and the reasons, or of why the job is not
+    finished. May be empty."""
     ended: datetime | None
     """Time at which the job ended; None if unknown."""

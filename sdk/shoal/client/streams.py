@@ -47,7 +47,7 @@ class Deadline:
 
 
 class _Watch(Protocol):
-    """Function that opens a stream of the events that follow the event with a given id."""
+    """Function that opens a stream of the events after the event with a given id."""
 
     def __call__(self, after: str, timeout: timedelta | None, /) -> ResponseStream[Any]: ...
 
@@ -55,7 +55,8 @@ class _Watch(Protocol):
 class EventStream:
     """Iterator over the events of a job, oldest first.
 
-    A context manager. One thread iterates; `close`, called on any thread, ends the iteration.
+    A context manager. Must be iterated over by one thread; `close` ends the iteration and may be
+    called on any thread.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class EventStream:
         timeout: timedelta | None,
         patience: timedelta,
     ) -> None:
-        """`gone`: returns whether the coordinator has ended for good. `patience`: how long a
-        followed stream keeps trying to reach a coordinator that does not answer."""
+        """`gone`: returns whether the coordinator has ended permanently. `patience`: how long a
+        followed stream keeps trying to reach a coordinator that does not respond."""
         self._watch = watch
         self._gone = gone
         self._what = what
@@ -143,7 +144,8 @@ class EventStream:
 class LogStream:
     """Iterator over the lines of a log, without their line breaks.
 
-    A context manager. One thread iterates; `close`, called on any thread, ends the iteration.
+    A context manager. Must be iterated over by one thread; `close` ends the iteration and may be
+    called on any thread.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class LogStream:
         with self._path.open("rb") as file:
             rest = b""
             while not self._closed.is_set():
-                # asked before reading, since nothing is written after the end
+                # checked before reading, since the log is complete once the run has ended
                 last = self._ended is None or self._ended()
                 while data := file.readline():
                     rest += data

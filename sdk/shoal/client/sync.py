@@ -1,4 +1,4 @@
-"""`shoal.Client`, with which another program controls jobs. Its calls block; `aio` has the same
+"""`shoal.Client`, which controls jobs from another program. Its calls block; `aio` has the same
 calls for asyncio."""
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Client:
 
     Calls refer to a job by its id. Every call has a deadline and raises the errors of
     `shoal_common.errors`: UnknownResourceError if something does not exist, UnavailableError and
-    DeadlineError if a coordinator does not answer.
+    DeadlineError if a coordinator does not respond.
     """
 
     def __init__(
         self, coordinator: str | ChannelSettings | None = None, *, timeout: timedelta = CALL_TIMEOUT
     ) -> None:
-        """Does not connect yet.
+        """Creates a client, which connects at the first call.
 
         Args:
             coordinator: host:port of a shared coordinator, with the token and certificates from the
                 environment (SHOAL_TOKEN, SHOAL_TLS_...), or complete ChannelSettings. None: this
-                user's jobs on this machine, whose clusters have a coordinator each.
+                user's jobs on this machine, each with its own coordinator.
             timeout: maximum duration of each call to a coordinator.
         """
         self._connections = Connections(coordinator, timeout=timeout)
@@ -84,23 +84,23 @@ class Client:
         """Starts `shoal run` in the background on this machine, and returns the job's id once the
         launcher's process exists.
 
-        The launcher outlives this process. Any process of this user on this machine can wait for it
-        and read its log and its result.
+        The launcher outlives this process. Any process of this user on this machine can wait for
+        the job and read its log and its result.
 
         Args:
             script: the training script, followed by its arguments.
             workers: number of processes on this machine.
-            servers: number of parameter servers, for async_sgd; those of a job at a shared
-                coordinator are started elsewhere.
+            servers: number of parameter servers, for async_sgd; with a shared coordinator,
+                parameter servers are started separately.
             job_id: None: a new id, derived from the script's name. The id of a job whose run has
-                ended starts another run of it.
+                ended starts a new run of that job.
             flags: additional flags of `shoal run`, such as `("--max-restarts", "3")`.
             environment: additional variables for the launcher and its workers.
             directory: working directory; None: the current one.
 
         Raises:
-            ConfigurationError: no such script or directory, or an invalid id.
-            PreconditionError: JOB_RUNNING: the job's last submission still runs.
+            ConfigurationError: the script or directory does not exist, or the id is invalid.
+            PreconditionError: JOB_RUNNING: the job's last submission is still running.
             UnavailableError: SUBMIT_FAILED: the process could not be started.
         """
         where = Path(directory) if directory is not None else Path.cwd()
@@ -124,8 +124,8 @@ class Client:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> str:
-        """Submits a complete command line of `shoal run`. It must not name a job or a coordinator,
-        which are added. `name`: basis of a new job id."""
+        """Submits a complete command line of `shoal run`. It must not name a job or a coordinator;
+        both are added. `name`: basis of a new job id."""
         job_id = job_id or new_job_id(name)
         shared = self._connections.shared
         where = ["--rdzv-endpoint", shared.address] if shared is not None else ["--standalone"]
@@ -158,7 +158,7 @@ class Client:
 
     def result(self, job_id: str) -> Result:
         """Returns the result of an ended job. Raises PreconditionError (JOB_RUNNING) if the job has
-        not ended; use `wait` then."""
+        not ended; use `wait` in this case."""
         result = self.outcome(job_id)
         if result is None:
             raise PreconditionError(
@@ -168,16 +168,16 @@ class Client:
         return result
 
     def outcome(self, job_id: str) -> Result | None:
-        """Returns the result of a job; None while the job runs. Raises UnknownResourceError if
-        there is no such job."""
+        """Returns the result of a job; None while the job is running. Raises UnknownResourceError
+        if there is no such job."""
         submission = self._submission(job_id)
         return _end_of(self.job(job_id)) if submission is None else _result_of(submission)
 
     # -------------------------------------------------------------------------------------- looking
 
     def jobs(self) -> tuple[JobSummary, ...]:
-        """Returns the jobs known to the shared coordinator. A client without one returns the jobs
-        of this machine, including ended jobs that were submitted from it."""
+        """Returns the jobs known to the shared coordinator. Without a shared coordinator, returns
+        the jobs of this machine, including ended jobs that were submitted from it."""
         found: dict[str, JobSummary] = {}
         for client in self._connections.all():
             try:
@@ -185,7 +185,7 @@ class Client:
             except ShoalError:
                 if self._connections.shared is not None:
                     raise
-                continue  # this cluster is just beginning, or ending
+                continue  # this cluster is just starting or stopping
             inner = {launchers_job_id(summary.job_id) for summary in summaries}
             found |= {
                 summary.job_id: summary for summary in summaries if summary.job_id not in inner
@@ -220,13 +220,14 @@ class Client:
         follow: bool = False,
         timeout: timedelta | None = None,
     ) -> EventStream:
-        """Returns an iterator over the job's events, oldest first; close it after use.
+        """Returns an iterator over the job's events, oldest first. It must be closed after use.
 
         Args:
-            after: id of an event; only later ones are returned.
-            follow: also return later events as they happen, across restarts of the coordinator,
-                until the job's own cluster ends or the stream is closed.
-            timeout: raise DeadlineError if the stream has not ended by then; None: no limit.
+            after: id of an event; only later events are returned.
+            follow: True to also return new events as they happen, across restarts of the
+                coordinator, until the job's own cluster ends or the stream is closed.
+            timeout: maximum time until the stream ends, after which DeadlineError is raised; None:
+            no limit.
         """
         self.job(job_id)  # raises if there is no such job
         client = self._connections.of(job_id)
@@ -257,13 +258,14 @@ class Client:
         follow: bool = False,
         timeout: timedelta | None = None,
     ) -> LogStream:
-        """Returns an iterator over the lines printed by a submitted job; workers' lines start with
-        their rank.
+        """Returns an iterator over the lines printed by a submitted job; each worker's lines start
+        with its rank.
 
         Args:
-            rank: only lines of the worker started with this rank, as shown in its prefix.
-            follow: wait for further lines until the job has ended.
-            timeout: raise DeadlineError if the end has not been reached by then; None: no limit.
+            rank: return only lines of the worker started with this rank, as shown in its prefix.
+            follow: True to wait for further lines until the job has ended.
+            timeout: maximum time until the end is reached, after which DeadlineError is raised;
+            None: no limit.
 
         Raises:
             UnknownResourceError: LOG_UNKNOWN: the job was not submitted from this machine; its
@@ -289,10 +291,10 @@ class Client:
 
     def state_dict(self, job_id: str, *, timeout: timedelta = PATIENCE) -> dict[str, torch.Tensor]:
         """Returns the model's newest values from the job's parameter servers, by name, on the CPU.
-        For repeated reads use `shoal.ModelReader`, which fetches only changes.
+        For repeated reads, use `shoal.ModelReader`, which fetches only changes.
 
         Raises:
-            DeadlineError: there are no values within `timeout`; the message says why.
+            DeadlineError: no values are available within `timeout`; the message gives the reason.
         """
         from shoal.parameter_servers import ModelReader
 
@@ -303,8 +305,8 @@ class Client:
     # --------------------------------------------------------------------------------------- ending
 
     def stop(self, job_id: str, *, reason: str = "") -> None:
-        """Asks all workers to stop at their next step boundary, and returns at once; use `wait` to
-        wait for the end. The code after the loop runs.
+        """Asks all workers to stop at their next step boundary, and returns immediately; use `wait`
+        to wait for the end. The code after the training loop still runs.
 
         A script without `shoal.init()` has no step boundaries and is not affected; use `kill`
         instead.
@@ -316,8 +318,8 @@ class Client:
     def drain(
         self, job_id: str, *, rank: int | None = None, server: str | None = None, reason: str = ""
     ) -> str:
-        """Asks the worker of a rank, or the parameter server with an id, to leave; pass one of the
-        two. No work is lost. Returns the id of the member or server."""
+        """Asks the worker of a rank, or the parameter server with an id, to leave; exactly one of
+        them must be given. No work is lost. Returns the id of the member or server."""
         if (rank is None) == (server is None):
             raise ConfigurationError(f"drain(rank={rank!r}, server={server!r}): pass one of them")
         reason = reason or "shoal.Client.drain"
@@ -348,12 +350,12 @@ class Client:
     ) -> Member | None:
         """Kills the worker of a rank and returns its `Member`, or kills a parameter server given by
         its id. Without either, kills all workers of a submitted job and returns when its launcher
-        has ended, with status 143. Works only on the machine where the processes run.
+        has exited with status 143. Works only on the machine where the processes are running.
 
         Raises:
             UnknownResourceError: MEMBER_UNKNOWN: no member has this rank; SERVER_UNKNOWN: there is
                 no such server; SUBMISSION_UNKNOWN: without either, the job was not submitted here;
-                PROCESS_UNKNOWN: the process is gone or elsewhere.
+                PROCESS_UNKNOWN: the process has exited or runs elsewhere.
             PreconditionError: MEMBER_ELSEWHERE, PROCESS_NOT_OURS: this process may not kill it.
         """
         if rank is not None and server is not None:
@@ -417,8 +419,8 @@ class Client:
             time.sleep(LOOK_INTERVAL.total_seconds())
 
     def _submission(self, job_id: str) -> Submission | None:
-        """Returns the last run of the job that was submitted from this machine to this client's
-        coordinator; None if there is none."""
+        """Returns the job's last submission from this machine to this client's coordinator; None if
+        there is none."""
         shared = self._connections.shared
         try:
             found = self._submissions.newest(job_id)
@@ -451,7 +453,7 @@ def _of_rank(job: Job, rank: int) -> Member:
 
 
 def _result_of(submission: Submission) -> Result | None:
-    """Returns the result of a submission; None while it runs."""
+    """Returns the result of a submission; None while it is running."""
     outcome = submission.outcome()
     if outcome is None:
         return None
@@ -482,8 +484,8 @@ def _end_of(job: Job) -> Result | None:
 
 
 def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
-    """Returns the environment variables that give a job's launcher the credentials for a shared
-    coordinator."""
+    """Returns the environment variables that pass the credentials for a shared coordinator to a
+    job's launcher."""
     if shared is None:
         return {}
     tls = shared.tls
@@ -497,6 +499,6 @@ def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
 
 
 def _in_a_file(token: str | None) -> bool:
-    """Returns whether the launcher can read this token from the file named by its environment."""
+    """Returns whether the launcher can read this token from the file named in its environment."""
     own = CallerSettings.load()
     return own.token_file is not None and own.bearer_token == token

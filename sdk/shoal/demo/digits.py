@@ -1,8 +1,8 @@
 """Handwritten digits (scikit-learn's bundled data set: UCI, 1797 images of 8 x 8 pixels) and a
 small convolutional network that classifies them.
 
-The data file is read without importing scikit-learn, which would cost every starting worker,
-including replacements, a second.
+The data file is read without importing scikit-learn, because the import would delay the start of
+every worker, including replacements, by a second.
 """
 
 from __future__ import annotations

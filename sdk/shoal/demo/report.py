@@ -19,8 +19,8 @@ from shoal.ticks import is_wide, logarithmic
 LEAST_ACCURACY = 0.95
 _SOON_S = 20
 _LOST_UPDATES = "updates of this worker that it had acknowledged"
-"""Text by which a worker's message is recognized that says that a restarted parameter server has
-lost updates that it had acknowledged."""
+"""Text that identifies a worker's message that a restarted parameter server has lost acknowledged
+updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Figures:
     """Seconds from the SIGKILL of a worker to the next committed step. For a parameter server, the
     longest time between two steps in the 20 seconds after its SIGKILL."""
     pause_at_join_s: float | None
-    """Seconds from the last step before the replacement's generation to the first step in this
+    """Seconds from the last step before the replacement's generation to the first step in that
     generation."""
     staleness_p50: float | None
     staleness_p99: float | None

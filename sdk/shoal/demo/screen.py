@@ -32,7 +32,7 @@ class Screen:
         self._most_steps: dict[str, int] = {}
         self._last_ranked: dict[str, pb.GetJobResponse] = {}
         """Run -> last state of its job in which the job had ranks. It is shown at the end of a run,
-        when the ranks have left and the launcher cleans up for some seconds."""
+        when the ranks have left and the launcher is cleaning up for a few seconds."""
 
     def __enter__(self) -> Screen:
         if self._live is not None:
@@ -55,7 +55,7 @@ class Screen:
             if job is not None
             else []
         )
-        # Leaving members no longer count, so never decrease the progress.
+        # Members that have left are not counted, so the progress is kept from decreasing.
         done = max(
             plan.total_steps if finished else steps_done(plan, members),
             self._most_steps.get(plan.title, 0),

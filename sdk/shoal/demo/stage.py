@@ -1,5 +1,5 @@
 """Performs one training run of the demo: starts it as a user would, observes it through the
-coordinator, injects the faults, and verifies that no process is left behind."""
+coordinator, injects the faults, and verifies that no processes remain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shoal.launcher.clusters.registry import ClusterRecord, running_clusters
 _POLL_S = 0.2
 _MARK = "SHOAL_DEMO_RUN"
 _SERVER = "shoal_ps_server"
-"""Text in a command line by which parameter servers are recognized."""
+"""Text that identifies a parameter server's command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class Plan:
     strategy: str
     epochs: int
     total_steps: int
-    """Number of optimizer steps of the run, summed over all workers if they step independently."""
+    """Number of optimizer steps of the run, summed over all workers if they take steps
+    independently."""
     workers: int = 3
     servers: int = 0
     kill_at: float | None = None
@@ -64,12 +65,12 @@ class Outcome:
 
     @property
     def records(self) -> Path:
-        """Directory in which the loaders record every sample."""
+        """Directory where the loaders record every sample."""
         return self.directory / "records"
 
     @property
     def traces(self) -> Path:
-        """Directory in which the workers record their steps."""
+        """Directory where the workers record their steps."""
         return self.directory / "traces"
 
     @property
@@ -82,8 +83,8 @@ Show = Callable[[Plan, pb.GetJobResponse | None, Outcome], None]
 
 
 def perform(plan: Plan, directory: Path, show: Show) -> Outcome:
-    """Performs the run `plan` to its end. `show`: called several times per second with the current
-    state.
+    """Performs the run `plan` until it has ended. `show`: called several times per second with the
+    current state.
 
     Raises:
         DeadlineError: the run made no progress for longer than the plan allows; it was stopped.
@@ -130,7 +131,7 @@ def _command(plan: Plan, records: Path) -> list[str]:
 def _process(
     command: list[str], environment: Mapping[str, str], log: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    # the run then ends as on a request to stop
+    # the run then ends as after a stop request
     tied = tied_to_parent(command, death_signal=signal.SIGTERM)
     process = subprocess.Popen(tied, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -186,7 +187,7 @@ def _job(
     try:
         return client.get_job(cluster.job_id, deadline=timedelta(seconds=2))
     except ShoalError:
-        return None  # not started yet, or already ended: its process's status tells which
+        return None  # not started yet or already ended; the exit status tells which
 
 
 def steps_done(plan: Plan, members: Iterable[pb.MemberStatus]) -> int:
@@ -217,7 +218,7 @@ def _kill_when_due(job: pb.GetJobResponse, plan: Plan, outcome: Outcome, mark: s
 
 def _marked_processes(mark: str) -> list[str]:
     """Returns the processes whose environment contains the run's mark, as "PID: COMMAND". They are
-    the run's descendants, which this finds even if their parents have ended."""
+    the run's descendants, found even if their parents have exited."""
     if not Path("/proc/self/environ").exists():
         raise InternalError(
             "the demo searches /proc for processes left behind, but this system has no /proc"

@@ -1,5 +1,5 @@
-"""Writes and reads records of the steps that the demo's workers have committed. Each process writes
-one file of JSON lines."""
+"""Writes and reads records of the steps committed by the demo's workers. Each process writes one
+file of JSON lines."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Trace:
         """Returns the times in seconds since the first step, and the loss at each time.
 
         `common_steps`: True if the workers share steps; the loss of a step is then the mean over
-        the workers that recorded it. Otherwise each push is a point of its own.
+        the workers that recorded it. Otherwise each push is a separate point.
         """
         if not self.steps:
             return [], []

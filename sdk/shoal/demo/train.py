@@ -80,8 +80,8 @@ def main() -> None:
 
 class Drag:
     """Simulates a slow machine: makes each iteration take `factor` times as long as the fastest
-    iteration so far. The previous iteration is not the measure, since it may have included waiting
-    for other workers."""
+    iteration so far. The previous iteration is not used for comparison, since it may have included
+    waiting for other workers."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -94,10 +94,10 @@ class Drag:
         self._began_s = time.perf_counter()
 
     def hold(self) -> None:
-        """Waits after the gradient has been computed and before it is pushed, so that the gradient
-        becomes stale."""
+        """Waits, between the computation of the gradient and its push, so that the gradient becomes
+        stale."""
         self._held_s = (self._factor - 1) * (self._own_s or 0.0)
-        time.sleep(self._held_s)  # waits for nothing: this is the slow machine's part of the step
+        time.sleep(self._held_s)  # a plain delay: this is the slow machine's part of the step
 
     def end(self) -> None:
         """Records the time at which a step ends."""

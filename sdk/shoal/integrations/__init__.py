@@ -1,5 +1,6 @@
 """Elastic versions of other libraries' trainers: one package per library, each with its own extra
 (`'shoal[transformers]'`).
 
-This package imports nothing; only `import shoal.integrations.transformers` needs transformers.
+This package itself imports nothing; only `import shoal.integrations.transformers` needs
+transformers.
 """

@@ -1,5 +1,5 @@
-"""Runs the evaluations of Trainers on all ranks and collects values of each batch, in addition to
-the sums that `shoal.evaluate` returns."""
+"""Runs the evaluations of Trainers on all ranks, and collects values of each batch in addition to
+the sums returned by `shoal.evaluate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def evaluate_on_all(
     *,
     gathers: bool,
 ) -> tuple[dict[str, float], list[Any]]:
-    """Distributes the batches over the ranks and evaluates each one once. Returns the sums over all
+    """Distributes the batches across ranks and evaluates each batch once. Returns the sums over all
     batches, and the values kept for each batch, in order. Both are the same on all ranks.
 
     Args:
@@ -51,8 +51,8 @@ def evaluate_on_all(
             return sums, []
         everyones = dict(itertools.chain(*collectives.gather(session, [*own.items()])))
         # If values are missing, a rank died after the evaluation, and its values are lost. All
-        # ranks notice this and evaluate again. In a joiner that replays its script, nothing uses
-        # the result.
+        # ranks notice this and evaluate again. A joiner that replays its script does not use the
+        # result.
         if len(everyones) == sums.get("batches", 0.0) or session.is_joining:
             return sums, [everyones[number] for number in sorted(everyones)]
 

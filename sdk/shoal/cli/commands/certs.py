@@ -1,4 +1,4 @@
-"""`shoal certs`: creates certificates for a cluster without an authority of its own."""
+"""`shoal certs`: creates certificates for a cluster without its own authority."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`shoal kill`, `shoal drain`, `shoal readmit` and `shoal stop`: end a rank or a parameter server
-by force or on request, readmit a machine, or stop a whole job."""
+"""`shoal kill`, `shoal drain`, `shoal readmit` and `shoal stop`: kill or drain a rank or a
+parameter server, readmit a machine, or stop an entire job."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _draw(kept: History, name: str, file: Path) -> None:
 
 
 def print_run(run: RecordedRun) -> None:
-    """Prints a run of the history with the account of its faults, pauses and figures."""
+    """Prints a run of the history with an account of its faults, pauses and figures."""
     from rich.console import Console
 
     from shoal.cli.terminal.past import run_view

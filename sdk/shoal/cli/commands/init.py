@@ -1,4 +1,4 @@
-"""`shoal init`: writes a starter training script, or an elastic copy of a plain one."""
+"""`shoal init`: writes a starter training script, or an elastic copy of a plain script."""
 
 from __future__ import annotations
 

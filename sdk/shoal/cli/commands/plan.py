@@ -133,7 +133,8 @@ def _made(subject: str) -> tuple[nn.Module, Any, Any]:
         with torch.device("meta"):
             made = function()
     except Exception as error:
-        # whatever the user's code raises there; if it raises again with values, that is the error
+        # any error raised by the user's code on the meta device; if the second call fails too, its
+        # error is reported
         typer.echo(
             f"shoal plan: {subject} does not run on the meta device ({type(error).__name__}: "
             f"{_first_line(error)}); creating the model with its values on the CPU instead",
@@ -186,7 +187,7 @@ def _module(subject: str, name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one that it imports does not
+            raise  # the module exists, but one of its own imports does not
         raise ConfigurationError(
             f"MODULE:FUNCTION={subject!r}: module {name!r} is neither in {Path.cwd()} nor "
             "installed; pass its path with .py, or run the command where it can be imported"

@@ -1,1 +1,1 @@
-"""Output on a terminal (tables, live views, progress, plots) and input of single keys."""
+"""Output on a terminal (tables, live views, progress bars, plots) and input of single keys."""

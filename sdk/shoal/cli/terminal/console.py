@@ -44,8 +44,8 @@ Note = Callable[[str], None]
 
 
 class RunExit(SystemExit):
-    """End of a run. `summary`: description of the failed workers to show to the user; empty if none
-    failed."""
+    """Exit of the program after a run. `summary`: description of the failed workers to show to the
+    user; empty if none failed."""
 
     def __init__(self, result: RunResult, summary: str) -> None:
         super().__init__(result.exit_code)
@@ -53,7 +53,7 @@ class RunExit(SystemExit):
 
 
 def tell(text: str) -> None:
-    """Prints a message of the launcher itself, before any worker is started."""
+    """Prints a message of the launcher itself. Used before any worker is started."""
     # a message to the user
     print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
@@ -174,13 +174,13 @@ def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> Non
     try:
         draw(figures, settings.plot, title=f"{Path(settings.program).name}: job {settings.job_id}")
     except Exception as error:
-        # of any kind: a failed plot must not change the run's result
+        # errors of any kind: a failed plot must not change the run's result
         note(f"--plot {settings.plot}: could not draw the plot: {error}")
 
 
 def _leave(error: TerminalStuckError) -> NoReturn:
-    """Exits once all started processes have ended. Writes nothing more to this terminal, not even
-    buffered output that the interpreter would flush."""
+    """Exits once all started processes have ended. Does not write to this terminal any more, not
+    even buffered output that the interpreter would flush."""
     if not Stream.ERR.is_terminal and select.select([], [Stream.ERR], [], 0)[1]:
         os.write(Stream.ERR, f"shoal: {error}\n".encode())
     os._exit(1)
@@ -189,8 +189,8 @@ def _leave(error: TerminalStuckError) -> NoReturn:
 def _site(settings: RunSettings, note: Note) -> Site:
     if settings.endpoint is None:
         return StandaloneSite(settings, note=note)
-    # Imported here, since it loads gRPC and the settings' modules, which a local run needs only
-    # after its workers have started.
+    # Imported here, since it loads gRPC and the settings' modules, which a local run does not need
+    # before its workers have started.
     from shoal.launcher.run.nodes import SharedSite
 
     return SharedSite(settings, note=note)

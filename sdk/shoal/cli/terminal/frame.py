@@ -22,7 +22,7 @@ _EVENTS_PLAIN: Final = 10
 
 
 class Frames:
-    """Creates one frame after another. Requests only the events that are new since the previous
+    """Creates a sequence of frames. Requests only the events that are new since the previous
     frame."""
 
     def __init__(self, client: Client, job_id: str, *, full_screen: bool) -> None:
@@ -36,9 +36,9 @@ class Frames:
         self._seen = ""
 
     def take(self) -> RenderableType:
-        """Returns the newest frame. While the coordinator does not answer, the frame shows the last
-        known values and says that they are outdated. Raises ShoalError if no values are known
-        yet."""
+        """Returns the newest frame. While the coordinator does not respond, the frame shows the
+        last known values and states that they are outdated. Raises ShoalError if no values are
+        known yet."""
         away: ShoalError | None = None
         try:
             self._job = self._client.job(self._job_id)
@@ -60,7 +60,7 @@ class Frames:
 
 
 class _Frame:
-    """One frame as a renderable of rich. If it does not fit on the terminal, the oldest events are
+    """Rich renderable of one frame. If it does not fit on the terminal, the oldest events are
     dropped."""
 
     def __init__(

@@ -12,8 +12,8 @@ from typing import Self
 
 
 class Keys:
-    """Reads keys as soon as they are pressed, without echo, while the context manager is open.
-    Ctrl-C still raises KeyboardInterrupt."""
+    """Context manager that reads keys as soon as they are pressed, without echo. Ctrl-C still
+    raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno()

@@ -23,11 +23,11 @@ from shoal.launcher.workers.output import Stream, TerminalStuckError, Writer
 _INTERVAL_S: Final = 0.5
 _LAST_TABLE_TIMEOUT: Final = timedelta(seconds=20)
 """Maximum time to wait until the last table has been printed. It exceeds the timeout of the request
-to the coordinator, which the table may have to await."""
+to the coordinator that the table may be waiting for."""
 
 
 class LiveView:
-    """Live table on the terminal, shown while the context manager is open."""
+    """Context manager that shows a live table on the terminal."""
 
     def __init__(self, coordinator: str, job_id: str, *, fallback: Writer, progress: bool) -> None:
         """`fallback`: writes to streams that are not terminals. `progress`: True to show the run's
@@ -35,8 +35,8 @@ class LiveView:
         self._coordinator = coordinator
         self._job_id = job_id
         self._fallback = fallback
-        # Characters missing in this terminal's encoding become question marks: an error would end
-        # the pump's thread, and workers would block on full pipes.
+        # Characters missing in this terminal's encoding become question marks: an error would
+        # terminate the pump's thread, and workers would block on full pipes.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         self._console = Console()
@@ -50,7 +50,7 @@ class LiveView:
         self._thread = threading.Thread(target=self._follow, name="shoal-live", daemon=True)
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Prints workers' lines above the table; thread-safe. Of lines that overwrite each other
+        """Prints workers' lines above the table; thread-safe. If lines overwrite each other
         (progress bars), only the last one is printed, since the table separates them."""
         if not stream.is_terminal:
             self._fallback(stream, data)
@@ -79,7 +79,7 @@ class LiveView:
     ) -> None:
         self._closed.set()
         if isinstance(error, TerminalStuckError):
-            return  # further output would not get through either
+            return  # further output would fail too
         self._thread.join(_LAST_TABLE_TIMEOUT.total_seconds())
         if self._thread.is_alive():
             raise TerminalStuckError(
@@ -101,7 +101,7 @@ class LiveView:
                 try:
                     job = client.job(self._job_id)
                 except ShoalError:
-                    # Not there yet, or briefly away: known values stay on the screen.
+                    # Not started yet, or temporarily unreachable: known values stay on the screen.
                     continue
                 status = self._status if self._progress else None
                 self._live.update(

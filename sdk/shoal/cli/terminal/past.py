@@ -42,7 +42,7 @@ def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
 
 
 def run_view(run: RecordedRun, now: datetime, account: Sequence[str]) -> RenderableType:
-    """Returns a view of one run: a headline, the account, the workers, and where to find more.
+    """Returns a view of one run: a headline, the account, the workers, and commands that show more.
 
     `account`: lines that describe the run's faults, pauses and figures.
     """
@@ -69,7 +69,7 @@ def run_view(run: RecordedRun, now: datetime, account: Sequence[str]) -> Rendera
 
 
 def comparison_view(one: RecordedRun, other: RecordedRun) -> RenderableType:
-    """Returns one table with the results of both runs, and one with the settings that differ."""
+    """Returns a table with the results of both runs, and a table with the settings that differ."""
     results, settings = compare(one, other)
     names = (one.name, other.name)
     parts: list[RenderableType] = [_rows("result", names, results)]

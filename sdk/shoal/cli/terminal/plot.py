@@ -1,4 +1,4 @@
-"""Plots a run: loss, other reported numbers and throughput over time, with marks for lost, new and
+"""Plots a run: loss, other reported metrics and throughput over time, with marks for lost, new and
 departed members."""
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _KINDS: Final = (".png", ".svg")
 _MOST_INTERVALS: Final = 40
-"""Maximum number of intervals into which a run is divided to show its throughput."""
+"""Maximum number of intervals in the plot of a run's throughput."""
 _STEPS_OF_INTERVAL: Final = 20
-"""Minimum number of steps that an interval has on average."""
+"""Minimum average number of steps per interval."""
 _COLOURS: Final = {"fault": "C3", "join": "C2", "leave": "C1"}
 
 
@@ -54,9 +54,9 @@ def _check_directory(file: Path) -> None:
 
 
 def draw(figures: RunFigures, file: Path, *, title: str) -> None:
-    """Draws a run to `file`: a panel for the loss, one for each other number that the script
-    reports, and one for the throughput. In an SVG, each change has the gid `fault-1`, `join-1`,
-    `leave-1`, ... `file` may be a URL that the command line made a path (`url_in`).
+    """Draws a run to `file`: a panel for the loss, a panel for each other metric that the script
+    reports, and a panel for the throughput. In an SVG, each change has the gid `fault-1`, `join-1`,
+    `leave-1`, ... `file` may be a URL that the command line has converted to a path (`url_in`).
 
     Raises:
         OSError: the file cannot be written.
@@ -110,8 +110,8 @@ def rates(figures: RunFigures) -> list[tuple[float, float]]:
     samples per second, or in steps per second if the script distributes its samples itself.
 
     All intervals have the same length: a fortieth of the run or the duration of twenty steps,
-    whichever is longer. In shorter intervals the rate would depend on how many steps happen to end
-    in each.
+    whichever is longer. In shorter intervals, the rate would depend on how many steps happen to end
+    in each interval.
     """
     began, first = (0.0, 0), figures.last_step - figures.steps
     counts = [began] + [

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Final
 from shoal.launcher.report.account import Status
 from shoal.launcher.workers.output import OutputPump, Stream, Writer
 
-if TYPE_CHECKING:  # rich is loaded once there is something to show: workers start before
+if (
+    TYPE_CHECKING
+):  # rich is loaded only when needed, after workers have started
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
 
@@ -26,8 +28,8 @@ _ERASE: Final = b"\r\x1b[2K"
 
 
 class StatusLine:
-    """Progress of a run as a renderable of rich: the text of `status_text`, and a bar if the number
-    of steps is known and the terminal is wide enough."""
+    """Rich renderable of a run's progress: the text of `status_text`, and a bar if the number of
+    steps is known and the terminal is wide enough."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -97,7 +99,7 @@ class BarWriter:
         self._last = 0.0
 
     def on(self, pump: OutputPump) -> None:
-        """Starts to show the bar. `pump`: the output pump that uses this writer."""
+        """Starts showing the bar. `pump`: the output pump that uses this writer."""
         self._pump = pump
 
     def write(self, stream: Stream, data: bytes) -> None:

@@ -26,7 +26,7 @@ class Column:
     """Order in which columns are dropped if they do not fit: the largest number first. 0: the
     column is never dropped."""
     right: bool = True
-    """True to align the cells right, as for numbers."""
+    """True to right-align the cells, as for numbers."""
 
     @property
     def width(self) -> int:
@@ -37,7 +37,7 @@ class Column:
 
 
 class FittingTable:
-    """Table as a renderable of rich. Columns that do not fit are omitted."""
+    """Rich renderable that shows a table and omits columns that do not fit."""
 
     def __init__(self, *columns: Column) -> None:
         """`columns`: columns with the same number of cells."""
@@ -49,7 +49,7 @@ class FittingTable:
         while sum(column.width for column in chosen) + _GAP * (len(chosen) - 1) > width:
             least = max(chosen, key=lambda column: column.dispensable)
             if not least.dispensable:
-                break  # rich cuts what is left
+                break  # rich truncates the remaining columns
             chosen.remove(least)
         return chosen
 

@@ -133,8 +133,8 @@ def _headline(job: Job) -> Text:
 
 
 def _stopped_at(job: Job) -> str:
-    """Returns text that names the step at which a run ended early; empty if the step is unknown or
-    the run completed."""
+    """Returns text that names the step at which an incomplete run ended; empty if the step is
+    unknown or the run completed."""
     if job.ending is JobEnding.COMPLETED or not job.steps:
         return ""
     total = f" of {job.steps_in_all:,}" if job.steps_in_all is not None else ""
@@ -184,8 +184,9 @@ def _note(member: Member) -> str:
 
 
 def _diagnosis(job: Job) -> list[RenderableType]:
-    """Returns, while a step is stalled, what each rank is doing, with its stacks. The ranks that
-    others wait for come first. Ranks with equal stacks are shown together."""
+    """Returns a description of what each rank is doing, with its stacks; empty unless a step is
+    stalled. The ranks that others are waiting for come first. Ranks with the same stacks are shown
+    together."""
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for member in job.members:
         if member.stacks and member.rank is not None:
@@ -284,8 +285,7 @@ def _member_table(job: Job) -> FittingTable:
 
 
 def _metric_names(members: Sequence[Member]) -> list[str]:
-    """Returns the names of the numbers reported by any member, in the order in which they first
-    occur."""
+    """Returns the names of all metrics reported by any member, in order of first appearance."""
     return list(dict.fromkeys(name for member in members for name in member.metrics))
 
 
@@ -294,8 +294,8 @@ def _milliseconds(duration: timedelta) -> str:
 
 
 def _waiting(member: Member) -> str:
-    """Returns the time for which a member has been waiting for its peers without interruption, if
-    it is long; otherwise the fraction of its step time spent waiting."""
+    """Returns the duration of a member's current wait for its peers if it is long; otherwise the
+    fraction of its step time spent waiting."""
     if member.waiting >= _LONG:
         return f"{member.waiting.total_seconds():.0f} s"
     if not member.step_time or not member.busy_time:
@@ -390,7 +390,7 @@ def job_json(job: Job) -> dict[str, Any]:
 
 
 def summary_json(job: JobSummary) -> dict[str, Any]:
-    """Returns a job of a list of jobs as a JSON-compatible dictionary."""
+    """Returns an entry of a list of jobs as a JSON-compatible dictionary."""
     result = job.result
     return {
         "job_id": job.job_id,

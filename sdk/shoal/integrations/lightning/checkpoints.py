@@ -1,5 +1,5 @@
-"""Configures which checkpoints a fit under Lightning's Trainer saves, and whether it resumes from
-one. They are Shoal's checkpoints, which the elastic loop saves when a step or an epoch is
+"""Configures which checkpoints a fit under Lightning's Trainer saves, and whether it resumes from a
+checkpoint. They are Shoal's checkpoints, which the elastic loop saves when a step or an epoch is
 complete."""
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Checkpoints(Checkpoint):
             directory: directory shared by all ranks, or local to the first rank's machine.
             every_n_steps: saves after steps whose number in the run is a multiple of this; None:
                 after each epoch.
-            keep: number of checkpoints to keep; at least 1.
+            keep: number of checkpoints to keep, a positive integer.
             resume: True to continue `fit` from the newest checkpoint in `directory`, if there is
                 one.
 
         Raises:
-            ConfigurationError: `every_n_steps` or `keep` is not a whole number of at least 1.
+            ConfigurationError: `every_n_steps` or `keep` is not a positive integer.
         """
         super().__init__()
         for name, value in {"every_n_steps": every_n_steps, "keep": keep}.items():
@@ -55,7 +55,7 @@ class Checkpoints(Checkpoint):
 
     def step_is_over(self) -> None:
         """Saves a checkpoint if one is due after a step. Called when the step, its validation and,
-        for the last step of an epoch, the end of the epoch are complete."""
+        after the last step of an epoch, the end of the epoch are complete."""
         if self.every_n_steps is not None:
             api.save_checkpoint(self.directory, keep=self.keep, every_steps=self.every_n_steps)
 

@@ -1,5 +1,5 @@
-"""Converts a Lightning Trainer's loaders to Shoal's: the batches of each step are distributed over
-the current ranks."""
+"""Converts a Lightning Trainer's loaders to Shoal's loaders, which distribute the batches of each
+step across the current ranks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def training_loader(
     limit: float = 1.0,
     in_order: bool = False,
 ) -> ElasticDataLoader:
-    """Returns the loader of the training steps. A batch of the given DataLoader is one of
-    `accumulated` parts of a step, which all ranks compute together.
+    """Returns the loader of the training steps. Each step consists of `accumulated` batches of the
+    given DataLoader and is computed by all ranks together.
 
     Args:
         given: the Trainer's loader or loaders.
         accumulated: the Trainer's `accumulate_grad_batches`.
-        seed: for the order of samples.
-        deterministic: sums must be the same on any number of ranks.
+        seed: seed for the order of samples.
+        deterministic: True if sums must be the same on any number of ranks.
         limit: number of batches per epoch (int), or their fraction of the dataset's (float): the
             Trainer's `limit_train_batches`.
-        in_order: keep the dataset's order, as with `overfit_batches`.
+        in_order: True to keep the dataset's order, as with `overfit_batches`.
 
     Raises:
-        ConfigurationError: its samples cannot be distributed this way.
+        ConfigurationError: the loader's samples cannot be distributed in this way.
     """
     loader = _alone(given, "train_dataloader")
     if isinstance(loader, ElasticDataLoader):
@@ -75,7 +75,7 @@ def training_loader(
         global_batch_size=batch_size * accumulated,
         micro_batch_size=batch_size if accumulated > 1 else None,
         seed=seed,
-        # the remaining batches are complete, or the last of all
+        # all further batches are complete, except possibly the last one
         drop_last=loader.batch_sampler.drop_last and batches is None,
         name="lightning",
         **order,
@@ -107,17 +107,17 @@ class FirstSamples(Sampler[int]):
 def evaluation_loaders(
     given: Any, what: str, *, limit: float = 1.0, in_order: bool = False
 ) -> list[ElasticDataLoader]:
-    """Returns the loaders of an evaluation. Each of their batches is computed on one rank.
+    """Returns the loaders of an evaluation. Each batch is computed on one rank.
 
     Args:
-        given: one loader, or several that are evaluated one after another.
-        what: name of them in errors.
-        limit: number of batches of each (int), or their fraction (float): the Trainer's
+        given: one loader, or several loaders to be evaluated one after another.
+        what: name of the loaders, used in errors.
+        limit: number of batches of each loader (int), or their fraction (float): the Trainer's
             `limit_val_batches` and similar.
-        in_order: loaders that shuffle use the dataset's order, as with `overfit_batches`.
+        in_order: True to make shuffling loaders use the dataset's order, as with `overfit_batches`.
 
     Raises:
-        ConfigurationError: their samples cannot be distributed this way.
+        ConfigurationError: the loaders' samples cannot be distributed in this way.
     """
     if isinstance(given, CombinedLoader):
         if given._mode != "sequential":
@@ -161,7 +161,7 @@ def _evaluation_loader(given: Any, what: str, limit: float, *, in_order: bool) -
 
 def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None:
     """Returns the number of batches to use; None: all batches. Raises ConfigurationError if the
-    limit allows no batch."""
+    limit does not allow any batch."""
     full = len(loader)
     batches = min(full, limit) if isinstance(limit, int) else int(full * limit)
     if batches == 0 and full > 0:
@@ -181,8 +181,8 @@ def _refuse_limit(limit: float, argument: str, what: str) -> None:
 
 
 def _alone(given: Any, what: str) -> Any:
-    """Returns the loader in `given`. Raises ConfigurationError for several loaders and for other
-    objects."""
+    """Returns the single loader in `given`. Raises ConfigurationError for several loaders and for
+    other objects."""
     while isinstance(given, CombinedLoader) or (isinstance(given, Sequence) and len(given) == 1):
         given = given.iterables if isinstance(given, CombinedLoader) else given[0]
     if isinstance(given, (Sequence, dict)):

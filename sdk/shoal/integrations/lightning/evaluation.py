@@ -1,4 +1,4 @@
-"""Lightning's validation, test and prediction, with batches distributed over all ranks. If a rank
+"""Lightning's validation, test and prediction, with batches distributed across all ranks. If a rank
 dies, its batches are evaluated again.
 
 Each rank evaluates its batches, and the results are gathered. Every rank then logs the results of
@@ -43,7 +43,7 @@ def _on_device(trainer: pl.Trainer, batch: Any, loader: int) -> Any:
 
 
 class ElasticEvaluation(_EvaluationLoop):
-    """Evaluation loop that replaces the Trainer's own loop: the one for validation within a fit,
+    """Evaluation loop that replaces one of the Trainer's own loops: for validation within a fit,
     for `validate`, or for `test`."""
 
     def __init__(self, trainer: pl.Trainer, before: _EvaluationLoop) -> None:
@@ -74,8 +74,8 @@ class ElasticEvaluation(_EvaluationLoop):
         self._max_batches = [len(loader) for loader in self._loaders]
 
     def run(self) -> list[Any]:
-        """Evaluates all batches and returns the logged results. Called by every rank, between
-        steps."""
+        """Evaluates all batches and returns the logged results. Must be called on every rank,
+        between steps."""
         self.setup_data()
         if self.skip:
             return []
@@ -144,7 +144,7 @@ class ElasticEvaluation(_EvaluationLoop):
 
 
 class ElasticPrediction(_PredictionLoop):
-    """Prediction loop that replaces a Trainer's own. All ranks return the predictions of all
+    """Prediction loop that replaces the Trainer's own loop. All ranks return the predictions of all
     batches."""
 
     def __init__(self, trainer: pl.Trainer, before: _PredictionLoop) -> None:
@@ -169,7 +169,7 @@ class ElasticPrediction(_PredictionLoop):
         self._sizes = [samples_in(loader) for loader in self._loaders]
 
     def run(self) -> Any:
-        """Computes all predictions. Called by every rank, between steps."""
+        """Computes all predictions. Must be called on every rank, between steps."""
         self.setup_data()
         if self.skip:
             return None
@@ -224,7 +224,8 @@ class ElasticPrediction(_PredictionLoop):
 
     def _on_predict_epoch_end(self) -> Any:
         """Calls the end hooks with all predictions. Called by Lightning. Prediction writers are
-        called in one process; if that process dies meanwhile, they are called in another one."""
+        called in one process; if that process dies during the call, they are called in a different
+        process."""
         trainer, session = self.trainer, current_session()
         with _without_writers(trainer, True):
             result = super()._on_predict_epoch_end()
@@ -240,7 +241,7 @@ class ElasticPrediction(_PredictionLoop):
 
 @contextlib.contextmanager
 def _without_writers(trainer: pl.Trainer, said: bool) -> Iterator[None]:
-    """Removes prediction writers from the Trainer's callbacks within the block, if `said` is
+    """Removes prediction writers from the Trainer's callbacks within the block if `said` is
     True."""
     before = trainer.callbacks
     trainer.callbacks = [

@@ -42,7 +42,7 @@ from shoal.integrations.lightning.results import Held, Missing, Results, check_a
 
 
 class Trains(Protocol):
-    """Interface of the strategy for the fit loop."""
+    """Interface of a strategy, as used by the fit loop."""
 
     seed: int
     options: Mapping[str, Any]
@@ -58,12 +58,12 @@ class Trains(Protocol):
         ...
 
     def note_who_writes(self) -> None:
-        """Tells Lightning's loggers whether this process is the one that writes logs."""
+        """Tells Lightning's loggers whether this process writes logs."""
         ...
 
 
 class _Counters(_TrainingEpochLoop):
-    """Lightning's counters of steps and batches, which are set from the loader's counts."""
+    """Lightning's counters of steps and batches, set from the loader's counts."""
 
     def __init__(self, trainer: pl.Trainer, before: _TrainingEpochLoop) -> None:
         """`before`: the Trainer's loop that this loop replaces. Its arguments are taken over."""
@@ -90,7 +90,7 @@ class _Counters(_TrainingEpochLoop):
 
 
 class ElasticFit(_FitLoop):
-    """Fit loop that replaces Lightning's own in a Trainer, for one fit."""
+    """Fit loop that replaces a Trainer's own fit loop, for one fit."""
 
     def __init__(
         self, trainer: pl.Trainer, strategy: Trains, checkpoints: Checkpoints | None
@@ -109,7 +109,7 @@ class ElasticFit(_FitLoop):
         trainer.accumulate_grad_batches = 1
 
     def setup_data(self) -> None:
-        """Requests the loader, on the first call only. Called by Lightning, also for
+        """Requests the loader, on the first call only. Called by Lightning, including for
         `estimated_stepping_batches`."""
         if self._loader is not None:
             return
@@ -152,7 +152,7 @@ class ElasticFit(_FitLoop):
     # ------------------------------------------------------------------------------------ the loops
 
     def run(self) -> None:
-        """Trains until all epochs or steps are done, a callback ends training, or the job is
+        """Trains until all epochs or steps are done, a callback stops training, or the job is
         stopped."""
         loader, session, counters = self.loader, current_session(), self.epoch_loop
         torch.set_grad_enabled(True)
@@ -166,7 +166,7 @@ class ElasticFit(_FitLoop):
             sys.maxsize if max_epochs < 0 else max_epochs,
             max_steps=max_steps if max_steps >= 0 else None,
         )
-        # from here on, a worker that joins has the other workers' state
+        # from here on, a joining worker has the other workers' state
         first = next(remaining, None)
         self._stand(loader.epoch)
         self._strategy.note_who_writes()
@@ -223,15 +223,15 @@ class ElasticFit(_FitLoop):
             or session.is_redoing
             or (loader.epoch <= epoch and not over and not self._is_enough())
         ):
-            return  # some of the epoch's steps will be repeated, or the job was stopped within it
+            return  # steps will be repeated, or the job was stopped within the epoch
         self._epoch_is_over(epoch)
 
     def _train_step(self, batches: Iterable[Any], number: int) -> tuple[bool, tuple[Any, Any]]:
         """Performs one step on all ranks.
 
-        Returns whether the step counts, which is the same on all ranks; if it does not, the loader
+        Returns whether the step was committed, the same on all ranks; if it was aborted, the loader
         deals its samples again. Also returns the outputs of `training_step` and the batch, for
-        hooks; both are None on a rank that had no part of the step.
+        hooks; both are None on a rank without a part of the step.
         """
         trainer, session, strategy, results = (
             self.trainer,
@@ -312,8 +312,8 @@ class ElasticFit(_FitLoop):
         """Logs the values of a committed step on all `ranks` that took part in it. Also compares
         the values that the ranks have logged outside of steps since the previous step.
 
-        `everyones`: values of all ranks, gathered within the step. None if a rank died meanwhile,
-        in which case other ranks may have the values.
+        `everyones`: values of all ranks, gathered within the step. None if a rank died during the
+        gathering; other ranks may then have the values.
         """
         reports, missing = everyones, None
         if any(collectives.gather(current_session(), everyones is None, kind="self.log")):
@@ -332,7 +332,7 @@ class ElasticFit(_FitLoop):
                 )
         assert reports is not None
         self._is_new = False
-        # A new worker has not logged the others' values from after the previous step.
+        # A new worker has not logged the values that the others logged after the previous step.
         if known := [one["elsewhere"] for one in reports if not one["new"]]:
             check_alike(known)
         losses = [pair for one in reports for pair in one["losses"]]
@@ -361,7 +361,7 @@ class ElasticFit(_FitLoop):
     # ----------------------------------------------------------------------- when something is over
 
     def _step_is_over(self, number: int, results: tuple[Any, Any]) -> None:
-        """Performs what Lightning does after a committed step, in the same order."""
+        """Performs Lightning's actions after a committed step, in the same order."""
         trainer, counters, (outputs, batch) = self.trainer, self.epoch_loop, results
         in_all = self.loader.global_step
         counters.stand(in_epoch=number + 1, of=self.max_batches, in_all=in_all, committed=in_all)
@@ -384,8 +384,8 @@ class ElasticFit(_FitLoop):
         counters._batches_that_stepped = in_all
 
     def _check_untouched(self, before: Mapping[str, int]) -> None:
-        """Raises ConfigurationError if a hook has updated a metric, which would then include only
-        this worker's samples."""
+        """Raises ConfigurationError if a hook has updated a metric, because the metric would then
+        include only this worker's samples."""
         now = self.epoch_loop._results.metrics_of_module.updates()
         for name in now:
             if now[name] > before.get(name, 0):
@@ -396,8 +396,8 @@ class ElasticFit(_FitLoop):
                 )
 
     def _epoch_is_over(self, epoch: int) -> None:
-        """Performs what Lightning does at the end of an epoch, or when training ends within one, in
-        the same order."""
+        """Performs Lightning's actions at the end of an epoch, or when training ends in the middle
+        of an epoch, in the same order."""
         trainer, counters = self.trainer, self.epoch_loop
         trainer._logger_connector.epoch_end_reached()
         for counts in (self.epoch_progress.current, self.epoch_progress.total):

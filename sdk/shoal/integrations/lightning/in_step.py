@@ -1,9 +1,9 @@
 """Exchanges values between ranks in the middle of a step.
 
 If a rank dies before it has sent its value, some or all of the other ranks do not receive it. The
-step may count nevertheless if its gradients were already summed: under ddp they are summed in the
-last backward pass, under other strategies after this exchange. After the step, the loop therefore
-checks whether all ranks have the values (`fit_loop.py`).
+step may nevertheless be committed if its gradients were already summed: under ddp they are summed
+in the last backward pass, under other strategies after this exchange. After the step, the loop
+therefore checks whether all ranks have the values (`fit_loop.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.step.ranks_in_passes import RanksInPasses
 
 _FIRST: Final = 4096
-"""Number of bytes of a value that are sent in the first round, with the value's total length. The
-rest is sent in a second round, padded to the length of the longest value."""
+"""Number of bytes of a value that are sent in the first round, together with the value's total
+length. The rest is sent in a second round, padded to the length of the longest value."""
 _LENGTH: Final = 8
 
 
@@ -29,12 +29,12 @@ class InStep:
         self._ranks = RanksInPasses(session, "what was logged")
 
     def gather(self, value: Any, *, kind: str) -> list[Any] | None:
-        """Returns the values of all ranks in rank order; None if a rank was lost. Called by every
-        rank within a step, before `optimizer.step()`.
+        """Returns the values of all ranks in rank order; None if a rank was lost. Must be called on
+        every rank within a step, before `optimizer.step()`.
 
         Args:
             value: any value accepted by `shoal.gather`.
-            kind: what the value is, for error messages.
+            kind: description of the value, used in errors.
         """
         own = collectives.packed(value, kind)
         session = self._session

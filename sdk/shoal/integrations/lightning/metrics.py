@@ -1,6 +1,6 @@
-"""Combines the torchmetrics modules of a LightningModule over all ranks.
+"""Combines the torchmetrics modules of a LightningModule across all ranks.
 
-A metric accumulates batches, but each rank sees only its own batches. A metric is therefore emptied
+A metric accumulates batches, but each rank sees only its own batches. A metric is therefore reset
 before each batch, and the batch's contribution is extracted afterwards. The contributions of all
 ranks are then added to the metric of every rank in the same order, as in a single process.
 """
@@ -23,13 +23,13 @@ from torchmetrics.utilities.data import (
 )
 
 Counted = dict[str, Any]
-"""Contribution of a batch to a metric: the number of "updates", and the "states" by name. A state
-is a tensor or a list of tensors."""
+"""A batch's contribution to a metric: the number of "updates", and the "states" by name. A state is
+a tensor or a list of tensors."""
 
 
 def _sum(states: Sequence[torch.Tensor]) -> torch.Tensor:
     total = states[0]
-    for each in states[1:]:  # in this order, as one process adds them
+    for each in states[1:]:  # in this order, as a single process would add them
         total = total + each
     return total
 
@@ -40,7 +40,7 @@ _ADD: Final[dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]]] = {
     dim_zero_min: lambda states: torch.stack(list(states)).amin(0),
     dim_zero_cat: lambda states: torch.cat([torch.atleast_1d(each) for each in states]),
 }
-"""Combination of the tensors of several batches, by the reduction that the metric declares for
+"""Function that combines the tensors of several batches, by the metric's declared reduction across
 processes."""
 
 
@@ -60,7 +60,7 @@ class Metrics:
         return {name: one._update_count for name, one in self._named.items()}
 
     def empty(self) -> None:
-        """Begins a batch: saves the accumulated states of all metrics, and empties the metrics."""
+        """Begins a batch: saves the accumulated states of all metrics, and resets the metrics."""
         self._aside = {name: _counted(one) for name, one in self._named.items()}
         for one in self._named.values():
             _clear(one)
@@ -69,7 +69,8 @@ class Metrics:
         """Ends a batch: returns its contribution to each metric, and restores the saved states."""
         for one in self._module.modules():
             if isinstance(one, MetricCollection):
-                # metrics that share states are updated once, and the others get the result here
+                # of several metrics that share states, only one was updated; the others get its
+                # result here
                 one.values(copy_state=True)
         found = {}
         for name, one in self._named.items():
@@ -140,7 +141,7 @@ def _put(one: Metric, counted: Counted) -> None:
 
 
 def _added(name: str, one: Metric, own: list[Counted], received: list[Counted]) -> Counted:
-    """Returns the states of a metric after adding the received contributions to its own."""
+    """Returns the states of a metric after adding the received contributions to its own states."""
     everything = [*own, *received]
     states: dict[str, Any] = {}
     for state, reduction in one._reductions.items():

@@ -3,8 +3,8 @@ machine continues.
 
 Lightning calls it in the first process while the other processes wait in a collective. For
 Lightning, however, each of Shoal's workers is a job with a single process. The workers of a machine
-therefore wait for the first of them through a file lock (`first_of_machine.py`). A replacement
-worker finds the data already prepared.
+therefore use a file lock to wait for the first worker (`first_of_machine.py`). A replacement worker
+finds the data already prepared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal_worker.elastic.session.first_of_machine import main_first
 from shoal_worker.settings import WorkerSettings
 
 _TIMEOUT: Final = timedelta(hours=6)
-"""Maximum time for which the other workers wait. Lightning waits without limit."""
+"""Maximum wait of the other workers. Lightning waits without limit."""
 
 
 def preparers(trainer: pl.Trainer) -> Iterator[Any]:
@@ -34,7 +34,7 @@ def preparers(trainer: pl.Trainer) -> Iterator[Any]:
 
 def prepare_data(trainer: pl.Trainer) -> None:
     """Calls `prepare_data` in place of the Trainer. If a call raises an error or its process dies,
-    another worker on the machine repeats the call.
+    another worker on the machine retries the call.
 
     Raises:
         DeadlineError: the first worker on this machine took longer than 6 hours.
@@ -43,7 +43,8 @@ def prepare_data(trainer: pl.Trainer) -> None:
         worker = WorkerSettings()
         started = f"{worker.job_id} {worker.launcher_id} {trainer.state.fn} {number}"
         scope = f"prepare_data {started} {Path.cwd()} {type(owner).__qualname__}"
-        # Without a launcher, a replacement worker cannot be distinguished from one of a new run.
+        # Without a launcher, a replacement worker cannot be distinguished from a worker of a new
+        # run.
         with main_first(scope, timeout=_TIMEOUT, once=bool(worker.launcher_id)) as is_first:
             if is_first:
                 owner.prepare_data()

@@ -1,5 +1,5 @@
-"""Registers the state of a fit other than its steps, so that joiners receive it and checkpoints
-contain it. The loader stores steps and epochs."""
+"""Registers a fit's state, so that joiners receive it and checkpoints contain it. Steps and epochs
+are not included; the loader stores them."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.preparing import preparers
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Strategies under which the forward and backward passes of the module itself train it. All others
-train through `train_step`, or are not synchronous data parallelism."""
+"""Strategies that train a module with its own forward and backward passes. All others train with
+`train_step`, or are not synchronous data parallelism."""
 
 _CHECKPOINTS: Final = (
     "use shoal.integrations.lightning.Checkpoints(directory, every_n_steps=..., keep=...)"
@@ -53,7 +53,8 @@ _MODULE: Final = {
     "on_load_checkpoint": "Shoal saves its own checkpoints; add objects with "
     "shoal.register_state(name=object)",
 }
-"""Methods of a LightningModule that are not called or would do harm, each with its alternative."""
+"""Methods of a LightningModule that are not called or would be harmful, each with its
+alternative."""
 
 
 def _refuse(what: str, instead: str) -> ConfigurationError:
@@ -156,8 +157,8 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
 
 
 def use_checkpoints(trainer: pl.Trainer) -> Checkpoints | None:
-    """Removes a Trainer's default ModelCheckpoint, from whose files no elastic fit could resume.
-    Returns the fit's `Checkpoints`; None without one.
+    """Removes a Trainer's default ModelCheckpoint, because an elastic fit could not resume from its
+    files. Returns the fit's `Checkpoints`; None if there is none.
 
     Raises:
         ConfigurationError: there are several `Checkpoints`.
@@ -192,7 +193,7 @@ def _check_module(module: pl.LightningModule) -> None:
 
 
 def check_metrics(module: pl.LightningModule) -> None:
-    """Raises ConfigurationError if the complete module has metrics that cannot be combined over
+    """Raises ConfigurationError if the complete module has metrics that cannot be combined across
     ranks."""
     for name, one in module.named_modules():
         if isinstance(one, (WrapperMetric, MetricTracker)):

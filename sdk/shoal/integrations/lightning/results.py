@@ -1,11 +1,11 @@
-"""Logs values passed to `self.log` only once their step is committed, combined over all ranks.
+"""Logs values passed to `self.log` only once their step is committed, combined across all ranks.
 
-Lightning adds a logged value to the epoch's results at once. Here a step may be aborted, and a rank
-knows only its own values. Values logged during a batch are therefore held back. When the step is
-committed, or the evaluation is done, each rank logs the values of all ranks instead.
+Lightning adds a logged value to the epoch's results immediately. Here a step may be aborted, and a
+rank knows only its own values. Values logged during a batch are therefore held back. When the step
+is committed, or the evaluation is done, each rank logs the values of all ranks instead.
 
-Values logged outside of batches are logged at once and recorded. They must be the same on all
-ranks, which compare them.
+Values logged outside of batches are logged immediately and recorded. They must be the same on all
+ranks; the ranks compare them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
     "max": max,
     "min": min,
 }
-"""Combination of the values of a step's parts, by the argument `reduce_fx`, other than the mean."""
+"""Functions that combine the values of a step's parts, by the argument `reduce_fx`, except for the
+mean."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class _Known:
     name: str
     reduction: str
     metric: str | None
-    """Name of the torchmetrics module that is logged instead of a value; None for a value."""
+    """Name of the logged torchmetrics module; None if a value is logged."""
     flags: tuple[bool, ...]
     """Values of `_ARGUMENTS`."""
 
@@ -69,7 +70,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class Missing:
-    """Facts known about a step in which a worker died before its logged values were gathered."""
+    """Known facts about a step in which a worker died before its logged values were gathered."""
 
     mean_loss: float | None
     """Mean loss over all ranks' samples; None if it was not reported."""
@@ -79,12 +80,12 @@ class Missing:
 
 class Held:
     """Values logged during one part of a step or one batch of an evaluation. They are held back
-    until the part counts."""
+    until the step is committed or the batch is evaluated."""
 
     def __init__(self, part: int, weight: Callable[[], float]) -> None:
         """
         Args:
-            part: number of the part over all ranks.
+            part: number of the part among the parts of all ranks.
             weight: returns the weight of the part, usually its number of samples; called if `log`
                 was called without `batch_size`.
         """
@@ -93,11 +94,11 @@ class Held:
         self._entries: list[list[Any]] = []
 
     def log(self, known: _Known, value: float | None, batch_size: int | None) -> None:
-        """Adds a logged value. A `value` of None means that a metric is logged, which stores its
-        own value."""
+        """Adds a logged value. A `value` of None means that a metric is logged, because metrics
+        store their own values."""
         if value is None:
             weight = 1.0
-        elif batch_size is None or self._weight() == 0:  # a stand-in batch counts as nothing
+        elif batch_size is None or self._weight() == 0:  # a stand-in batch has no weight
             weight = self._weight()
         else:
             weight = float(batch_size)
@@ -110,7 +111,7 @@ class Held:
 
 
 class Results(_ResultCollection):
-    """The values logged in an epoch. Replaces Lightning's own collection."""
+    """Values logged in an epoch. Replaces Lightning's own collection."""
 
     def __init__(self, *, training: bool) -> None:
         super().__init__(training=training)
@@ -125,12 +126,12 @@ class Results(_ResultCollection):
 
     @property
     def metrics_of_module(self) -> Metrics:
-        """Metrics of the module that logs."""
+        """Metrics of the module whose values are logged."""
         assert self._metrics is not None
         return self._metrics
 
     def hold(self, held: Held | None) -> None:
-        """Holds back values logged from now on in `held`. None: logs them at once."""
+        """Holds back values logged from now on in `held`. None: logs them immediately."""
         self._held = held
 
     def log(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
@@ -187,8 +188,8 @@ class Results(_ResultCollection):
 
         Args:
             received: the parts of all ranks.
-            missing: what is known about the step if a worker died before its parts were gathered,
-                which is warned about once; None: all parts are there.
+            missing: known facts about the step if a worker died before its parts were gathered, in
+                which case a warning is logged once; None: all parts are available.
             losses: losses of the parts with their weights.
         """
         parts = sorted(received, key=lambda one: int(one["part"]))
@@ -230,7 +231,7 @@ class Results(_ResultCollection):
 
     def log_batch(self, received: Mapping[str, Any]) -> None:
         """Logs the values of one evaluation batch as if this process had just computed it. Metric
-        contributions are not added here, but for all batches at once."""
+        contributions are not added here, but for all batches together."""
         self._note_batch_values(
             [received["counted"]], {known for known, _, _ in received["entries"]}
         )
@@ -264,8 +265,8 @@ class Results(_ResultCollection):
         """Resets the results at the end of an epoch. Called by Lightning.
 
         Lightning also calls it for a hook's first values in an epoch. These calls are ignored,
-        because a worker that joined within the epoch would lose the values that it received from
-        the others.
+        because a worker that joined in the middle of the epoch would lose the values received from
+        the other workers.
         """
         if fx is None:
             super().reset(metrics, fx)

@@ -1,8 +1,8 @@
 """Strategy for a Lightning Trainer: `Trainer(strategy=ShoalStrategy("zero2"))`.
 
-For Lightning, each worker is a single process on `shoal.device()`, which opens no process group and
-waits for no other process. Before training, Shoal's fit loop (`fit_loop.py`) is put into the
-Trainer, and unsupported uses are rejected (`refusals.py`,
+Lightning treats each worker as a single process on `shoal.device()`, which neither opens a process
+group nor waits for other processes. Before training, the Trainer's fit loop is replaced by Shoal's
+(`fit_loop.py`), and unsupported uses are rejected (`refusals.py`,
 docs/decisions/0263-own-loops-for-trainers.md).
 """
 
@@ -39,10 +39,10 @@ from shoal.integrations.lightning.refusals import (
 
 
 class ShoalStrategy(Strategy):
-    """Trains and evaluates a LightningModule on the workers of a job, which may die, leave and join
-    during training.
+    """Trains and evaluates a LightningModule on the workers of a job. Workers may die, leave and
+    join during training.
 
-    Every rank creates the Trainer and calls the same methods in the same order: `fit`, at most
+    Every rank must create the Trainer and call the same methods in the same order: `fit`, at most
     once, and then `validate`, `test` and `predict`.
     """
 
@@ -57,7 +57,7 @@ class ShoalStrategy(Strategy):
             options: further arguments of `shoal.as_distributed`.
 
         Raises:
-            ConfigurationError: another strategy.
+            ConfigurationError: a different strategy.
         """
         super().__init__()
         if strategy not in STRATEGIES:
@@ -71,7 +71,7 @@ class ShoalStrategy(Strategy):
         self._checkpoints: Checkpoints | None = None
         self._sharded: ShardedModel | None = None
         self._module: pl.LightningModule | None = None
-        """Module from which the distributed model was created."""
+        """Module that the distributed model was created from."""
 
     # ----------------------------------------------------------------------- what Lightning is told
 
@@ -82,19 +82,18 @@ class ShoalStrategy(Strategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this process is the one that writes and logs. If it dies, another process takes
-        over."""
+        """True if this process writes files and logs. If it dies, another process takes over."""
         return current_session().is_first
 
     @property
     def global_rank(self) -> int:
-        """0 in the process that writes and logs, otherwise a positive number."""
+        """0 in the process that writes files and logs, otherwise a positive number."""
         session = current_session()
         return 0 if session.is_first else max(1, session.rank)
 
     @property
     def local_rank(self) -> int:
-        """Rank on this machine as reported to Lightning: equal to `global_rank`."""
+        """Rank on this machine as reported to Lightning: the same as `global_rank`."""
         return self.global_rank
 
     @property
@@ -104,7 +103,8 @@ class ShoalStrategy(Strategy):
         return 1
 
     def note_who_writes(self) -> None:
-        """Sets Lightning's `rank_zero_only.rank`, from which loggers determine whether to write."""
+        """Sets Lightning's `rank_zero_only.rank`, which loggers use to determine whether to
+        write."""
         rank_zero_only.rank = self.global_rank
 
     # ------------------------------------------------------------------------------------ the model
@@ -114,7 +114,7 @@ class ShoalStrategy(Strategy):
         """The distributed model being trained.
 
         Raises:
-            PreconditionError: neither a fit nor an evaluation has begun.
+            PreconditionError: neither a fit nor an evaluation has started.
         """
         if self._sharded is None:
             raise PreconditionError(
@@ -151,7 +151,7 @@ class ShoalStrategy(Strategy):
         if trainer.state.fn is TrainerFn.FITTING:
             self._checkpoints = use_checkpoints(trainer)
             trainer.num_sanity_val_steps = (
-                0  # the other workers would have to wait while a worker that joins runs it
+                0  # the other workers would have to wait while a joining worker runs it
             )
         connector: Any = trainer._data_connector
         connector.prepare_data = functools.partial(prepare_data, trainer)
@@ -159,8 +159,8 @@ class ShoalStrategy(Strategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Puts Shoal's loops into the Trainer, and distributes the model and the optimizer. Called
-        by Lightning when the module is complete."""
+        """Replaces the Trainer's loops by Shoal's, and distributes the model and the optimizer.
+        Called by Lightning when the module is complete."""
         module = self.lightning_module
         assert self.accelerator is not None
         assert module is not None
@@ -198,7 +198,7 @@ class ShoalStrategy(Strategy):
         if self._sharded is None:
             self.model_to_device()
             backend = {name: value for name, value in self.options.items() if name == "backend"}
-            # nothing is trained, so each rank has the unsharded model that evaluations need
+            # there is no training, so each rank has the unsharded model, as needed for evaluations
             model = api.as_distributed(module, **backend)
             assert isinstance(model, ShardedModel)
             self._sharded = model
@@ -222,12 +222,12 @@ class ShoalStrategy(Strategy):
         """Does nothing, since Shoal synchronizes the ranks."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns `obj`. Lightning broadcasts only paths, which only the process that writes files
-        uses."""
+        """Returns `obj`. Lightning broadcasts only paths, and only the process that writes files
+        uses them."""
         return obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> NoReturn:
-        """Rejects the call; user code must call `shoal.all_reduce`.
+        """Rejects the call; user code must call `shoal.all_reduce` instead.
 
         Raises:
             ConfigurationError: always.
@@ -238,7 +238,7 @@ class ShoalStrategy(Strategy):
         )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> NoReturn:
-        """Rejects the call; user code must call `shoal.gather`.
+        """Rejects the call; user code must call `shoal.gather` instead.
 
         Raises:
             ConfigurationError: always.
@@ -251,7 +251,7 @@ class ShoalStrategy(Strategy):
     # ---------------------------------------------------------------------------------------- files
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the unsharded model's state under the module's own names. Called by every
+        """Returns the unsharded model's state under the module's own names. Must be called on every
         rank."""
         return (
             self._sharded.full_state_dict()
@@ -275,10 +275,10 @@ class ShoalStrategy(Strategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """Writes the state gathered by `trainer.save_checkpoint(path, weights_only=True)` to a
-        file. Called by every rank; one process writes the file.
+        file. Must be called on every rank; one process writes the file.
 
         Raises:
-            UnavailableError (FILE_NOT_WRITTEN): that process died meanwhile.
+            UnavailableError (FILE_NOT_WRITTEN): that process died before it had written the file.
         """
         writes = self.is_global_zero
         super().save_checkpoint(checkpoint, filepath, storage_options)

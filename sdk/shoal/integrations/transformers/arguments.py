@@ -22,8 +22,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Strategies under which the Trainer's own forward and backward passes train the model. All others
-train through `train_step`, or are not synchronous data parallelism."""
+"""Strategies that train the model with the Trainer's own forward and backward passes. All others
+train with `train_step`, or are not synchronous data parallelism."""
 
 _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "auto_find_batch_size": (False, "the batch size is the same on all workers; set it yourself"),
@@ -54,7 +54,7 @@ _SURROUNDINGS: Final = (
     *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
     "ACCELERATE_TORCH_DEVICE",
 )
-"""Variables from which Accelerate determines its peers and its device."""
+"""Variables that Accelerate uses to determine its peers and its device."""
 
 
 @contextmanager
@@ -73,14 +73,14 @@ class TrainingArguments(transformers.TrainingArguments):
     """transformers' TrainingArguments for a process that transformers treats as the only one, on
     `shoal.device()`.
 
-    Creating the arguments joins the job (`shoal.init()`). Create them before the Trainer.
+    Creating the arguments joins the job (`shoal.init()`). They must be created before the Trainer.
     """
 
     use_cpu: bool
     """True to ignore GPUs. Set to True automatically if there are none."""
 
     def __post_init__(self) -> None:
-        self.use_cpu = self.use_cpu or not torch.cuda.is_available()  # as `shoal.device()`
+        self.use_cpu = self.use_cpu or not torch.cuda.is_available()  # as in `shoal.device()`
         super().__post_init__()
 
     @cached_property
@@ -99,14 +99,14 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def process_index(self) -> int:
-        """0 in the process that writes and logs, otherwise a positive number. If that process dies,
-        another one takes over and gets index 0."""
+        """0 in the process that writes files and logs, otherwise a positive number. If that process
+        dies, another process takes over and gets index 0."""
         session = current_session()
         return 0 if session.is_first else max(1, session.rank)
 
     @property
     def local_process_index(self) -> int:
-        """Index on this machine as reported to transformers: equal to `process_index`."""
+        """Index on this machine as reported to transformers: the same as `process_index`."""
         return self.process_index
 
 
@@ -145,7 +145,7 @@ def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> Non
 
 
 def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """Returns the arguments that make a loader use the order of the Trainer's sampler."""
+    """Returns the arguments for a loader that make it use the order of the Trainer's sampler."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not has_length(dataset):
         return {}
     sampler = sampler_fn(dataset) if sampler_fn is not None else None

@@ -19,11 +19,11 @@ _PROGRESS: Final = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Fields of TrainerState that the loop updates. The other fields follow from the arguments or
+"""Fields of TrainerState that the loop updates. The other fields are determined by the arguments or
 differ between ranks."""
 
 _SPEEDS: Final = ("_runtime", "_per_second")
-"""Suffixes of the names under which the Trainer logs speeds."""
+"""Suffixes of the names that the Trainer uses to log speeds."""
 
 
 class Progress:

@@ -1,8 +1,8 @@
 """Seq2SeqTrainer of transformers for an elastic job. Its evaluation can generate text
 (`predict_with_generate=True`).
 
-Under every strategy, each rank has all parameters while it evaluates. A rank can therefore generate
-the outputs of its own batches without waiting for other ranks (`shoal.evaluate`).
+Under every strategy, each rank has all parameters during an evaluation. A rank can therefore
+generate the outputs for its own batches without waiting for other ranks (`shoal.evaluate`).
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingAr
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
-    """Seq2SeqTrainer of transformers, whose training survives the death of workers like that of
-    `Trainer`."""
+    """Seq2SeqTrainer of transformers whose training, as with `Trainer`, survives the death of
+    workers."""

@@ -3,8 +3,8 @@
 the loss, the optimizer and its schedule, callbacks, logging, evaluation and saving.
 
 transformers and Accelerate treat each worker as the only process, so they open no process group.
-The batch size in the arguments is that of the whole job, whatever the number of workers: a step
-covers `per_device_train_batch_size * gradient_accumulation_steps` samples over all ranks.
+The batch size in the arguments applies to the entire job, regardless of the number of workers: a
+step covers `per_device_train_batch_size * gradient_accumulation_steps` samples over all ranks.
 Unsupported uses are rejected when the Trainer is created
 (docs/decisions/0263-own-loops-for-trainers.md).
 """
@@ -48,7 +48,7 @@ class Trainer(transformers.Trainer):
     """Trainer of transformers whose training survives the death of workers and lets new workers
     join.
 
-    Every rank creates the Trainer and calls the same methods in the same order: `train`,
+    Every rank must create the Trainer and call the same methods in the same order: `train`,
     `evaluate`, `predict`, `save_model`. A process trains one model, so `train` is called at most
     once.
     """
@@ -70,7 +70,8 @@ class Trainer(transformers.Trainer):
             strategy_options: further arguments of `shoal.as_distributed`.
 
         Raises:
-            ConfigurationError: another strategy, or arguments that this Trainer does not support.
+            ConfigurationError: a different strategy, or arguments that this Trainer does not
+            support.
         """
         args = TrainingArguments("tmp_trainer") if args is None else args
         options = dict(strategy_options or {})
@@ -81,10 +82,9 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, *rest, **named)
 
     model_wrapped: Any
-    """Distributed model: a `ShardedModel` from the first call that needs it."""
+    """Distributed model; a `ShardedModel` once a call has needed it."""
     optimizer: Any
-    """Optimizer of the model: a `ShardedOptimizer` from the first call that needs the distributed
-    model."""
+    """Optimizer of the model; a `ShardedOptimizer` once a call has needed the distributed model."""
     control: Any
     """transformers' TrainerControl."""
 
@@ -150,8 +150,8 @@ class Trainer(transformers.Trainer):
         )
 
     def _weight(self, batch: Any) -> float:
-        """Returns a batch's weight in the mean over a step. This is the number of items by which
-        the model divides its loss, if it does so; otherwise the number of samples."""
+        """Returns a batch's weight in the mean over a step. If the model divides its loss by a
+        number of items, this is that number; otherwise it is the number of samples."""
         items = self._get_num_items_in_batch([batch], self.args.device)
         return float(find_batch_size(batch) or 1) if items is None else float(items)
 
@@ -177,11 +177,11 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> Any:
-        """Trains like transformers' own Trainer. Workers may die and join meanwhile.
+        """Trains like transformers' own Trainer. Workers may die and join during training.
 
         Args:
-            resume_from_checkpoint: directory from whose newest checkpoint, if it has one, training
-                resumes; True: `output_dir`.
+            resume_from_checkpoint: directory of checkpoints; training resumes from the newest
+                checkpoint in it, if there is one. True: `output_dir`.
             trial: must be None.
             ignore_keys_for_eval: as in transformers' own Trainer.
 
@@ -240,7 +240,7 @@ class Trainer(transformers.Trainer):
             api.resume(self._resume_from)
 
         remaining = loader.epochs(epochs, max_steps=max_steps)
-        # from here on, a worker that joins has the other workers' state
+        # from here on, a joining worker has the other workers' state
         first = next(remaining, None)
         self._note_who_writes()
         start_time = time.time()
@@ -301,18 +301,18 @@ class Trainer(transformers.Trainer):
                 break
         stopped = self.control.should_epoch_stop or self.control.should_training_stop
         if session.is_joining or session.is_redoing or (loader.epoch <= epoch and not stopped):
-            return  # some of the epoch's steps will be repeated, or the job was stopped within it
+            return  # steps will be repeated, or the job was stopped within the epoch
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         log_save_evaluate()
 
     def _train_step(
         self, model: ShardedModel, batches: Iterable[Any], logged: dict[str, Any]
     ) -> bool:
-        """Performs one step on all ranks. Returns whether the step counts, which is the same on all
-        ranks; if it does not, the loader deals its samples again."""
+        """Performs one step on all ranks. Returns whether the step was committed, the same on all
+        ranks; if it was aborted, the loader deals its samples again."""
         args, session, handler = self.args, current_session(), self.callback_handler
         self.control = handler.on_step_begin(args, self.state, self.control)
-        # the mean over parts is the step's, weighted by the parts' weights
+        # the step's value is the mean over its parts, weighted by the parts' weights
         self.current_gradient_accumulation_steps = 1
         total = weights = 0.0
         for number, inputs in enumerate(batches):
@@ -347,14 +347,14 @@ class Trainer(transformers.Trainer):
         return committed
 
     def _step_optimizer(self, scaler: torch.amp.GradScaler | None) -> tuple[bool, bool]:
-        """Returns whether the step counts, and whether it updated the parameters. A step whose
-        gradients overflowed under fp16 counts without an update, as in transformers."""
+        """Returns whether the step was committed, and whether it updated the parameters. As in
+        transformers, a step whose gradients overflowed under fp16 counts, without an update."""
         if scaler is None:
             committed = bool(self.optimizer.step())
             return committed, committed
         before = scaler.get_scale()
         committed = bool(scaler.step(self.optimizer))
-        scaler.update()  # without effect if the step does not count
+        scaler.update()  # has no effect if the step was aborted
         return committed, committed and scaler.get_scale() >= before
 
     @property
@@ -365,8 +365,8 @@ class Trainer(transformers.Trainer):
         )
 
     def _add_loss(self, loss: float | None) -> None:
-        """Adds the loss of a step over all its samples, which is the same on all ranks. As in
-        transformers, a NaN or infinite loss is replaced by the mean of earlier losses."""
+        """Adds the mean loss of all samples of a step, the same on all ranks. As in transformers, a
+        NaN or infinite loss is replaced by the mean of earlier losses."""
         if loss is None or (self.args.logging_nan_inf_filter and not math.isfinite(loss)):
             self._tr_loss += self._tr_loss / (
                 1 + self.state.global_step - self._globalstep_last_logged
@@ -375,7 +375,7 @@ class Trainer(transformers.Trainer):
             self._tr_loss += loss
 
     def _note_who_writes(self) -> None:
-        """Updates which rank logs and writes files. If that rank dies, another one takes over."""
+        """Updates which rank logs and writes files. If that rank dies, another rank takes over."""
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
 
@@ -389,8 +389,8 @@ class Trainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluates like transformers' own loop, with batches distributed over all ranks. The
-        batches of a rank that dies are repeated."""
+        """Evaluates like transformers' own loop, with batches distributed across all ranks. If a
+        rank dies, its batches are evaluated again."""
         if not isinstance(dataloader, ElasticDataLoader):
             raise ConfigurationError(
                 f"evaluation with a {type(dataloader).__name__}; expected a "
@@ -454,7 +454,7 @@ class Trainer(transformers.Trainer):
         """Saves Shoal's checkpoint in `output_dir/step-<n>`, with the Trainer's state.
 
         With load_best_model_at_end, returns only when the best checkpoint so far is on disk: if a
-        rank dies before it has written its part, the checkpoint is saved again.
+        rank dies before it has written its part, saves the checkpoint again.
         """
         args, state, session = self.args, self.state, current_session()
         if session.is_redoing:
@@ -494,11 +494,11 @@ class Trainer(transformers.Trainer):
                 return
             if session.is_joining or session.is_redoing or session.has_left:
                 return  # this rank's values will be replaced, or are not needed
-            # the rank that was to send them has died
+            # the rank that should have sent them has died
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the unsharded model as transformers' own Trainer does. Called by every rank; one
-        process writes the files."""
+        """Writes the unsharded model as transformers' own Trainer does. Must be called on every
+        rank; one process writes the files."""
         state = self._distribute().full_state_dict()
         self._save(output_dir or self.args.output_dir, state_dict=state)
 

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Final
 from shoal.launcher.report.account import Status
 from shoal.launcher.workers.output import OutputPump, Stream, Writer
 
-if (
-    TYPE_CHECKING
-):  # rich is loaded only when needed, after workers have started
+if TYPE_CHECKING:  # rich is loaded only when needed, after workers have started
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
 

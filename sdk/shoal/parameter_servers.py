@@ -1,5 +1,5 @@
-"""Reads a complete model from its parameter servers while it is trained, for serving, evaluation
-and other read-only uses.
+"""Reads a complete model from its parameter servers while it is being trained, for serving,
+evaluation and other read-only uses.
 
 Values have the names and shapes of `model.module.named_parameters()` in the workers. Tied
 parameters appear once, under the first name. Buffers (e.g. the running statistics of BatchNorm)
@@ -7,8 +7,8 @@ belong to each worker and are not on the servers; save them with the checkpoint 
 Sparse tables are excluded, since their rows are read by id.
 
 Each partition (up to 8 MiB of the model) is consistent and has a version: 1 plus the number of
-pushes applied to it. Different partitions may be from slightly different times, as for a worker
-that pulls while others push.
+pushes applied to it. Different partitions may be from slightly different times, as when a worker
+pulls while others push.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 DEFAULT_PATIENCE: Final = timedelta(seconds=30)
 _LONGEST_BACKOFF_S: Final = 1.0
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Transfer rate on which the deadline of a pull is based. A fixed minute is added."""
+"""Transfer rate assumed for the deadline of a pull, to which a minute is added."""
 _CURABLE: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _PASSING: Final = frozenset(
     {"TENSORS_UNDECLARED", "STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN"}
 )
-"""Reasons for temporary refusals: the job is starting, or its servers change."""
+"""Reasons of temporary refusals: the job is starting, or its servers are changing."""
 
 
 class ModelReader:
     """Reads a job's model from its parameter servers repeatedly. Values that have not changed are
     not sent again.
 
-    A token with the role reader is sufficient. A reader is not a member of the job, and nothing
-    waits for it. Thread-safe; calls are serialized. Use it as a context manager.
+    A token with the reader role is sufficient. A reader is not a member of the job, and no worker
+    waits for it. Thread-safe; calls are serialized. A context manager.
     """
 
     def __init__(
         self, coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE
     ) -> None:
-        """Does not connect yet.
+        """Creates a reader, which connects at the first call.
 
         Args:
             coordinator: address of the coordinator, with the settings for all services (token,
                 TLS).
             job_id: id of the job whose model to read.
-            patience: how long a call keeps trying while a server or the coordinator is absent, or
-                while there are no values yet.
+            patience: how long a call keeps trying while a server or the coordinator is unreachable,
+                or while there are no values yet.
         """
         if not job_id:
             raise ConfigurationError("job_id='': expected the id of the job whose model to read")
@@ -82,7 +82,7 @@ class ModelReader:
         self._coordinator = CoordinatorClient(coordinator)
         self._takeovers = TakeoverWatch(self._ask_where)
         self._reading = threading.Lock()
-        """Lock held by the call in progress, to which the fields below belong. Only `_model` may be
+        """Lock held by the call in progress. It protects the fields below; only `_model` may be
         read without the lock, since it is replaced atomically."""
         self._map: coordinator_pb2.ShardMap | None = None
         self._servers: dict[str, parameter_server.ParameterServerClient] = {}
@@ -95,9 +95,9 @@ class ModelReader:
         same tensors for unchanged values.
 
         Raises:
-            DeadlineError: no server or no values for `patience`; the message says which. A job has
-                no values before its workers' first step (PARTITION_UNINITIALIZED,
-                TENSORS_UNDECLARED).
+            DeadlineError: a server or the values were not available within `patience`; the message
+                states which. A job has no values before its workers' first step
+                (PARTITION_UNINITIALIZED, TENSORS_UNDECLARED).
             UnknownResourceError: there is no such job.
             AuthenticationError, PermissionDeniedError: the token is not accepted.
         """
@@ -112,7 +112,7 @@ class ModelReader:
         return dict(self._model.versions)
 
     def close(self) -> None:
-        """Ends calls in progress and closes all connections. Idempotent."""
+        """Aborts calls in progress and closes all connections. Idempotent."""
         self._closed.set()
         self._coordinator.close()
         for client in list(self._servers.values()):
@@ -148,7 +148,8 @@ class ModelReader:
                     continue
                 if not isinstance(error, _CURABLE) and error.reason not in _PASSING:
                     raise
-                # a server that was restarted may listen elsewhere, and partitions may have moved
+                # a restarted server may listen at a different address, and partitions may have
+                # moved
                 self._map = None
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
@@ -161,8 +162,8 @@ class ModelReader:
             self._closed.wait(min(wait_s, max(0.0, deadline - time.monotonic())))
 
     def _learn(self) -> None:
-        """Requests from the coordinator which server has which partitions, and the servers'
-        addresses."""
+        """Requests the assignment of partitions to servers, and the servers' addresses, from the
+        coordinator."""
         shard_map = self._coordinator.get_shard_map(self._job_id).shard_map
         holders = {partition.primary for partition in shard_map.partitions}
         addresses = {
@@ -197,7 +198,7 @@ class ModelReader:
             return None
 
     def _read(self) -> None:
-        """Replaces the model by the newest one. If this fails, the model stays unchanged."""
+        """Replaces the model by its newest values. If this fails, the model stays unchanged."""
         assert self._map is not None
         before = self._model
         if before.layout != (layout := _layout_of(self._map)):
@@ -222,7 +223,7 @@ class ModelReader:
     def _read_server(
         self, address: str, share: list[coordinator_pb2.Partition], making: _Making
     ) -> None:
-        """Reads those partitions of one server that have changed."""
+        """Reads the changed partitions of one server."""
         try:
             behind = self._pull(address, share, making, making.before.versions)
             if behind:
@@ -244,8 +245,8 @@ class ModelReader:
         making: _Making,
         held: Mapping[int, int],
     ) -> frozenset[int]:
-        """Pulls partitions from a server. Returns the partitions of which the server has an older
-        version than `held`, the version that this reader has."""
+        """Pulls partitions from a server. `held`: versions that this reader has. Returns the
+        partitions whose version on the server is older."""
         assert self._map is not None
         request = pb.PullRequest(
             job_id=self._job_id,
@@ -276,7 +277,7 @@ class ParameterServerClient(parameter_server.ParameterServerClient):
     def state_dict(
         coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE
     ) -> dict[str, torch.Tensor]:
-        """Returns a job's complete current model. For repeated reads keep a `ModelReader`, which
+        """Returns a job's complete current model. For repeated reads, use a `ModelReader`, which
         has the same arguments and errors."""
         with ModelReader(coordinator, job_id, patience=patience) as reader:
             return reader.state_dict()
@@ -287,7 +288,7 @@ _Layout = tuple[tuple[object, ...], ...]
 
 def _layout_of(shard_map: coordinator_pb2.ShardMap) -> _Layout:
     """Returns a value that is equal for two shard maps if they divide the same tensors into the
-    same partitions, on whatever servers."""
+    same partitions, regardless of the servers."""
     tensors = tuple(
         (tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in shard_map.tensors
     )
@@ -308,7 +309,7 @@ class _Model:
 
 
 class _Making:
-    """The next model, while it is assembled by the threads that read from the servers."""
+    """The next model, while the threads that read from the servers are assembling it."""
 
     def __init__(self, shard_map: coordinator_pb2.ShardMap, before: _Model) -> None:
         self.before = before
@@ -317,7 +318,7 @@ class _Making:
         self._flat: dict[str, torch.Tensor] = {}
         """Tensors with changed values, flattened to one dimension."""
         self._parts: dict[int, torch.Tensor] = {}
-        """Partitions that are being received, flattened to one dimension."""
+        """Partitions being received, flattened to one dimension."""
         self._lock = threading.Lock()
 
     def bytes_of(self, partition: coordinator_pb2.Partition) -> int:
@@ -325,7 +326,7 @@ class _Making:
         return self._length(partition) * self._dtype(partition).itemsize
 
     def memory(self, header: pb.PullHeader) -> memoryview:
-        """Returns the memory in which a partition is to be received."""
+        """Returns the memory for a partition to be received."""
         partition = self._map.partitions[header.partition_id]
         part = torch.empty(self._length(partition), dtype=self._dtype(partition))
         with self._lock:
@@ -334,7 +335,7 @@ class _Making:
         return memory
 
     def take(self, headers: list[pb.PullHeader]) -> None:
-        """Adds partitions that have been received completely from a server."""
+        """Adds partitions that have been received completely."""
         with self._lock:
             for header in headers:
                 if not header.unchanged:

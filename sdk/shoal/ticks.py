@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 _DECADES: Final = 3
-"""Number of decades up to which an axis also has ticks between the powers of ten."""
+"""Maximum number of decades of an axis that also has ticks between the powers of ten."""
 _WIDE: Final = 20
-"""Ratio of the largest to the smallest value above which a logarithmic axis is used."""
+"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Returns whether the range of these values is so wide that a logarithmic axis shows them
-    better."""
+    """Returns whether the range of these values is wide enough for a logarithmic axis."""
     return bool(values) and min(values) > 0 and max(values) >= _WIDE * min(values)
 
 
@@ -31,6 +30,6 @@ def logarithmic(axes: Any, which: Literal["x", "y"], values: Sequence[float]) ->
 
 
 def plain(value: float) -> str:
-    """Returns a number as people write it: 0.0005, 0.6, 12, 1,000,000."""
+    """Returns a number in ordinary notation: 0.0005, 0.6, 12, 1,000,000."""
     text = f"{value:,.10f}".rstrip("0").rstrip(".")
     return text if text not in ("0", "-0") or value == 0 else f"{value:g}"

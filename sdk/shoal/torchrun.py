@@ -1,8 +1,8 @@
-"""Lets torchrun's agents rendezvous at Shoal's coordinator: `torchrun --rdzv-backend=shoal
+"""Rendezvous of torchrun's agents at Shoal's coordinator: `torchrun --rdzv-backend=shoal
 --rdzv-endpoint=COORDINATOR:7000`.
 
-torchrun starts and restarts the workers; the coordinator determines which agents take part and in
-which order. The death of an agent is detected at once, because its connection breaks. Every agent
+torchrun starts and restarts the workers; the coordinator determines the participating agents and
+their order. The death of an agent is detected immediately, because its connection breaks. Any agent
 may die, since none has a special role. torch finds this module through the entry point group
 `torchrun.handlers`.
 
@@ -56,7 +56,7 @@ _STORE_TIMEOUT: Final = timedelta(minutes=5)
 
 def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Returns the function that creates a handler from torchrun's parameters. torch calls this
-    through the entry point."""
+    function through the entry point."""
     return ShoalRendezvous
 
 
@@ -72,7 +72,7 @@ class ShoalRendezvous(RendezvousHandler):
         self._join_timeout_s = float(parameters.get("join_timeout", _JOIN_TIMEOUT_S))
         endpoint = parse_address(parameters.endpoint)
         # torchrun's workers and stores listen on all addresses, because other machines may reach
-        # them at an address that is not one of this machine's own.
+        # them at an address that this machine itself does not have.
         everywhere = "0.0.0.0" if parameters.local_addr else None  # noqa: S104
         self._own_address = OwnAddress.find(
             parameters.local_addr, everywhere, towards=(endpoint.host, endpoint.port)
@@ -126,7 +126,7 @@ class ShoalRendezvous(RendezvousHandler):
         return RendezvousInfo(store, placement.node_rank, placement.node_count, bootstrap)
 
     def num_nodes_waiting(self) -> int:
-        """Returns a number above 0 if agents have joined or left, on which torchrun restarts all
+        """Returns a number above 0 if agents have joined or left; torchrun then restarts all
         workers."""
         standing = self._session.standing if self._session is not None else None
         return int(
@@ -152,7 +152,7 @@ class ShoalRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Ends the rendezvous for all agents, as torch's own handlers do. Each agent continues
-        until its workers have ended."""
+        until its workers have exited."""
         self.set_closed()
         if self._session is not None:
             self._session.leave(pb.Leave.REASON_FINISHED, "")
@@ -178,7 +178,7 @@ class ShoalRendezvous(RendezvousHandler):
                 return
 
     def _join(self) -> None:
-        """Joins the agents' job as a new member, which tells the other agents that this agent's
+        """Joins the agents' job as a new member, which shows the other agents that this agent's
         workers are new."""
         self._session = NodeSession(
             self._client,
@@ -198,7 +198,7 @@ class ShoalRendezvous(RendezvousHandler):
             self._changed.notify_all()
 
     def _place(self, deadline: float) -> NodePlacement:
-        """Waits for a place that differs from the last one, because agents have joined or left or
+        """Waits for a place that differs from the last place, because agents have joined or left or
         have restarted their workers."""
         while True:
             session = self._session
@@ -215,8 +215,8 @@ class ShoalRendezvous(RendezvousHandler):
                 session.works_in = standing.generation
                 return standing.placement
             if standing.placement is not None:
-                # Workers of this agent failed while its place is unchanged. To make the other
-                # agents restart their workers too, this agent joins as a new member.
+                # Workers of this agent failed, but its place is unchanged. To make the other agents
+                # restart their workers too, this agent joins as a new member.
                 session.leave(pb.Leave.REASON_FAILED, "its workers are being restarted")
                 self._join()
                 continue

@@ -47,46 +47,46 @@ def run(
     """Trains on a Ray cluster, with Shoal's launchers in the bundles of placement groups. Blocks
     until the run has ended.
 
-    When a machine dies, the other workers continue without it. Ray finds another place for the lost
-    processes, and the workers started there join the run. Ray is initialized if necessary.
+    When a machine dies, the other workers continue without it. Ray places the lost processes
+    elsewhere, and the workers started there join the run. Ray is initialized if necessary.
 
     Args:
-        fn_or_script: function that is called on each worker, or path of a script that exists under
-            this path on all machines.
+        fn_or_script: function to call on each worker, or path of a script that exists at this path
+            on all machines.
         args: arguments of the function or of the script.
-        workers: number of workers. All of them have a place before the first one starts, and one is
-            enough to continue. A pair gives the minimum and the maximum: workers above the minimum
-            join when Ray has a place for them.
+        workers: number of workers. Ray must place all of them before the first one starts; a single
+            one is enough to continue. A pair gives the minimum and the maximum: workers above the
+            minimum join when Ray has a place for them.
         resources: resources of a bundle, as Ray names them, e.g. {"CPU": 8, "GPU": 1}; by default
             {"CPU": 1}.
         workers_per_bundle: number of workers in one bundle, started by one launcher; `workers` must
             be a multiple of it.
         strategy: Ray's strategy for placing bundles.
         servers: number of parameter servers, for async_sgd, each in its own bundle.
-        server_backups: number of backups per parameter server, 0 or 1. Without a backup, the values
-            of a server are lost with its machine.
+        server_backups: number of backups per parameter server, 0 or 1. Without a backup, a server's
+            values are lost if its machine is lost.
         server_resources: resources of a server's bundle; by default {"CPU": 1}.
-        coordinator: HOST:PORT of a running coordinator that all machines reach, used with the
-            credentials of this process (SHOAL_TOKEN, ...). None: a coordinator is started next to
-            this process, with a new token.
+        coordinator: HOST:PORT of a running coordinator that all machines can reach, used with the
+            credentials of this process (SHOAL_TOKEN, ...). None: a coordinator is started on this
+            machine, with a new token.
         environment: additional variables for all workers and servers.
         flags: additional flags of `shoal run`, e.g. ("--max-restarts", "2").
-        placement_timeout: time for which Ray may take to place the first workers, and time for
-            which it may have no place for any worker.
-        shutdown_timeout: time for which workers may take to leave when this process is interrupted,
-            before they are killed.
+        placement_timeout: maximum time for Ray to place the first workers, and maximum time without
+            a place for any worker.
+        shutdown_timeout: maximum time for workers to leave when this process is interrupted, before
+            they are killed.
 
     Returns:
-        For a function, its return values by rank; the value of a rank whose machine died after the
-            function had ended is missing, and a log message reports it. For a script, its exit
+        For a function, its return values by rank. If a rank's machine died after the function had
+            returned, its value is missing, and a log message reports this. For a script, its exit
             status (docs/exit-status.md).
 
     Raises:
         ConfigurationError: Ray is not installed (RAY_NOT_INSTALLED), or an argument cannot work.
         DeadlineError: Ray has no place for the bundles (RESOURCES_UNAVAILABLE).
-        UnavailableError: the run did not reach its end because of failures of its machines.
-        Exception: exception of the function, from the rank on which it failed first, with a note
-            that contains the rank and the traceback.
+        UnavailableError: the run could not complete because of failures of its machines.
+        Exception: exception of the function, from the rank that failed first, with a note that
+            contains the rank and the traceback.
     """
     if callable(fn_or_script):
         script: tuple[str, ...] = ("--module", "shoal.ray.worker")
@@ -151,8 +151,8 @@ def _returned(outcome: Outcome) -> dict[int, Any]:
 
 
 def _status(outcome: Outcome) -> int:
-    """Returns the script's exit status. A launcher whose own workers did not fail knows only that
-    workers elsewhere failed, and exits with status 1."""
+    """Returns the script's exit status. A launcher whose own workers did not fail exits with status
+    1 if workers elsewhere failed."""
     if outcome.came_to_the_end:
         return 0
     if not outcome.failed:

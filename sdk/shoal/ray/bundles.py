@@ -1,10 +1,10 @@
-"""Places launchers in a Ray cluster: creates placement groups, and in each bundle an actor that
+"""Places launchers in a Ray cluster: creates placement groups and, in each bundle, an actor that
 runs a command.
 
-The bundles that a run needs to start form one group, which Ray places as a unit. Each further
-bundle is a separate group, which Ray (and its autoscaler) places when there is room. When a machine
-dies, Ray places its bundles elsewhere and restarts their actors, which run their commands again.
-"""
+The bundles that a run needs to start form one group, which Ray places as a unit. Each additional
+bundle is a separate group, which Ray (and its autoscaler) places when resources are available. When
+a machine dies, Ray places its bundles elsewhere and restarts their actors, which run their commands
+again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shoal_common.errors import DeadlineError
 from shoal.ray.command import CommandActor
 
 _THREADS: Final = 2
-"""Number of threads per actor: one runs the command, the other answers requests."""
+"""Number of threads per actor: one runs the command, the other responds to requests."""
 
 
 class Bundles:
-    """Bundles of a run, all with the same resources. A context manager; when it exits, the actors,
-    their commands and the groups are gone."""
+    """Bundles of a run, all with the same resources. A context manager that removes the actors,
+    their commands and the groups on exit."""
 
     def __init__(self, what: str, resources: Mapping[str, float], *, strategy: str) -> None:
         """`what`: human-readable purpose of the bundles."""
@@ -39,7 +39,7 @@ class Bundles:
 
     def place(self, least: int, most: int, *, timeout: timedelta) -> None:
         """Waits until `least` bundles are placed, and requests more, up to `most`. If Ray does not
-        place them in time, raises a DeadlineError that lists the cluster's resources."""
+        place `least` bundles in time, raises a DeadlineError that lists the cluster's resources."""
         group = self._ask_for(least)
         if not group.wait(timeout.total_seconds()):
             raise DeadlineError(

@@ -1,8 +1,8 @@
-"""Transfers a function to the ranks, and its results or exceptions back, through files in a
-launcher's directory.
+"""Transfers a function to the ranks, and its results or exceptions back, in files in a launcher's
+directory.
 
 The function and its results are pickled with Ray's cloudpickle, as Ray does with all functions.
-This adds no risk: anyone who may submit work to a Ray cluster can run code there
+This does not add a risk: anyone who may submit work to a Ray cluster can run code there
 (docs/explanation/launcher-and-deployment.md#batch-systems). The actors in between only pass on the
 bytes. Only the worker that calls the function unpickles it, and only the driver unpickles its
 result; no other process needs Ray for this.
@@ -36,7 +36,7 @@ class Value:
 
     rank: int
     world_size: int
-    """World size of the generation in which the function ended on this rank."""
+    """World size of the generation in which the function returned on this rank."""
     value: Any
 
 
@@ -74,12 +74,12 @@ def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, 
     Args:
         directory: directory shared with the actor.
         index: local rank of this worker.
-        standing: returns the rank of this worker and the world size; called once the function has
-            ended.
+        standing: returns the rank of this worker and the world size; called after the function has
+            returned or raised.
 
     Raises:
         ConfigurationError: the return value cannot be pickled.
-        BaseException: the exception that the function raised.
+        BaseException: the exception raised by the function.
     """
     sys.path += [
         entry for entry in json.loads((directory / PATH).read_text()) if entry not in sys.path
@@ -107,7 +107,8 @@ def values_in(ended: Iterable[Ended]) -> list[Value]:
 
 
 def first_failure_in(ended: Iterable[Ended]) -> Failure | None:
-    """Returns the earliest failure, which probably caused the others; None if there was none."""
+    """Returns the earliest failure, which probably caused the others; None if there are no
+    failures."""
     return min(_read(ended, _FAILURE), key=lambda failure: failure.at, default=None)
 
 

@@ -1,4 +1,4 @@
-"""A command in a bundle of a Ray cluster: the actor that starts it, and its input and output files.
+"""A command in a bundle of a Ray cluster, the actor that starts it, and its input and output files.
 
 The actor runs on the bundle's machine. Its command is a separate process, since a launcher needs a
 main thread and does not need Ray. The command's output becomes the actor's output, which Ray shows
@@ -26,7 +26,7 @@ from shoal_common.system.scratch import ScratchDirectory
 from shoal.launcher.processes.process import Child, Handle, stop_all, wait_all
 
 DIRECTORY: Final = "SHOAL_RAY_DIRECTORY"
-"""Environment variable with the path of the directory that the command and the actor share. Only
+"""Environment variable with the path of the directory shared by the command and the actor. Only
 this user can read the directory."""
 HERE: Final = "{directory}"
 """Placeholder for the shared directory in the arguments of a command."""
@@ -34,8 +34,8 @@ SUMMARY: Final = "summary.left"
 """Name of the file, in the shared directory, with a human-readable description of the launcher's
 failed workers."""
 PATH: Final = "path.json"
-"""Name of the file, in the shared directory, with the actor's sys.path, which Ray has made equal to
-the driver's."""
+"""Name of the file, in the shared directory, with the actor's sys.path, which Ray has set to the
+driver's."""
 _KEPT_MOST: Final = timedelta(minutes=1)
 
 
@@ -55,24 +55,24 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """Result of a command that has ended."""
+    """Result of a command that has exited."""
 
     status: int
     """Exit status as in a shell."""
     host: str
     files: Mapping[str, bytes] = field(repr=False)
-    """Name -> content of the files ending in .left that the command has written to its
+    """Name -> content of the files, with names ending in .left, that the command has written to its
     directory."""
 
     @property
     def was_ended(self) -> bool:
-        """True if something other than its script ended the launcher, such as a signal or an
+        """True if the launcher was ended by something other than its script, such as a signal or an
         eviction (docs/exit-status.md)."""
         return self.status == PUT_OUT or self.status > 128
 
     @property
     def has_failed(self) -> bool:
-        """True if the launcher ended because its own workers failed. Other launchers exit with
+        """True if the launcher exited because its own workers failed. Other launchers exit with
         status 1 when the job has failed, or when they start too late."""
         return self.status not in (0, PUT_OUT, PREEMPTED) and SUMMARY in self.files
 
@@ -85,8 +85,8 @@ class CommandActor:
         """`name`: text that Ray shows before each output line."""
         self._name = name
         self._scratch = ScratchDirectory("ray")
-        """Directory of the commands. It is kept for the next command, so that a restarted server
-        finds its data, and is removed with the actor."""
+        """Directory of all commands. It is kept between commands, so that a restarted server finds
+        its data, and is removed with the actor."""
         self._lock = threading.Lock()
         self._handle: Handle | None = None
         """Process of the running command; None if none is running."""
@@ -96,8 +96,8 @@ class CommandActor:
         return self._name
 
     def run(self, command: Command) -> Ended:
-        """Runs a command to its end and returns the result. Raises OSError if the command cannot be
-        started."""
+        """Runs a command until it exits, and returns the result. Raises OSError if the command
+        cannot be started."""
         directory = self._scratch.path
         for path in directory.glob("*.left"):
             path.unlink()

@@ -1,8 +1,8 @@
 """Carries out a plan on Ray: starts a coordinator on the driver's machine, places bundles, and runs
-their commands to the end.
+their commands.
 
-The coordinator is a child of the driver. When the driver dies, Ray ends everything that the driver
-started, so the coordinator adds no further point of failure
+The coordinator is a child of the driver. When the driver dies, Ray stops everything that the driver
+started, so the coordinator does not add a point of failure
 (docs/explanation/launcher-and-deployment.md#batch-systems).
 """
 
@@ -43,7 +43,7 @@ class Patience:
 
 
 def carry_out(plan: Plan, *, coordinator: str | None, patience: Patience) -> Outcome:
-    """Carries out a plan. Blocks until the run has ended and none of its processes is left.
+    """Carries out a plan. Blocks until the run has ended and all its processes have exited.
     `coordinator`: address (host:port) of a running coordinator; None: starts one."""
     _connect()
     if not plan.files:
@@ -97,7 +97,7 @@ def _connect() -> None:
 
 
 def _on_all_machines(script: str) -> str:
-    """Returns the path of the script that is valid on every machine. If the driver has set a
+    """Returns a path of the script that is valid on every machine. If the driver has set a
     directory that Ray copies to all machines (working_dir), the path is relative to it; otherwise
     it is the script's path on this machine. Raises ConfigurationError if the script does not
     exist."""

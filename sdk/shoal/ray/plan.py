@@ -1,5 +1,5 @@
 """Plan of a run on Ray: validates the arguments of `shoal.ray.run` and converts them to commands
-for Ray's machines. It uses nothing of Ray except the names of resources."""
+for Ray's machines. It does not use Ray itself, only its names of resources."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shoal.launcher.workers.settings import NodeRange
 from shoal.ray.command import HERE, SUMMARY, Command
 
 TOKENS: Final = "tokens"
-"""Name of the file, next to a parameter server, that lists the tokens with which it may be
-called."""
+"""Name of the file, in a parameter server's directory, that lists the tokens accepted by the
+server."""
 _JOIN_GRACE_S: Final = 30
 _STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _SET_HERE: Final = frozenset(
@@ -41,7 +41,7 @@ _SET_HERE: Final = frozenset(
         *("--no-fail-fast", "--module", "-m"),
     }
 )
-"""Flags of `shoal run` that are set here."""
+"""Flags of `shoal run` that are set here and must not be given by the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,9 @@ class Plan:
 
     job_id: str
     script: tuple[str, ...]
-    """The script and its arguments, which follow the flags of `shoal run`."""
+    """The script and its arguments, to be placed after the flags of `shoal run`."""
     files: Mapping[str, bytes] = field(repr=False)
-    """Name -> content of files that are written next to each launcher."""
+    """Name -> content of files that are written to each launcher's directory."""
     workers: int | tuple[int, int]
     workers_per_bundle: int = 1
     resources: Mapping[str, float]
@@ -117,8 +117,8 @@ class Plan:
 
     @property
     def nodes(self) -> NodeRange:
-        """Number of launchers, one per bundle. A single one is enough to continue, unless a minimum
-        was given."""
+        """Number of launchers, one per bundle. A single launcher is enough to continue, unless a
+        minimum was given."""
         if isinstance(self.workers, tuple):
             least, most = self.workers
             return NodeRange(least // self.workers_per_bundle, most // self.workers_per_bundle)
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def gang(self) -> int:
-        """Number of launchers for which Ray must have a place before any of them starts."""
+        """Number of launchers that Ray must place before any of them starts."""
         return self.nodes.least if isinstance(self.workers, tuple) else self.nodes.most
 
     @property
@@ -135,7 +135,7 @@ class Plan:
 
     def launcher(self, coordinator: str, *, secrets: Mapping[str, str]) -> Command:
         """Returns the `shoal run` command of a launcher. `--run 1` keeps a launcher that starts
-        late from beginning another run of the job, since each job id has only one."""
+        late from starting a second run of the job, since each job id has only one run."""
         nodes = self.nodes
         flags: dict[str, str | int] = {
             "--rdzv-endpoint": coordinator,
@@ -148,7 +148,7 @@ class Plan:
         }
         if (
             self.gang == nodes.most
-        ):  # Ray places all of them together, so it is worth waiting for the last one
+        ):  # Ray places all launchers together, so it is worth waiting for the last one
             flags["--rdzv-conf"] = f"last_call_timeout={_JOIN_GRACE_S}"
         settled = [str(word) for pair in flags.items() for word in pair]
         arguments = (f"{HERE}/{SUMMARY}", "run", *map(str, self.flags), *settled, *self.script)

@@ -1,9 +1,8 @@
-"""Follows the commands of a run on Ray from their start to the end of the run, and determines the
-outcome of the run.
+"""Follows the commands of a run on Ray until the run has ended, and determines its outcome.
 
 Ray itself restarts processes that were lost with a machine (`bundles`). This module interprets how
-a command ended, decides which commands to wait for when the run is over, and notices when no
-launcher is left. A command that was ended from outside, such as by a signal, is run again in its
+a command ended, decides which commands to wait for when the run has ended, and notices when no
+launchers are left. A command that was ended externally, such as by a signal, is run again in its
 bundle (docs/exit-status.md).
 
 All objects belong to the thread that calls `Supervision.run`.
@@ -30,8 +29,8 @@ _TICK_S: Final = 0.5
 _LOOK_S: Final = 5.0
 """Interval in seconds between checks that an actor is running."""
 _ANSWER_S: Final = 10.0
-"""Time in seconds without a response after which an actor counts as not running: its machine is
-lost, or Ray has no place for it."""
+"""Time in seconds without a response after which an actor counts as not running, because its
+machine is lost or Ray has no place for it."""
 _END_GRACE_S: Final = 300.0
 """Maximum wait in seconds for the other launchers after one has finished. Their scripts have
 reached the same end and may still be saving results."""
@@ -51,8 +50,8 @@ class Seat:
     command: Command
     actor: Any
     result: Any = None
-    """Ray's reference to the result of the running command; None once the command has ended for
-    good."""
+    """Ray's reference to the result of the running command; None once the command has ended
+    permanently."""
     look: Any = None
     """Ray's reference to a pending check that the actor is running; None if there is none."""
     looked_at: float = 0.0
@@ -62,7 +61,7 @@ class Seat:
     pid: int = 0
     """Process id of the actor on its machine. It changes when Ray restarts the actor."""
     earlier: list[Ended] = field(default_factory=list)
-    """Results of earlier executions of the command, after which it was run again."""
+    """Results of earlier executions of the command, before it was run again."""
 
     def begin(self) -> None:
         self.result = self.actor.run.remote(self.command)
@@ -78,9 +77,9 @@ class Outcome:
     """Results of the launchers of a run."""
 
     finished: list[Ended] = field(default_factory=list)
-    """Results of launchers that exited with status 0, which means that the job is finished."""
+    """Results of launchers that exited with status 0; if there are any, the job is finished."""
     failed: list[Ended] = field(default_factory=list)
-    """Results of launchers that exited with another status and were not run again."""
+    """Results of launchers that exited with a different status and were not run again."""
     earlier: list[Ended] = field(default_factory=list)
     """Results of earlier executions of launchers that were run again."""
     lost: list[str] = field(default_factory=list)
@@ -88,7 +87,7 @@ class Outcome:
 
     @property
     def came_to_the_end(self) -> bool:
-        """True if the script finished on all workers that the run had at its end: some launcher
+        """True if the script finished on all of the run's last workers: at least one launcher
         finished, and none failed."""
         return bool(self.finished) and not any(ended.has_failed for ended in self.failed)
 
@@ -104,13 +103,13 @@ class Supervision:
         tend: Callable[[], None],
         patience: timedelta,
     ) -> None:
-        """Begins to supervise a run.
+        """Starts supervising a run.
 
         Args:
-        launchers: launchers of the run, which is over when they have ended.
-        servers: parameter servers, which end after the launchers.
+        launchers: launchers of the run, which ends when they have exited.
+        servers: parameter servers, which exit after the launchers.
         tend: function to call every half second.
-        patience: how long Ray may have no place for any launcher.
+        patience: maximum time without a place for any launcher.
         """
         self._launchers = list(launchers)
         self._servers = list(servers)
@@ -118,14 +117,14 @@ class Supervision:
         self._patience = patience
         self._outcome = Outcome()
         self._ending_at: float | None = None
-        """Time at which a launcher first ended for good; None if none has."""
+        """Time at which the first launcher ended permanently; None if none has."""
         self._seen_at = time.monotonic()
         """Time at which a launcher last responded."""
 
     def run(self) -> Outcome:
         """Blocks until the job has ended, and returns the outcome. Raises DeadlineError if no
-        launcher has run for too long, and UnavailableError if a parameter server is lost for
-        good."""
+        launcher has been running for too long, and UnavailableError if a parameter server is
+        permanently lost."""
         for seat in (*self._servers, *self._launchers):
             seat.begin()
         while left := self._left(self._launchers):
@@ -139,7 +138,7 @@ class Supervision:
         return self._outcome
 
     def stop(self, grace: timedelta) -> None:
-        """Sends SIGTERM to the running commands, and blocks until they have ended or `grace` has
+        """Sends SIGTERM to the running commands, and blocks until they have exited or `grace` has
         passed."""
         left = [
             *(seat for seat in self._left(self._launchers) if seat.is_there),
@@ -160,7 +159,7 @@ class Supervision:
     @staticmethod
     def _ask(method: Any) -> Any:
         """Sends a request to the current incarnation of an actor. If Ray replaces the actor, the
-        request is not repeated."""
+        request is not retried."""
         return method.options(max_task_retries=0).remote()
 
     # ----------------------------------------------------------------------------------------- ends
@@ -177,7 +176,7 @@ class Supervision:
             self._outcome.finished.append(ended)
             self._begin_to_end()
         elif ended.status == 0:
-            pass  # a server that ended with its job
+            pass  # a server that exited with its job
         elif self._may_run_again(seat, ended):
             seat.earlier.append(ended)
             _log.warning(
@@ -197,7 +196,7 @@ class Supervision:
                 self._begin_to_end()
             else:
                 # The launcher started too late or did not reach the coordinator, or the job has
-                # failed and the other launchers end by themselves.
+                # failed and the other launchers exit on their own.
                 _log.warning(
                     f"{seat.name} on {ended.host} ended with status {ended.status}, but none of "
                     "its workers failed; the others continue"
@@ -218,7 +217,7 @@ class Supervision:
             _log.warning(f"{seat.name} was abandoned, and the others continue: {why}")
 
     def _begin_to_end(self) -> None:
-        """Begins the end of the run. From now on, launchers that are not running are no longer
+        """Starts shutting down the run. From now on, launchers that are not running are no longer
         awaited, since they would start too late."""
         if self._ending_at is None:
             self._ending_at = time.monotonic()

@@ -11,8 +11,8 @@ from shoal.ray.command import DIRECTORY
 
 
 def _standing() -> tuple[int, int]:
-    """Returns the rank and the world size: those of the session if the function has created one,
-    otherwise torchrun's variables."""
+    """Returns the rank and the world size, from the session if the function has created one,
+    otherwise from torchrun's variables."""
     if "shoal_worker.elastic.session.worker_process" in sys.modules:
         from shoal_worker.elastic.session.worker_process import find_session
 

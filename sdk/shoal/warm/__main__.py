@@ -4,7 +4,7 @@ forked workers, the script runs below this module's frame."""
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # this module's folder; workers have their script's folder there
+    del sys.path[0]  # this module's directory; workers have their script's directory there
 
 if __name__ == "__main__":
     from shoal.warm.forking import serve

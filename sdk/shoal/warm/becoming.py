@@ -1,8 +1,8 @@
 """Makes a forked child behave like a fresh interpreter, and runs its script.
 
 A worker can notice only these differences: modules that are already imported; the seed of `hash`,
-which all workers of a warm process share unless PYTHONHASHSEED is set; frames of this package below
-the script's frames in stack dumps; and `gc.get_freeze_count()`.
+which is the same in all workers of a warm process unless PYTHONHASHSEED is set; frames of this
+package below the script's frames in stack dumps; and `gc.get_freeze_count()`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_MM: Final = 35
 _PR_SET_MM_MAP: Final = 14
 _HANDED_OVER_S: Final = 30.0
-"""Maximum time in seconds for the intermediate process to end."""
+"""Maximum time in seconds for the intermediate process to exit."""
 
 
 class Program:
@@ -53,10 +53,10 @@ class Program:
             request: `command`, `environment` and `folder`, as sent by `launcher.workers.warm`.
             out: descriptor of the standard output.
             error: descriptor of the standard error.
-            gate: pipe to which the launcher writes when it has registered the worker, and which it
-                closes if it does not want the worker.
+            gate: pipe from the launcher, which writes to it when it has registered the worker, or
+                closes it if it does not want the worker.
             between: process id of the current parent, the intermediate process, which is about to
-                end.
+                exit.
             launcher: process id of the launcher, the future parent.
             added: environment variables that the imports have set.
         """
@@ -93,7 +93,7 @@ class Program:
         sys.modules["__main__"] = self._main = _new_main()
 
     def run(self) -> None:
-        """Runs the script or module. An exception ends the interpreter as if the interpreter had
+        """Runs the script or module. An uncaught exception terminates the interpreter as if it had
         been started with the script."""
         try:
             if self._is_module:
@@ -152,11 +152,11 @@ class Program:
 
 
 def _follow_launcher(launcher: int, *, between: int) -> None:
-    """Waits until the parent `between` has ended and the launcher is the parent, then makes the
-    kernel kill this process when the launcher ends.
+    """Waits until the parent `between` has exited and the launcher is the parent, then makes the
+    kernel kill this process when the launcher exits.
 
-    Exits if another process has become the parent, because the launcher has ended or has given up.
-    """
+    Exits if a different process has become the parent, because the launcher has exited or has
+    stopped waiting."""
     deadline = time.monotonic() + _HANDED_OVER_S
     while os.getppid() == between:
         if time.monotonic() > deadline:
@@ -168,7 +168,7 @@ def _follow_launcher(launcher: int, *, between: int) -> None:
 
 
 def _number_main_thread() -> None:
-    """Corrects the thread id of the main thread, which Python 3.11 and 3.12 do not update after a
+    """Corrects the main thread's native id, which Python 3.11 and 3.12 do not update after a
     fork."""
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
 
@@ -201,7 +201,7 @@ def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
     length = len(words) + len(variables)
-    # This memory is never released, since the kernel reads it for as long as the process lives.
+    # This memory is never released, since the kernel reads it as long as the process lives.
     start = libc.mmap(
         None,
         ctypes.c_size_t(length),
@@ -213,7 +213,7 @@ def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     if start == ctypes.c_void_p(-1).value:
         return False
     ctypes.memmove(start, words + variables, length)
-    # Fields 26 to 51 of /proc/PID/stat (proc(5)); the second is the program's name in brackets,
+    # Fields 26 to 51 of /proc/PID/stat (proc(5)); the second is the program's name in parentheses,
     # which may contain any characters.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     code, end_code, stack = (int(fields[number - 3]) for number in (26, 27, 28))

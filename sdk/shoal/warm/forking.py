@@ -1,9 +1,9 @@
 """Imports torch and Shoal once, then forks a worker for each request of the launcher.
 
-A worker is forked twice: the intermediate process ends at once, and the kernel makes the worker a
-child of the launcher, which meanwhile is a subreaper (prctl(2)). The launcher is then the worker's
-parent, as if it had started the worker itself: it waits for the worker, and the worker dies with
-the launcher. The death of the warm process affects no worker.
+A worker is forked twice: the intermediate process exits immediately, and the kernel makes the
+worker a child of the launcher, which is a subreaper (prctl(2)) during the fork. The launcher is
+then the worker's parent, as if it had started the worker itself: it waits for the worker, and the
+worker dies with the launcher. The death of the warm process does not affect any worker.
 
 A forked process has one thread, and locks that other threads of its parent held stay locked
 forever. The warm process therefore refuses to fork unless it is certain that it has no other
@@ -42,17 +42,17 @@ _IMPORTED: Final = (
     "shoal_ps_server.serving",
 )
 _DEVICELESS: Final = 3
-"""Exit status by which a forked process reports that torch refuses to use CUDA in it."""
+"""Exit status of a forked process in which torch refuses to use CUDA."""
 _DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def serve(descriptor: int, *, launcher: int) -> Program:
-    """Serves requests of the launcher. When the launcher closes the socket or ends, exits. Returns
+    """Serves requests of the launcher. Exits when the launcher closes the socket or exits. Returns
     only in forked workers.
 
     Args:
         descriptor: descriptor of the socket.
-        launcher: process id of the launcher, whose children the workers become.
+        launcher: process id of the launcher, which becomes the parent of the workers.
     """
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
@@ -92,8 +92,8 @@ def serve(descriptor: int, *, launcher: int) -> Program:
 
 
 def _prepare() -> str:
-    """Imports torch, Shoal and their dependencies. Returns the reason why no worker can be forked;
-    empty if workers can be forked."""
+    """Imports torch, Shoal and their dependencies. Returns the reason why workers cannot be forked;
+    empty if they can."""
     gc.disable()  # garbage collection would take a tenth of the time of the imports
     try:
         for name in _IMPORTED:
@@ -107,7 +107,7 @@ def _prepare() -> str:
     sys.stderr.flush()
     from shoal_worker.torch_internals import cuda_is_unusable
 
-    # OpenBLAS ends its threads before a fork, and starts them again when they are needed.
+    # OpenBLAS stops its threads before a fork, and restarts them when they are needed.
     probe = os.fork()
     if probe == 0:
         if cuda_is_unusable():
@@ -153,14 +153,14 @@ def _open_files() -> Iterable[str]:
     for descriptor in list(Path("/proc/self/fd").iterdir()):
         try:
             yield str(descriptor.readlink())
-        except FileNotFoundError:  # excludes the descriptor with which the directory is listed
+        except FileNotFoundError:  # excludes the descriptor used to list the directory
             continue
 
 
 def _shadowed(folder: str, tops: frozenset[str]) -> str:
-    """Returns a description of a file that makes forking wrong: a fresh interpreter would import
-    it, from the first folder of the worker's sys.path, in place of an already imported module.
-    Empty if there is none.
+    """Returns a description of a file that makes forking incorrect: a fresh interpreter would
+    import it, from the first directory of the worker's sys.path, in place of an already imported
+    module. Empty if there is none.
 
     `tops`: top-level names of the imported modules.
     """
@@ -194,12 +194,12 @@ def _files_of(entry: os.DirEntry[str]) -> set[Path]:
 
 
 def _fork_twice() -> tuple[int, int]:
-    """Forks a child that forks a grandchild and ends. Returns the process ids of the grandchild and
-    of the child. The first is 0 in the grandchild itself, and -1 if the grandchild could not be
+    """Forks a child that forks a grandchild and exits. Returns the process ids of the grandchild
+    and of the child. The first is 0 in the grandchild itself, and -1 if the grandchild could not be
     forked."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks with threads; there are none
+        # Python 3.12 warns about forks with threads; there are none
         warnings.simplefilter("ignore", DeprecationWarning)
         between = _fork()
         if between == 0:

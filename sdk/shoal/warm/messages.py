@@ -26,8 +26,8 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns the next message and its descriptors, which the caller must close and which child
-    programs do not inherit.
+    """Returns the next message and its descriptors. The caller must close them; child programs do
+    not inherit them.
 
     Raises EOFError if the other side has closed the connection, and OSError (TimeoutError after the
     socket's timeout).

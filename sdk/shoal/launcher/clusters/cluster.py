@@ -2,8 +2,8 @@
 each a process. Workers are not part of the cluster.
 
 `LocalCluster` is a context manager. A caller with an event loop (`keeper`) instead performs the
-steps of `open` one by one and waits between them. Closing a cluster verifies that all its processes
-are gone.
+steps of `open` individually and waits between them. Closing a cluster verifies that all its
+processes have exited.
 
 A cluster belongs to the thread that opens it; its processes are killed when that thread ends.
 """
@@ -63,7 +63,7 @@ class Service:
         host: str = "127.0.0.1",
         start: StartService | None = None,
     ) -> None:
-        """Does not start the process.
+        """Prepares the service; `start` starts its process.
 
         Args:
             name: service name, used in logs.
@@ -123,7 +123,7 @@ class Service:
             self._child = self._start(self._command, self._environment, log)
 
     def ready(self) -> bool:
-        """Returns whether the service is serving requests. If its process has ended, raises an
+        """Returns whether the service is serving requests. If its process has exited, raises an
         UnavailableError with the end of the service's log."""
         if self._addresses is None:
             ended = self.child.poll()
@@ -150,7 +150,7 @@ class Service:
         )
 
     def release(self) -> None:
-        """Releases the port. Call it only after the process has been stopped."""
+        """Releases the port. Must not be called before the process has been stopped."""
         self._port.close()
 
     def last_words(self) -> str:
@@ -168,12 +168,12 @@ class LocalCluster:
     def __init__(
         self, job: JobSettings, *, command: str = "", log_directory: Path | None = None
     ) -> None:
-        """Does not start any process.
+        """Prepares the cluster; `open` starts its processes.
 
         Args:
             job: job to create at the coordinator. Its parameter servers and their backups are
                 started too.
-            command: what the cluster runs, shown by `shoal status`.
+            command: command that the cluster runs, shown by `shoal status`.
             log_directory: directory for the services' logs; None: the logs are deleted with the
                 cluster's other files.
         """
@@ -214,21 +214,21 @@ class LocalCluster:
             raise
 
     def start_coordinator(self) -> None:
-        """Starts the coordinator: the first step of opening the cluster. Its address is known
-        before."""
+        """Starts the coordinator: the first step of opening the cluster. Its address is already
+        known before this call."""
         self.coordinator.start()
 
     def create_job(self) -> None:
         """Creates the job: the second step, to be performed once the coordinator is ready. Blocks
-        for an RPC and may therefore, unlike the other steps, run on any thread."""
+        for an RPC; unlike the other steps, it may run on any thread."""
         self.client.create_job(self.job.message())
 
     def register(self) -> str | None:
         """Registers the cluster so that `shoal status` and similar commands find it: the third
         step.
 
-        Returns None, or the reason why these commands need --coordinator. The run itself does not
-        depend on the registration.
+        Returns None if this succeeds, otherwise the reason why these commands need --coordinator.
+        The run itself does not depend on the registration.
         """
         try:
             self._registration = Registration(
@@ -279,9 +279,9 @@ class LocalCluster:
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
         """Returns the job's status page with its data included, so that a browser can open it from
-        a file. Returns None if the coordinator does not answer. Blocks for some seconds at most.
+        a file. Returns None if the coordinator does not respond. Blocks for a few seconds at most.
 
-        `known`: values that replace those of the job.
+        `known`: values that replace the job's own values.
         """
         from http.client import HTTPException
 
@@ -311,14 +311,14 @@ class LocalCluster:
         }
         for job in (saved["/api/job"], *saved["/api/jobs"]["jobs"]):
             job |= known
-        # within a script element only "<" could end it
+        # within a script element, only "<" could close it
         text = json.dumps(saved).replace("<", "\\u003c")
         return page.replace(
             "<script>", f'<script type="application/json" id="saved">{text}</script>\n<script>', 1
         )
 
     def worker_environment(self, member_id: str, *, index: int) -> dict[str, str]:
-        """Returns the SHOAL_... variables with which a worker process started by hand joins the
+        """Returns the SHOAL_... variables that a worker process started by hand needs to join the
         cluster's job."""
         return {
             "SHOAL_COORDINATOR": self.coordinator.address,

@@ -1,9 +1,10 @@
-"""Runs a coordinator for as long as a command runs: `shoal coordinate -- srun shoal run train.py`.
+"""Runs a coordinator while a command runs: `shoal coordinate -- srun shoal run train.py`.
 
 A batch system, or a loop over ssh, starts launchers on many machines with the same command line.
-They need one coordinator, whose address is known only once it is running. Therefore the coordinator
-is started first, with its own Redis server, and then the command, with the coordinator's address in
-its environment. When the command has ended, the coordinator is stopped (`hosted_coordinator`).
+They need one coordinator, whose address is not known before it is running. Therefore the
+coordinator is started first, with its own Redis server, and then the command, with the
+coordinator's address in its environment. When the command has exited, the coordinator is stopped
+(`hosted_coordinator`).
 
 All objects belong to the thread that calls `run`, the main thread.
 """
@@ -38,8 +39,7 @@ wait does not interrupt it, and the signal's handler runs only after the wait.""
 
 
 class Coordination:
-    """A command, and the coordinator that runs for as long as the command. `run` may be called
-    once."""
+    """A command, and the coordinator that runs as long as the command. `run` may be called once."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class Coordination:
             self._close()
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Waits for the end of the command. If the coordinator dies meanwhile, restarts it with its
-        data."""
+        """Waits until the command has exited. If the coordinator dies during the wait, restarts it
+        with its data."""
         ending = os.pidfd_open(child.pid)
         try:
             while True:
@@ -128,9 +128,9 @@ class Coordination:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Forwards a signal to the command, except Ctrl-C, which a terminal sends to the command
-        too, and except under SLURM, which signals its steps itself and whose srun would kill its
-        step on a signal."""
+        """Forwards a signal to the command. Does not forward Ctrl-C, which a terminal sends to the
+        command too. Does nothing under SLURM, which signals its steps itself, and whose srun would
+        kill its step on a signal."""
         if (
             self._child is not None
             and number != signal.SIGINT
@@ -146,8 +146,9 @@ class Coordination:
 
 
 def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the command's environment. It lacks the coordinator's secrets but contains those of
-    the launchers, which may run on machines that cannot read this machine's files."""
+    """Returns the command's environment. It lacks the coordinator's secrets but contains the
+    launchers' secrets, because launchers may run on machines that cannot read this machine's
+    files."""
     return {
         **{name: value for name, value in environment.items() if name not in SERVICE_SECRETS},
         **secrets_to_hand_on(),
@@ -155,8 +156,8 @@ def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _variables(address: str, program: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables through which the command's processes find the coordinator. Keeps a job
-    id or number of machines that is already set, but always sets the coordinator."""
+    """Returns the variables that tell the command's processes how to find the coordinator. Keeps a
+    job id or number of machines that is already set, but always sets the coordinator."""
     in_slurm = slurm.allocated(environment)
     job_id = environment.get("PET_RDZV_ID") or (
         slurm.run_id(environment) if in_slurm else new_job_id(Path(program).name)

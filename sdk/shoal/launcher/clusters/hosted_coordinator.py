@@ -1,10 +1,10 @@
-"""Coordinator with its own Redis server that other machines can reach. It runs next to the command,
+"""Coordinator with its own Redis server that other machines can reach. It runs beside the command,
 or the run on Ray, that it coordinates.
 
 The coordinator must outlive the command: batch systems send SIGTERM to all processes of a job at
-once, while the workers need the coordinator in order to leave together. The coordinator and its
-Redis server therefore block this signal. A coordinator that dies is restarted at the same address
-with its data.
+the same time, but the workers need the coordinator in order to leave together. The coordinator and
+its Redis server therefore block this signal. A coordinator that dies is restarted at the same
+address with its data.
 
 All objects belong to one thread; the coordinator is killed when that thread ends.
 """
@@ -29,8 +29,8 @@ _SHORT_LIFE_S: Final = 5.0
 
 
 class HostedCoordinator:
-    """Coordinator with its own Redis server. Call `start`, then `keep_up` at regular intervals, and
-    finally `close`."""
+    """Coordinator with its own Redis server. The owner must call `start`, then `keep_up` at regular
+    intervals, and finally `close`."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HostedCoordinator:
         environment: Mapping[str, str],
         note: Callable[[str], None],
     ) -> None:
-        """Does not start the coordinator.
+        """Prepares the coordinator; `start` starts it.
 
         Args:
             directory: directory for the coordinator's data, port file and log.
@@ -83,7 +83,7 @@ class HostedCoordinator:
 
     @property
     def is_running(self) -> bool:
-        """True if the coordinator's process was running at the last check. When the process ends,
+        """True if the coordinator's process was running at the last check. When the process exits,
         `pidfd` becomes readable."""
         return self._service.child.status is None
 
@@ -104,7 +104,7 @@ class HostedCoordinator:
 
     def keep_up(self) -> None:
         """Restarts the coordinator if it has died since the last check. A coordinator that died
-        right after it had started is not restarted."""
+        right after its start is not restarted."""
         if not self.is_running or self._service.child.poll() is None:
             return
         lost = (

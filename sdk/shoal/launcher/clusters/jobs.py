@@ -1,4 +1,4 @@
-"""Settings with which launchers create a job, and their conversion to the coordinator's message."""
+"""Launchers' settings for creating a job, and their conversion to the coordinator's message."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class JobSettings:
 
     job_id: str
     min_workers: int
-    """Smallest world size with which training begins. Until it is reached, members wait."""
+    """Minimum world size to start training. Until it is reached, members wait."""
     max_workers: int
     min_survivors: int = 0
-    """Smallest world size with which training continues after it has begun; 0: `min_workers`."""
+    """Minimum world size to continue training once it has started; 0: `min_workers`."""
     parameter_servers: int = 0
     parameter_server_backups: int = 0
     """Number of backups per server, 0 or 1."""
@@ -34,14 +34,13 @@ class JobSettings:
     """Maximum number of servers; 0: `parameter_servers`. If it is above 0 while `parameter_servers`
     is 0, one server is started when a script needs it."""
     join_grace: timedelta = timedelta(seconds=30)
-    """Time for which the first worker that is ready waits for others while there are fewer than the
+    """Maximum time that the first ready worker waits for others while there are fewer than the
     maximum."""
     lease: timedelta | None = None
-    """Maximum time for which a member may be silent before it is evicted; None: the coordinator's
-    default."""
+    """Maximum silence of a member before it is evicted; None: the coordinator's default."""
     stall_timeout: timedelta | None = None
-    """Maximum time for which a member that its peers are waiting for may make no progress; None:
-    the coordinator's default."""
+    """Maximum time without progress of a member that its peers are waiting for; None: the
+    coordinator's default."""
 
     def message(self) -> JobSpec:
         from shoal_protos.v1.coordinator_pb2 import JobSpec
@@ -61,7 +60,7 @@ class JobSettings:
 
 
 def launchers_job_id(job_id: str) -> str:
-    """Returns the id of the auxiliary job through which the launchers of a job on several machines
+    """Returns the id of the auxiliary job that the launchers of a job on several machines use to
     agree on their ranks (docs/explanation/launcher-and-deployment.md#several-machines)."""
     return f"{job_id}.nodes"
 

@@ -1,8 +1,8 @@
-"""Starts a local cluster without blocking an event loop, and restarts services that die at their
-old address.
+"""Starts a local cluster without blocking an event loop, and restarts dead services at their old
+addresses.
 
-Training continues meanwhile, since the coordinator's state is in Redis and members reconnect. A
-restarted parameter server has all changes that it had acknowledged.
+Training continues during a restart, since the coordinator's state is in Redis and members
+reconnect. A restarted parameter server has all changes that it had acknowledged.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 from shoal.launcher.clusters.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
 
 _SHORT_LIFE_S: Final = 5.0
-"""Time in seconds after which a service counts as started successfully. If it ends later, the
-earlier short lives no longer count."""
+"""Time in seconds after which a service counts as started successfully. If it exits later, the
+count of short lives starts again at zero."""
 _MOST_SHORT_LIVES: Final = 4
-"""Number of consecutive short lives after which a service is not restarted, since it would fail in
-the same way again."""
+"""Number of consecutive short lives after which a service is no longer restarted, since it would
+fail in the same way again."""
 _ASK_EVERY_S: Final = 0.5
 """Interval in seconds between requests to the coordinator. They ask whether a script is waiting for
-parameter servers, if none was started with the job, and whether a restarted coordinator still has
+parameter servers, if none were started with the job, and whether a restarted coordinator still has
 the job."""
 NOBODY: Final = "nobody"
-"""Id that no member has. The coordinator's answer about this member omits all members."""
+"""Id that no member has. A response filtered by this id omits all members."""
 
 
 class ClusterKeeper:
@@ -39,8 +39,8 @@ class ClusterKeeper:
         self._note = note
 
     async def open(self) -> None:
-        """Completes what `start_coordinator` began: starts the rest of the cluster. Raises
-        UnavailableError or DeadlineError; the caller must then close the cluster."""
+        """Starts the rest of the cluster after `start_coordinator`. Raises UnavailableError or
+        DeadlineError; the caller must then close the cluster."""
         cluster = self._cluster
         await _until_ready(cluster.coordinator)
         # Runs on a thread, because it imports gRPC, which takes longer than the call itself.
@@ -52,14 +52,15 @@ class ClusterKeeper:
             await _until_ready(server)
 
     async def keep(self) -> None:
-        """Restarts services that die, until cancelled. Cancel it before the cluster is closed."""
+        """Restarts services that die, until cancelled. Must be cancelled before the cluster is
+        closed."""
         kept = [self._keep(service) for service in self._cluster.services]
         await asyncio.gather(
             *kept, *([self._serve_when_asked()] if self._cluster.serves_when_asked else [])
         )
 
     async def _serve_when_asked(self) -> None:
-        """Starts a parameter server once a worker waits for one, and then keeps it running."""
+        """Starts a parameter server once a worker is waiting for one, and then keeps it running."""
         cluster = self._cluster
         while not await asyncio.to_thread(self._servers_awaited):
             await asyncio.sleep(_ASK_EVERY_S)
@@ -79,7 +80,7 @@ class ClusterKeeper:
                 > 0
             )
         except ShoalError:
-            return False  # the coordinator is being started again
+            return False  # the coordinator is being restarted
 
     async def _keep(self, service: Service) -> None:
         loop = asyncio.get_running_loop()
@@ -88,7 +89,7 @@ class ClusterKeeper:
         while True:
             pid, status = service.child.pid, await service.child.wait()
             if status.ok:
-                return  # the service ended on request: the job is over, or the server was drained
+                return  # exited on request: the job has ended, or the server was drained
             served_long = served_since is not None and loop.time() - served_since >= _SHORT_LIFE_S
             short_lives = 0 if served_long else short_lives + 1
             if short_lives >= _MOST_SHORT_LIVES:
@@ -108,7 +109,7 @@ class ClusterKeeper:
             except ShoalError as error:
                 if (
                     service.child.poll() is None
-                ):  # if it has ended, the next iteration of the loop reports that
+                ):  # if it has exited, the next iteration of the loop reports that
                     self._note(str(error))
             else:
                 self._note(
@@ -117,10 +118,10 @@ class ClusterKeeper:
                 )
 
     async def _create_job_again(self, coordinator: Service) -> None:
-        """Creates the job again if the coordinator has lost it; otherwise changes nothing.
+        """Creates the job again if the coordinator has lost it.
 
-        Retries until the coordinator answers, because gRPC reports it as unreachable for a while
-        after failures. Raises ShoalError if the coordinator has ended or does not answer.
+        Retries until the coordinator responds, because gRPC reports it as unreachable for a while
+        after failures. Raises ShoalError if the coordinator has exited or does not respond.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT.total_seconds()

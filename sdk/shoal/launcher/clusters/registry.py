@@ -1,5 +1,5 @@
-"""Registry of the clusters on this machine, so that `shoal status` in a second terminal needs no
-address.
+"""Registry of the clusters on this machine, so that `shoal status` in a second terminal does not
+need an address.
 
 Each cluster has a small JSON file, written and removed by the process that runs the cluster. A
 killed process leaves its file behind; readers remove the files of processes that no longer exist.
@@ -73,7 +73,7 @@ def home_directory(instead: str) -> Path:
 
 
 class Registration:
-    """The registry's record of this process's cluster, which `close` removes."""
+    """The registry's record of this process's cluster, removed by `close`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
 
 def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> ClusterRecord:
     """Returns the newest cluster, or the newest cluster that runs `job`. If there is none, raises
-    an UnknownResourceError that contains the remedy."""
+    an UnknownResourceError with the remedy."""
     clusters = running_clusters(directory)
     if clusters and job is not None:
         named = [record for record in clusters if record.job_id == job]
@@ -155,8 +155,8 @@ def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> 
 
 
 def _read(path: Path) -> ClusterRecord | None:
-    """Reads an entry of the registry. Returns None for a file that has vanished or was written by
-    another release."""
+    """Reads an entry of the registry. Returns None for a file that has been removed or was written
+    by a different release."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
         content = json.loads(path.read_text())
         if content.pop("format", None) == _FORMAT:

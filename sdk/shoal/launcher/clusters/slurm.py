@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from shoal_common.errors import ConfigurationError
 
 _JOIN_GRACE_S = 30
-"""Time in seconds for which the first machine waits for others. The launchers of an allocation
-start at the same time, so it is worth waiting for the last one."""
+"""Time in seconds that the first machine waits for others. The launchers of an allocation start at
+the same time, so it is worth waiting for the last one."""
 
 
 def allocated(environment: Mapping[str, str]) -> bool:
@@ -33,7 +33,7 @@ def run_id(environment: Mapping[str, str]) -> str:
 
 def run_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns torchrun's variables for an allocation with one launcher per machine. Training
-    continues even if a single launcher is left. Raises ConfigurationError."""
+    continues as long as at least one launcher is left. Raises ConfigurationError."""
     nodes = _number(environment, "SLURM_JOB_NUM_NODES", least=1)
     return {"PET_NNODES": f"1:{nodes}", "PET_RDZV_CONF": f"last_call_timeout={_JOIN_GRACE_S}"}
 

@@ -1,2 +1,2 @@
-"""Information about the machine on which a launcher runs: preemption notices of its cloud provider
-(`metadata`, `notices`), and its health (`checks`, run by `health`)."""
+"""Information about a launcher's machine: preemption notices of its cloud provider (`metadata`,
+`notices`), and its health (`checks`, run by `health`)."""

@@ -5,9 +5,9 @@ It prints one JSON object per check: name, ok, detail. A check that crashes or h
 this process. The program imports nothing of Shoal, so that it starts quickly.
 
 The matrices to multiply consist of small integers, so that every sum is exact in float32 (and in
-TF32). The result therefore does not depend on the order of additions, and any difference is an
-error of the hardware. Products are verified in int64 arithmetic with Freivalds' algorithm
-(Freivalds, "Probabilistic machines can use less running time", IFIP 1977).
+TF32). The result therefore does not depend on the order of additions, and any difference is a
+hardware error. Products are verified in int64 arithmetic with Freivalds' algorithm (Freivalds,
+"Probabilistic machines can use less running time", IFIP 1977).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ on a busy machine."""
 _SIZE = 1024
 _ROUNDS = 8
 _LARGEST_ENTRY = 8
-"""Largest entry of a matrix. A sum is then at most 8 * 8 * 1024 < 2**24, which float32 represents
+"""Largest entry of a matrix. A sum is at most 8 * 8 * 1024 < 2**24, which float32 represents
 exactly."""
 
 

@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import Final
 
 CHECKS_TIMEOUT: Final = timedelta(minutes=3)
-"""Maximum duration of all checks. They take some seconds, most of it to import torch; initializing
-many GPUs may take a minute."""
+"""Maximum total duration of all checks. They take a few seconds, mostly to import torch;
+initializing many GPUs may take a minute."""
 LARGEST_OFFSET: Final = timedelta(seconds=5)
 """Largest acceptable difference between the clocks of a machine and the coordinator. With larger
 differences, times in logs are misleading and certificates may be rejected as not yet valid."""
@@ -29,8 +29,8 @@ class CheckResult:
 
 
 async def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult]:
-    """Runs all checks and returns their results. A check that does not end within the total
-    `timeout`, or that ends its process, counts as failed. If this coroutine is cancelled, the
+    """Runs all checks and returns their results. A check that does not finish within the total
+    `timeout`, or that crashes its process, counts as failed. If this coroutine is cancelled, the
     checks are killed."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
@@ -68,8 +68,8 @@ async def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult
 
 
 def check_clock(offset: timedelta, uncertainty: timedelta) -> CheckResult:
-    """Checks this machine's clock. `offset`: coordinator's clock minus this machine's clock, known
-    up to `uncertainty`."""
+    """Checks this machine's clock. `offset`: coordinator's clock minus this machine's clock.
+    `uncertainty`: maximum error of `offset`."""
     offset_s, uncertainty_s = offset.total_seconds(), uncertainty.total_seconds()
     ok = abs(offset_s) - uncertainty_s <= LARGEST_OFFSET.total_seconds()
     detail = (
@@ -82,5 +82,5 @@ def check_clock(offset: timedelta, uncertainty: timedelta) -> CheckResult:
 
 
 def failures_text(results: list[CheckResult]) -> str:
-    """Returns the failed checks with their reasons on one line; empty if all checks passed."""
+    """Returns one line with the failed checks and their reasons; empty if all checks passed."""
     return "; ".join(f"{result.name}: {result.detail}" for result in results if not result.ok)

@@ -1,5 +1,4 @@
-"""Reads notices by which a cloud provider announces that it will take a machine away, from the
-machine's metadata service.
+"""Reads a cloud provider's preemption and maintenance notices from the machine's metadata service.
 
 The services, as their providers document them:
 
@@ -9,8 +8,8 @@ The services, as their providers document them:
   maintenance event" (`instance/maintenance-event`).
 - Azure: "Scheduled Events for Linux VMs".
 
-Requests never go through a proxy: the address is link-local, so a proxy would return the notices of
-its own machine.
+Requests never go through a proxy: the address is link-local, so a proxy would return its own
+machine's notices.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ class Notice:
     """The notice as a human-readable sentence without a full stop."""
     leaves: bool
     """True if the machine, or everything that runs on it, will stop. False if the notice is only a
-    warning: the machine may pause, or is more likely than usual to be taken away."""
+    warning: the machine may pause, or is more likely than usual to be reclaimed."""
 
 
 class MetadataError(Exception):
-    """Raised if the metadata service does not answer, or answers differently than documented. The
-    message contains the cause."""
+    """Raised if the metadata service does not respond, or its response differs from the
+    documentation. The message contains the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +78,8 @@ class MetadataService:
     seconds apart."""
 
     def __init__(self, url: str, timeout: timedelta) -> None:
-        """`url`: http://HOST[:PORT]; raises ConfigurationError for any other form. `timeout`:
-        maximum wait for each part of a response."""
+        """`url`: http://HOST[:PORT]; any other form raises ConfigurationError. `timeout`: maximum
+        wait for each part of a response."""
         parts = urlsplit(url)
         try:
             port = parts.port or 80
@@ -96,8 +95,8 @@ class MetadataService:
         self._timeout_s = timeout.total_seconds()
 
     def request(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
-        """Sends a request. Raises MetadataError if there is no answer."""
-        import http.client  # here, since every command imports this module
+        """Sends a request. Raises MetadataError if there is no response."""
+        import http.client  # imported here, since every command imports this module
 
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
         try:
@@ -112,7 +111,7 @@ class MetadataService:
             connection.close()
 
     def wrong(self, path: str, answer: Answer) -> MetadataError:
-        """Returns the error for a response that the provider's documentation does not mention."""
+        """Returns the error for a response that is not in the provider's documentation."""
         return MetadataError(
             f"{self.url}{path}: unexpected status {answer.status}, {answer.text[:100]!r}"
         )
@@ -122,8 +121,8 @@ class Notices(Protocol):
     """Reads the notices of one provider."""
 
     def read(self) -> list[Notice]:
-        """Returns the current notices about this machine. Blocks for some seconds at most. Raises
-        MetadataError if the service does not answer or belongs to another provider."""
+        """Returns the current notices about this machine. Blocks for a few seconds at most. Raises
+        MetadataError if the service does not respond or belongs to a different provider."""
         ...
 
 
@@ -153,7 +152,7 @@ class AwsNotices:
         return notices
 
     def _get(self, path: str) -> str | None:
-        """Returns the text at a path; None if the service has nothing there (status 404)."""
+        """Returns the text at a path; None if the path does not exist (status 404)."""
         answer = self._request(path)
         if answer.status == 401:  # the token has expired
             self._token = ""
@@ -198,8 +197,8 @@ class GcpNotices:
 
 
 class AzureNotices:
-    """Scheduled events of Azure. The service lists the events of a whole scale set or availability
-    set, so events of other machines are skipped. Implements `Notices`."""
+    """Scheduled events of Azure. The service lists the events of an entire scale set or
+    availability set, so events of other machines are skipped. Implements `Notices`."""
 
     def __init__(self, service: MetadataService) -> None:
         self._service = service
@@ -239,7 +238,8 @@ def _azure_notice(kind: str, when: str) -> Notice:
 
 
 def _fields(text: str, *names: str) -> list[str]:
-    """Returns the values of some fields of a JSON object as texts; `unknown` for missing fields."""
+    """Returns the values of the given fields of a JSON object as strings; `unknown` for missing
+    fields."""
     try:
         found: Any = json.loads(text)
     except ValueError:
@@ -256,8 +256,8 @@ READERS: Final[Mapping[Provider, type[AwsNotices] | type[GcpNotices] | type[Azur
 
 
 def provider_of_machine(directory: Path = Path("/sys/class/dmi/id")) -> Provider | None:
-    """Returns the provider named by the machine's firmware, without sending a request; None if it
-    names no known provider. `directory`: directory of the kernel's DMI values."""
+    """Returns the provider according to the machine's firmware, without sending a request; None if
+    it is not a known provider. `directory`: directory of the kernel's DMI values."""
 
     def value(name: str) -> str:
         try:

@@ -1,5 +1,5 @@
 """Watches for preemption notices on a separate thread, so that an unresponsive metadata service
-delays nothing else."""
+does not delay the launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLL_INTERVAL: Final = timedelta(seconds=2)
 ahead."""
 REQUEST_TIMEOUT: Final = timedelta(seconds=2)
 PATIENCE: Final = timedelta(seconds=10)
-"""Time without a response after which the user is told that notices cannot be seen."""
+"""Time without a response after which the user is informed that notices cannot be received."""
 
 
 class NoticeSource(StrEnum):
@@ -41,7 +41,7 @@ class NoticeSource(StrEnum):
 
 
 class NoticeWatch:
-    """Watches for preemption notices about this machine. The thread ends after a notice that the
+    """Watches for preemption notices about this machine. The thread exits after a notice that the
     machine will stop, or when `close` is called."""
 
     def __init__(
@@ -55,18 +55,18 @@ class NoticeWatch:
         interval: timedelta = POLL_INTERVAL,
         patience: timedelta = PATIENCE,
     ) -> None:
-        """Starts to watch.
+        """Starts watching.
 
         Args:
-            source: provider to ask, AUTO or NONE.
-            url: address of the metadata service; None: the providers' usual address. With AUTO and
-                an address, the service at that address determines the provider; with AUTO alone,
-                the machine's firmware does.
+            source: provider to query, AUTO or NONE.
+            url: address of the metadata service; None: the providers' usual address. With AUTO, the
+                provider is determined by the service at this address or, without an address, by the
+                machine's firmware.
             on_notice: called on the watcher's thread for each new notice.
             note: callback that shows a message to the user.
             dmi: directory with the firmware's DMI values; None: the kernel's.
             interval: time between requests.
-            patience: time without a response after which the user is told.
+            patience: time without a response after which the user is informed.
 
         Raises:
             ConfigurationError: the address is invalid.
@@ -97,7 +97,7 @@ class NoticeWatch:
             self._watch(provider, readers[provider])
 
     def _find(self, readers: dict[Provider, Notices]) -> Provider | None:
-        """Returns the provider whose metadata service answers; None if none answers in time."""
+        """Returns the provider whose metadata service responds; None if none responds in time."""
         give_up_at = time.monotonic() + self._patience_s
         while time.monotonic() < give_up_at:
             for provider, reader in readers.items():

@@ -1,2 +1,1 @@
-"""Child processes of a launcher, the ports on which they listen, and the credentials that they
-use."""
+"""Child processes of a launcher, their ports, and their credentials."""

@@ -1,8 +1,8 @@
-"""Bearer token and certificates for a shared coordinator, and how a command passes them on to its
+"""Bearer token and certificates for a shared coordinator, and their transfer from a command to its
 child processes.
 
-Commands and workers read the same variables. A command's flags (`--tls-ca`, ...) become these
-variables in its own process. A token given in a variable is removed from the environment
+Commands and workers read the same environment variables. A command's flags (`--tls-ca`, ...) become
+these variables in its own process. A token given in a variable is removed from the environment
 (shoal_common.credentials) and passed to workers in a file that only this user can read.
 """
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def channel_settings(coordinator: str) -> ChannelSettings:
-    """Returns the settings for calls to the coordinator at host:port with this process's
-    credentials. Raises ConfigurationError."""
-    # imported here: it loads settings and gRPC, for which workers of a local run need not wait
+    """Returns the settings for calls to the coordinator at `coordinator` (host:port) with this
+    process's credentials. Raises ConfigurationError."""
+    # imported here: it loads settings and gRPC, which workers of a local run should not wait for
     from shoal_common.credentials import CallerSettings
 
     return CallerSettings.load().channel(coordinator)
 
 
 def member_channel(coordinator: str) -> ChannelSettings:
-    """Returns the settings of `channel_settings` with a new member key, for a launcher that will
-    itself be a member of a job."""
+    """Returns the settings of `channel_settings` with a new member key, for a launcher that will be
+    a member of a job itself."""
     return replace(channel_settings(coordinator), member_key=secrets.token_hex(16))
 
 

@@ -1,6 +1,6 @@
-"""Kills processes that were started by other processes, or reads their stacks. The process is a
-worker or a parameter server known to the coordinator, or all workers of one launcher. A worker is
-identified by the member id in its environment."""
+"""Kills processes that were started by other processes, or reads their stacks: a worker or a
+parameter server known to the coordinator, or all workers of a launcher. A worker is identified by
+the member id in its environment."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def member_stacks(*, rank: int, host: str, pid: int, member_id: str) -> dict[int
     with _member_process(rank=rank, host=host, pid=pid, member_id=member_id):
         found = {pid: read_stacks(pid)}
         for child in serving_children(pid):
-            with contextlib.suppress(ShoalError):  # it has ended, or is stopped
+            with contextlib.suppress(ShoalError):  # it has exited, or is stopped
                 found[child] = read_stacks(child)
         return found
 
 
 @contextlib.contextmanager
 def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterator[Handle]:
-    """Yields the process of a member. Verifies its identity first, since the pid could belong to
-    another process on this host or in this container.
+    """Yields the process of a member. Verifies its identity first, since the pid could belong to a
+    different process on this host or in this container.
 
     Raises:
-        PreconditionError: MEMBER_ELSEWHERE: it runs on another machine; PROCESS_NOT_OURS: it
-            belongs to another user.
+        PreconditionError: MEMBER_ELSEWHERE: it runs on a different machine; PROCESS_NOT_OURS: it
+            belongs to a different user.
         UnknownResourceError: PROCESS_UNKNOWN: it no longer exists.
     """
     if host != socket.gethostname():
@@ -79,9 +79,9 @@ def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterat
 def kill_server(*, job_id: str, server_id: str, coordinator: str) -> int:
     """Kills a job's parameter server with SIGKILL and returns its pid.
 
-    The coordinator does not know the process. It is therefore identified by the job, the server id
-    and the coordinator's address (host:port) in its command line or environment. The address
-    matters because clusters on one machine may have jobs with the same id.
+    The coordinator does not know the process's pid. The process is therefore identified by the job,
+    the server id and the coordinator's address (host:port) in its command line or environment. The
+    address matters because clusters on one machine may have jobs with the same id.
 
     Raises:
         UnknownResourceError: PROCESS_UNKNOWN: no such process of this user runs on this machine.
@@ -143,8 +143,8 @@ def _setting(flag: str, words: Sequence[bytes], variables: Iterable[bytes]) -> s
 
 
 def _is_same_address(one: str, other: str) -> bool:
-    """Returns whether two addresses (host:port) are the same, including hosts that are different
-    names of one address."""
+    """Returns whether two addresses (host:port) are the same, even if their hosts are different
+    names for one address."""
     return one == other or not _endpoints(one).isdisjoint(_endpoints(other))
 
 

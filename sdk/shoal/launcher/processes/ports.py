@@ -1,5 +1,5 @@
-"""Ports reserved on this machine for processes that are about to start, and port files in which
-services publish their addresses."""
+"""Ports reserved on this machine for processes that are about to start, and port files with the
+addresses of services."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ServiceAddresses:
 
 def read_port_file(path: Path) -> ServiceAddresses | None:
     """Reads a port file. Returns None if it does not exist yet; a service creates it atomically
-    once it is serving requests. Raises CorruptDataError."""
+    when it begins to serve requests. Raises CorruptDataError."""
     try:
         text = path.read_text()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Child processes whose end is detected at once, and that leave no other processes behind.
+"""Child processes whose exit is detected immediately, and that leave no other processes behind.
 
 Every child leads its own session, so that Ctrl-C on a terminal reaches only the launcher, which
 then decides what to do. The kernel kills the child when the thread that started it ends for any
-reason. When a child ends, the rest of its process group is killed before its pid is released. This
+reason. When a child exits, the rest of its process group is killed before its pid is released. This
 module neither restarts processes nor reads their output; `agent` and `output` do.
 
 A `Child` belongs to the thread that created it.
@@ -30,16 +30,16 @@ _KILL_DEADLINE: Final = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """Exit status of a process that has ended."""
+    """Exit status of a process."""
 
     code: int
     """Exit status as in a shell: the exit code, or 128 + the number of the signal."""
     signal: int = 0
-    """Signal that ended the process; 0 if there was none."""
+    """Number of the signal that killed the process; 0 if none did."""
 
     @classmethod
     def from_returncode(cls, returncode: int) -> ExitStatus:
-        """Converts a status from subprocess's convention, in which a signal is a negative
+        """Converts a status from subprocess's convention, which represents a signal as a negative
         number."""
         return cls(returncode) if returncode >= 0 else cls(128 - returncode, -returncode)
 
@@ -57,8 +57,8 @@ class ExitStatus:
 
 
 class Child:
-    """A child process. After `wait` or `poll` has returned its exit status, no further cleanup is
-    needed."""
+    """A child process. It needs no further cleanup once `wait` or `poll` has returned its exit
+    status."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Child:
         pass_fds: Sequence[int] = (),
     ) -> None:
         """Starts the process with /dev/null as its standard input. If the program does not exist,
-        the child exits with code 127, as in a shell. Raises OSError if not even the interpreter can
-        be started."""
+        the child exits with code 127, as in a shell. Raises OSError if the interpreter itself
+        cannot be started."""
         process = subprocess.Popen(
             tied_to_parent(command),
             stdin=subprocess.DEVNULL,
@@ -89,9 +89,9 @@ class Child:
     def adopted(
         cls, pid: int, *, command: Sequence[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None
     ) -> Child:
-        """Wraps a process that the kernel has made a child of this one.
+        """Wraps a process that the kernel has made a child of this process.
 
-        The process must lead its own session, and be killed by the kernel when this process ends.
+        The process must lead its own session, and be killed by the kernel when this process exits.
         `stdout`, `stderr`: read ends of its pipes. Raises ProcessLookupError or ChildProcessError
         if there is no such child.
         """
@@ -115,26 +115,26 @@ class Child:
         self.pidfd = os.pidfd_open(pid)
         self.stdout, self.stderr = stdout, stderr
         self._wait = reap
-        """Function that blocks until the process has ended, reaps it, and returns its status in
+        """Function that blocks until the process has exited, reaps it, and returns its status in
         subprocess's convention."""
         self.status: ExitStatus | None = None
         """Exit status; None until the process has been reaped."""
 
     def poll(self) -> ExitStatus | None:
-        """Returns the exit status if the process has ended, otherwise None. Does not block."""
+        """Returns the exit status if the process has exited, otherwise None. Does not block."""
         if (
             self.status is None
             and os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         ):
-            # The process has not been reaped yet, so no other process or group can have its number.
+            # The process has not been reaped yet, so no other process or group can have its id.
             self._kill_group()
             self.status = ExitStatus.from_returncode(self._wait())
             os.close(self.pidfd)
         return self.status
 
     async def wait(self) -> ExitStatus:
-        """Waits without limit for the end of the process. Must be awaited on the thread that
-        created the child."""
+        """Waits, without a time limit, until the process has exited. Must be awaited on the thread
+        that created the child."""
         if (status := self.poll()) is not None:
             return status
         loop = asyncio.get_running_loop()
@@ -149,8 +149,8 @@ class Child:
         return status
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process, but not to its descendants; ending those is up to the
-        process. Does nothing if the process has ended."""
+        """Sends a signal to the process, but not to its descendants, which the process must stop
+        itself. Does nothing if the process has exited."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -162,7 +162,7 @@ class Child:
             self.send(signal.SIGKILL)
 
     def reap(self) -> None:
-        """Blocks until the process has ended. The caller must have made sure that it will end."""
+        """Blocks until the process has exited. The caller must have made sure that it will exit."""
         if self.status is None:
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
             self.poll()
@@ -173,8 +173,8 @@ class Child:
 
 
 def wait_all(children: Iterable[Child], timeout: timedelta) -> list[Child]:
-    """Blocks until all children have ended or `timeout` has passed. Returns those that are still
-    running."""
+    """Blocks until all children have exited or `timeout` has passed. Returns the children that are
+    still running."""
     left = [child for child in children if child.poll() is None]
     deadline = time.monotonic() + timeout.total_seconds()
     while left:
@@ -190,11 +190,11 @@ def wait_all(children: Iterable[Child], timeout: timedelta) -> list[Child]:
 
 
 def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
-    """Stops processes and blocks until they are gone. Sends SIGTERM and, after `grace`, SIGKILL.
-    Processes that the children started and left running get SIGKILL too.
+    """Stops processes and blocks until they have exited. Sends SIGTERM and, after `grace`, SIGKILL.
+    Processes that the children have left running get SIGKILL too.
 
-    Raises DeadlineError if a process does not end within 10 s of SIGKILL because it is stuck in the
-    kernel.
+    Raises DeadlineError if a process does not exit within 10 s of SIGKILL because it is stuck in
+    the kernel.
     """
     offspring = [
         process for child in children if child.poll() is None for process in descendants(child.pid)
@@ -224,8 +224,8 @@ def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
 
 
 class Handle:
-    """Reference to a process that is not a child of this one. It holds a pidfd, so that it never
-    refers to a later process with the same pid."""
+    """Reference to a process that is not a child of this process. It holds a pidfd, so that it
+    never refers to a later process with the same pid."""
 
     def __init__(self, pid: int) -> None:
         """Opens a reference to the process. Raises ProcessLookupError if the process does not
@@ -234,18 +234,18 @@ class Handle:
         self._fd = os.pidfd_open(pid)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process; does nothing if it has ended. Raises PermissionError for a
-        process of another user."""
+        """Sends a signal to the process; does nothing if it has exited. Raises PermissionError for
+        a different user's process."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fd, number)
 
     def kill(self) -> None:
-        """Kills the process with SIGKILL; does nothing if it has ended. Raises PermissionError for
-        a process of another user."""
+        """Kills the process with SIGKILL; does nothing if it has exited. Raises PermissionError for
+        a different user's process."""
         self.send(signal.SIGKILL)
 
     def wait(self, timeout: timedelta) -> bool:
-        """Returns whether the process ended within `timeout`."""
+        """Waits for the process. Returns whether it exited within `timeout`."""
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
         return bool(poller.poll(timeout.total_seconds() * 1000))
@@ -256,7 +256,7 @@ class Handle:
 
 def descendants(pid: int) -> list[Handle]:
     """Returns the descendants of `pid`, parents before children. Omits descendants whose parent has
-    ended, since init has adopted them."""
+    exited, since init has adopted them."""
     found: list[Handle] = []
     pending = [pid]
     while pending:
@@ -280,7 +280,7 @@ def start_ticks(pid: int) -> int | None:
     """Returns the start time of a process in clock ticks since boot; None if there is no such
     process. Together with the pid, it identifies a process uniquely."""
     try:
-        # The second field is the program's name in brackets, which may contain any characters.
+        # The second field is the program's name in parentheses, which may contain any characters.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None

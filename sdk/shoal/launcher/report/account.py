@@ -1,5 +1,5 @@
-"""Account of a launcher's run: its progress, one line per fault with the pause that it caused, and
-the final figures. Pure.
+"""Account of a launcher's run: its progress, one line per fault with the resulting pause, and the
+final figures. Pure.
 
 The account combines two sources: the commits of this machine's workers (`course`), and the
 membership changes on all machines (`changes`).
@@ -19,12 +19,12 @@ from shoal.launcher.report.changes import Change, Changes, JobEvent
 from shoal.launcher.report.course import OUTLIES, Course, Point, Standstill
 
 _SERVER_NS: Final = 2_000_000_000
-"""Maximum time in nanoseconds between the report that a parameter server was lost and the start of
-a pause that is attributed to the loss."""
+"""Maximum time in nanoseconds between the report of a lost parameter server and the start of a
+pause that is attributed to the loss."""
 _SERVER_PATIENCE_NS: Final = 60_000_000_000
 _IDLE_NS: Final = 1_000_000_000
-"""Minimum time in nanoseconds without a step after which a pause may be due to a lost parameter
-server. It must also exceed the duration of several steps."""
+"""Minimum duration in nanoseconds of a pause that may be attributed to a lost parameter server. It
+must also exceed the duration of several steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Status:
 
     steps: int
     steps_in_all: int
-    """Number of steps that the run makes in total; 0 if unknown."""
+    """Total number of steps of the run; 0 if unknown."""
     left: timedelta | None
     """Estimated remaining time at the average speed so far, excluding pauses; None if unknown."""
     samples_per_s: float
@@ -67,17 +67,17 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """Final figures of a run. They cover the time in which this launcher took part in it."""
+    """Final figures of a run, for the time that this launcher took part in it."""
 
     steps: int
-    """Number of committed steps, without steps that were undone."""
+    """Number of committed steps, not counting steps that were undone."""
     last_step: int
     """Number of the last committed step. In a run resumed from a checkpoint it exceeds `steps`."""
     steps_in_all: int
-    """Number of steps that the run's loop makes in total; 0 if unknown."""
+    """Total number of steps of the run's loop; 0 if unknown."""
     samples: int
-    """Samples of the committed steps over all ranks; 0 if the script distributes its samples
-    itself."""
+    """Number of samples in the committed steps of all ranks; 0 if the script distributes its
+    samples itself."""
     seconds: float
     """Seconds between the run's first and last commit."""
     faults: int
@@ -85,12 +85,12 @@ class RunFigures:
     leaves: int
     pauses: tuple[Pause, ...]
     lost_s: float
-    """Seconds lost to pauses and repeated steps. Of each pause, the time beyond a usual step
-    counts."""
+    """Seconds lost to pauses and repeated steps. Each pause counts with its duration beyond a usual
+    step."""
     loss: float
     """Last reported loss, averaged over the reporting workers; NaN if none was reported."""
     began_ns: int
-    """Time of the first commit, by `time.monotonic_ns` like the times of the points."""
+    """Time of the first commit, by `time.monotonic_ns`, as for the times of the points."""
     points: tuple[Point, ...]
     asynchronous: bool
 
@@ -111,8 +111,8 @@ class RunFigures:
 
 
 def figures_lines(figures: RunFigures) -> list[str]:
-    """Returns the figures as human-readable lines: one line, and a second one if there were faults,
-    pauses, joins or leaves. Returns no line if nothing was committed."""
+    """Returns the figures as human-readable lines: one line, and a second line if there were
+    faults, pauses, joins or leaves. Empty if no steps were committed."""
     if not figures.steps:
         return []
     did = f"{_counted(figures.steps, 'step')}"
@@ -153,7 +153,7 @@ def stopped_line(figures: RunFigures, reason: str) -> str:
 
 
 def interrupted_line(figures: RunFigures) -> str:
-    """Returns a human-readable line about an elastic run that a signal ended early."""
+    """Returns a human-readable line about an elastic run that was ended early by a signal."""
     where = f"{figures.last_step:,}"
     if figures.steps_in_all and not figures.asynchronous:
         where += f" of {figures.steps_in_all:,}"
@@ -171,16 +171,16 @@ class RunAccount:
         self.changes = Changes()
         self.pauses: list[Pause] = []
         self._unreported: list[Change] = []
-        """Membership changes for which no pause has been found yet."""
+        """Membership changes that have not been matched with a pause yet."""
         self._standing: list[Standstill] = []
-        """Pauses for which no cause has been found yet."""
+        """Pauses without a known cause."""
         self._servers: list[tuple[int, Change]] = []
-        """Lost parameter servers and stalled steps, each with the time at which it was reported."""
+        """Lost parameter servers and stalled steps, each with the time of its report."""
         self._asked_ns = 0
 
     def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> None:
-        """Adds the commits that the workers have made so far. `settle`: True if no further commits
-        will follow."""
+        """Adds all commits of the workers so far. `settle`: True if no further commits will
+        follow."""
         self._standing += self.course.take(tallies, now_ns, settle=settle)
 
     def wants_events(self, now_ns: int) -> bool:
@@ -201,8 +201,8 @@ class RunAccount:
     def explain(
         self, events: Iterable[JobEvent], endings: Mapping[str, str], now_ns: int
     ) -> list[str]:
-        """Adds events of the coordinator. Returns a human-readable line for each pause that they
-        explain. `endings`: as in `Changes.take`."""
+        """Adds events of the coordinator. Returns a human-readable line for each pause explained by
+        them. `endings`: as in `Changes.take`."""
         self._asked_ns = now_ns
         for change in self.changes.take(events, endings):
             if change.generation:
@@ -223,7 +223,7 @@ class RunAccount:
             lost = [entry for entry in self._servers if _meet(entry[0], standstill)]
             self._servers = [entry for entry in self._servers if entry not in lost]
             changes += [change for _, change in lost]
-            # the membership change says more
+            # the membership change is more informative
             changes = [change for change in changes if not change.stood] or changes
             if not changes and standstill.generation > max(
                 standstill.before, self.changes.generation
@@ -239,7 +239,7 @@ class RunAccount:
         ]
         if (
             self.course.asynchronous
-        ):  # asynchronous workers do not wait for each other, so nothing pauses
+        ):  # asynchronous workers do not wait for each other, so there are no pauses
             lines += [f"{change.text}; the others continued" for change in self._unreported]
             self._unreported = []
         return lines
@@ -293,8 +293,8 @@ class RunAccount:
 
 
 def _meet(heard_ns: int, standstill: Standstill) -> bool:
-    """Returns whether the loss of a parameter server may have caused a pause. `heard_ns`: time at
-    which the loss was reported, which may be later than the loss, but not earlier."""
+    """Returns whether the loss of a parameter server may have caused a pause. `heard_ns`: time of
+    the report, which may be later than the loss, but not earlier."""
     return (
         standstill.began_ns < heard_ns + _SERVER_NS and heard_ns < standstill.ended_ns + _SERVER_NS
     )

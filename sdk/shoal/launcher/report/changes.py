@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 _SIGNAL: Final = "its process ended with signal "
 _LEAVES: Final = ("drained",)
-"""Reasons for which members leave while the run continues."""
+"""Reasons for members to leave while the run continues."""
 _MORE: Final = re.compile(r" and (\d+) more$")
 
 
@@ -29,11 +29,11 @@ class JobEvent(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Possible cause of a pause: a change of membership, an event of a parameter server, or a
-    stalled step."""
+    """Possible cause of a pause: a membership change, an event of a parameter server, or a stalled
+    step."""
 
     generation: int
-    """Number of the generation that the change led to; 0 if there is none."""
+    """Number of the generation after the change; 0 if there is none."""
     world_size: int = 0
     """Number of ranks in the new generation."""
     faults: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Changes:
     in order."""
 
     run: int = 0
-    """Number of the run whose events count; 0: all runs."""
+    """Number of the run whose events are processed; 0: all runs."""
     newest_event: str = ""
     """Id of the last event that was processed."""
     found: list[Change] = field(default_factory=list)
@@ -75,8 +75,8 @@ class Changes:
     generation: int = 0
     """Newest generation that has been reported."""
     interrupted: frozenset[str] = frozenset()
-    """Ids of the members that this launcher had when a signal ended its run. Their departures are a
-    consequence of the signal and are not counted."""
+    """Ids of this launcher's members at the time when a signal ended its run. Their departures are
+    a consequence of the signal and are not counted."""
 
     _lost: list[str] = field(default_factory=list)
     _left: list[str] = field(default_factory=list)

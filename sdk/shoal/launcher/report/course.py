@@ -1,9 +1,9 @@
 """Course of a run, derived from its workers' commits: steps, speed, loss, and pauses. Pure.
 
-The input are the tallies of this launcher's workers (`shoal_common.formats.tally`), including those
-of dead workers, which are passed in again and again. Training *pauses* while no worker commits a
-step: from the last commit before a membership change to the first commit after it, or for at least
-half a second that is also several times as long as a usual step.
+The input is the tallies of this launcher's workers (`shoal_common.formats.tally`), including dead
+workers, which are passed in repeatedly. Training *pauses* while no worker commits a step: from the
+last commit before a membership change to the first commit after it, or for at least half a second
+that is also several times as long as a usual step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final
 from shoal_common.formats.tally import LONG_GAP_NS, Span, Tally
 
 _SETTLE_NS: Final = 300_000_000
-"""Delay in nanoseconds between the end of a gap and its report. After this delay, the commits that
-all workers have made since have been read."""
+"""Delay in nanoseconds between the end of a gap and its report. After this delay, all workers'
+commits since the gap have been read."""
 OUTLIES: Final = 4
 """A gap counts as a pause if it is at least this many times as long as a usual step."""
 _MOST_POINTS: Final = 2_000
@@ -35,10 +35,10 @@ class Standstill:
     before: int
     """Generation of the last commit before the period."""
     generation: int
-    """Generation of the first commit after the period. Equal to `before` if the membership did not
-    change."""
+    """Generation of the first commit after the period; the same as `before` if the membership did
+    not change."""
     steps: int
-    """Number of committed steps with which training continued."""
+    """Number of committed steps when training continued."""
     undone: int = 0
     """Number of steps that were committed before the period and repeated afterwards."""
 
@@ -50,13 +50,13 @@ class Standstill:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """State of the run at the end of one short interval."""
+    """State of the run at the end of a short interval."""
 
     at_ns: int
     """Time of the end of the interval."""
     steps: int
-    """Steps of the run at the end of the interval, including those made before this launcher took
-    part."""
+    """Number of steps of the run at the end of the interval, including steps before this launcher
+    took part."""
     samples: int
     samples_per_s: float
     loss: float
@@ -64,7 +64,7 @@ class Point:
     loss_count: int = 0
     """Number of losses averaged in `loss`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers reported by the workers, by name: the mean of the workers' last values."""
+    """Other metrics reported by the workers, by name: the mean of the workers' last values."""
 
 
 class Course:
@@ -79,15 +79,13 @@ class Course:
         """Newest generation with a committed step."""
         self._tallies: dict[str, Tally] = {}
         self._pending: dict[str, list[Span]] = {}
-        """Worker -> spans that are not settled, which are at most the newest span of each
-        worker."""
+        """Worker -> unsettled spans: at most the newest span of each worker."""
         self._seen: dict[str, int] = {}
-        """Number of processed spans per worker, excluding the newest one."""
+        """Number of processed spans per worker, excluding the newest span."""
         self._until: Span | None = None
-        """Latest settled commit, represented by the span that it ends."""
+        """Latest settled commit, represented by the span that ends with it."""
         self._began: tuple[int, int, int] | None = None
-        """Time of the first commit, and the numbers of steps and samples that the run had before
-        it."""
+        """Time of the first commit, and the run's numbers of steps and samples before it."""
         self._took: tuple[int, int, float, int] | None = None
         """State at the last point: time, samples, sum of the losses, and number of losses."""
         self._per_point = 1
@@ -102,7 +100,7 @@ class Course:
 
     @property
     def asynchronous(self) -> bool:
-        """True if each worker makes steps of its own, independently of the others."""
+        """True if each worker takes its own steps, independently of the others."""
         return any(tally.counts.asynchronous for tally in self._tallies.values())
 
     @property
@@ -111,19 +109,19 @@ class Course:
         return next((tally.strategy for tally in self._tallies.values() if tally.strategy), "")
 
     def last_of(self, name: str) -> Tally | None:
-        """Returns the last tally of a worker; None if the worker has committed nothing."""
+        """Returns the last tally of a worker; None if the worker has not committed anything."""
         return self._tallies.get(name)
 
     @property
     def steps_before(self) -> int:
-        """Number of steps that the run had before this launcher took part, e.g. from a checkpoint
-        or from other machines."""
+        """Number of the run's steps before this launcher took part, e.g. from a checkpoint or from
+        other machines."""
         return 0 if self.asynchronous or self._began is None else self._began[1]
 
     @property
     def steps(self) -> int:
-        """Number of committed steps of the run, without steps that were undone. In asynchronous
-        training, the number of steps of this launcher's workers."""
+        """Number of committed steps of the run, not counting steps that were undone. In
+        asynchronous training, the number of steps of this launcher's workers."""
         if self.asynchronous:
             pushed = sum(tally.own_steps for tally in self._tallies.values())
             return pushed + sum(steps for steps, _ in self._left_behind.values())
@@ -131,8 +129,8 @@ class Course:
 
     @property
     def samples(self) -> int:
-        """Samples of the steps since `steps_before`; 0 if the script distributes its samples
-        itself."""
+        """Number of samples in the steps since `steps_before`; 0 if the script distributes its
+        samples itself."""
         if self.asynchronous:
             pushed = sum(tally.own_samples for tally in self._tallies.values())
             return pushed + sum(samples for _, samples in self._left_behind.values())
@@ -142,9 +140,8 @@ class Course:
 
     @property
     def _left_behind(self) -> dict[int, tuple[int, int]]:
-        """Steps and samples of batches that a worker pushed before it died and had not counted yet,
-        and that another worker found on the parameter servers. Each value belongs to a key of the
-        tallies."""
+        """Steps and samples of batches that a worker pushed but did not count before it died, and
+        that another worker found on the parameter servers. The keys are the tallies' batch keys."""
         in_doubt = {tally.in_doubt for tally in self._tallies.values()}
         return {
             key: each
@@ -162,8 +159,8 @@ class Course:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the workers that committed last, from their latest reports; NaN if there
-        is none."""
+        """Mean of the latest losses reported by the workers that committed last; NaN if there is
+        none."""
         if not self._tallies:
             return math.nan
         losses = [
@@ -173,7 +170,7 @@ class Course:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the other reported numbers over the workers that committed last, by name."""
+        """Means of the other reported metrics over the workers that committed last, by name."""
         reported: dict[str, list[float]] = {}
         for tally in self._current:
             for name, value in tally.metrics.items():
@@ -192,7 +189,7 @@ class Course:
 
     @property
     def seconds(self) -> float:
-        """Seconds between the run's first commit and its last one."""
+        """Seconds between the run's first and last commit."""
         return (self._newest.spans[-1].last_ns - self.began_ns) / 1e9 if self._tallies else 0.0
 
     @property
@@ -209,7 +206,7 @@ class Course:
         return moved, self.steps - self.steps_before - 1 + undone - len(self.standstills)
 
     def _is_long(self, apart_ns: int) -> bool:
-        """Returns whether the time between two commits is far longer than between all other
+        """Returns whether the time between two commits is much longer than between all other
         commits."""
         moved, intervals = self._moved
         if apart_ns < LONG_GAP_NS or intervals < 2:
@@ -231,8 +228,8 @@ class Course:
     def take(
         self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False
     ) -> list[Standstill]:
-        """Adds the commits that the workers have made so far, and returns newly detected pauses.
-        `settle`: True if no further commits will follow."""
+        """Adds all commits of the workers so far, and returns newly detected pauses. `settle`: True
+        if no further commits will follow."""
         if not tallies:
             return []
         self._tallies.update(tallies)
@@ -242,7 +239,7 @@ class Course:
         found = self._find_standstills(now_ns if settle else now_ns - _SETTLE_NS)
         self.standstills += found
         self._add_point(now_ns)
-        if settle and self.points:  # numbers may have been reported after the last step
+        if settle and self.points:  # metrics may have been reported after the last step
             self.points[-1] = dataclasses.replace(self.points[-1], metrics=self.metrics)
         return found
 
@@ -293,8 +290,8 @@ class Course:
     def _standstill(self, before: Span, after: Span) -> Standstill:
         steps, done = after.began_after, before.steps
         if after.generation != before.generation:
-            # A rank with a step in doubt commits it in the new generation, after others have
-            # committed it.
+            # A rank with a step in doubt commits it in the new generation, after the other ranks
+            # have committed it.
             begun = [
                 [span for span in spans if span.first_ns >= after.first_ns]
                 for spans in self._pending.values()

@@ -27,7 +27,7 @@ _LOOK_S: Final = 0.2
 _LAST_QUESTION: Final = timedelta(seconds=2)
 
 Ask = Callable[[str], Awaitable[Sequence["JobEvent"]]]
-"""Function that returns the events that follow the event with a given id. Raises ShoalError."""
+"""Function that returns the events after the event with a given id. Raises ShoalError."""
 Show = Callable[[Status], None]
 
 
@@ -44,7 +44,7 @@ class RunFollower:
         self._endings: dict[str, str] = {}
 
     def started(self, member_id: str, tally: Path) -> None:
-        """Adds a worker that was started. `tally`: file in which the worker counts its commits."""
+        """Adds a worker that was started. `tally`: file with the worker's counts of its commits."""
         self._files[member_id] = tally
 
     def ended(self, member_id: str, status: ExitStatus) -> None:
@@ -52,12 +52,11 @@ class RunFollower:
         self._endings[member_id] = f"ended with {status}"
 
     def interrupted(self) -> None:
-        """Records that a signal is ending the run on this machine, which is why its workers
-        leave."""
+        """Records that a signal is ending the run on this machine, so that its workers leave."""
         self.account.changes.interrupted = frozenset(self._files.keys() - self._endings.keys())
 
     def of_run(self, number: int) -> None:
-        """Sets the number of the job's run in which this launcher takes part."""
+        """Sets the number of the run that this launcher takes part in."""
         self.account.changes.run = number
 
     async def follow(self, ask: Ask) -> None:
@@ -70,8 +69,8 @@ class RunFollower:
             await asyncio.sleep(_LOOK_S)
 
     async def finish(self, ask: Ask | None) -> None:
-        """Reads what is left after all workers have ended. `ask`: function that requests events
-        from the coordinator; None if the coordinator cannot be asked."""
+        """Reads the remaining commits and events after all workers have exited. `ask`: function
+        that requests events from the coordinator; None if the coordinator cannot be asked."""
         self.look(settle=True)
         if ask is not None and self.account.course.has_begun:
             try:
@@ -81,7 +80,8 @@ class RunFollower:
                 pass
 
     def look(self, *, settle: bool = False) -> None:
-        """Reads the tallies of all workers. `settle`: True if the workers write nothing more."""
+        """Reads the tallies of all workers. `settle`: True if the workers will not write any
+        more."""
         tallies = {
             name: tally
             for name, path in self._files.items()
@@ -90,7 +90,7 @@ class RunFollower:
         self.account.take(tallies, time.monotonic_ns(), settle=settle)
         for name in self._endings.keys() & self._files.keys() if not settle else ():
             if name in tallies or not self._files[name].exists():
-                # the worker commits no more steps, and the course keeps its counts
+                # the worker will not commit any more steps, and the course keeps its counts
                 del self._files[name]
         if self._show is not None and not settle and (status := self.account.status) is not None:
             self._show(status)

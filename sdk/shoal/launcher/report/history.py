@@ -1,14 +1,15 @@
-"""Past runs on disk. Each run has a directory below the directory of its job, in which its launcher
-records what it knows. Submitted runs (`launcher.run.submissions`) use the same directories.
+"""Past runs on disk. Each run has a directory below its job's directory, where its launcher records
+what it knows. Submitted runs (`launcher.run.submissions`) use the same directories.
 
     run.json       the command, its process, and how the run ended
     events.jsonl   the coordinator's events of the run
-    course.json    the run's figures, points and pauses, from which a plot is drawn
+    course.json    the run's figures, points and pauses, used to draw a plot
     page.html      the status page, with its data
     output.log     the output of launcher and workers; older output is in output.1.log
 
-Reading the history needs no running process of Shoal. The directories have mode 0700. There is no
-index; directories are listed each time, so any number of launchers may write at once.
+Reading the history does not require a running process of Shoal. The directories have mode 0700.
+There is no index; directories are listed each time, so any number of launchers may write at the
+same time.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ _FORMAT: Final = 1
 _RUNS: Final = 100
 _MIB: Final = 1024
 _HALF_MADE_S: Final = 3600.0
-"""Age in seconds up to which a directory without a record may belong to a run that is just
+"""Maximum age in seconds of a directory without a record that may belong to a run that is just
 starting."""
 
 
 class Outcome(StrEnum):
-    """Outcome of a run, in the same words as in other commands."""
+    """Outcome of a run, with the same words as in other commands."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -59,7 +60,7 @@ class Outcome(StrEnum):
     """The run ended early: its launcher was asked to exit, or its workers were drained or
     evicted."""
     KILLED = "killed"
-    """The launcher was killed, so the run has no record of its end."""
+    """The launcher was killed, so the end of the run was not recorded."""
     RUNNING = "running"
 
 
@@ -71,7 +72,8 @@ class Limits:
     runs: int = _RUNS
     """Maximum number of ended runs that are kept; 0: nothing is recorded."""
     nbytes: int = _MIB << 20
-    """Maximum size of the ended runs in bytes. The newest one is kept even if it is larger."""
+    """Maximum total size of the ended runs in bytes. The newest run is kept even if it is
+    larger."""
 
     @classmethod
     def load(cls, environment: Mapping[str, str]) -> Self:
@@ -82,23 +84,23 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnd:
-    """Record of the end of one worker process of this launcher."""
+    """Record of the exit of one of this launcher's workers."""
 
     rank: int
     host: str
     pid: int
     ended: str
-    """End of the process: `exit code 0`, `SIGKILL`, ..."""
+    """Way in which the process ended: `exit code 0`, `SIGKILL`, ..."""
     steps: int
-    """Number of committed steps of the run when the worker ended; 0 if the worker committed
-    none."""
+    """Number of committed steps of the run when the worker exited; 0 if the worker did not commit
+    any."""
     loss: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Record of the end of a run, with its final counts, which are those of `RunFigures`. Unknown
-    numbers are None."""
+    """Record of the end of a run, with its final counts as in `RunFigures`. Unknown numbers are
+    None."""
 
     ended_unix_s: float
     exit_status: int
@@ -106,11 +108,11 @@ class RunEnd:
     reason: str
     """Human-readable reason for the outcome; may be empty."""
     run: int
-    """Number that the coordinator gave the run within its job; 0 if unknown."""
+    """Number of the run within its job, assigned by the coordinator; 0 if unknown."""
     strategy: str
     """Name of the strategy; empty if the script never called `as_distributed`."""
     ranks: int
-    """Largest number of ranks during the run. For a script without Shoal, the number of started
+    """Largest number of ranks during the run; for a script without Shoal, the number of started
     workers."""
     steps: int
     last_step: int
@@ -140,7 +142,7 @@ class RecordedRun:
     arguments: tuple[str, ...]
     """Arguments of the script."""
     settings: Mapping[str, str]
-    """Settings of the run that `shoal history` compares."""
+    """Settings of the run that are compared by `shoal history`."""
     host: str
     pid: int
     pid_start_ticks: int
@@ -167,7 +169,7 @@ class RecordedRun:
 
     @property
     def took_s(self) -> float | None:
-        """Seconds between the launcher's start and its end. None if the run has not ended, or its
+        """Seconds between the launcher's start and its exit. None if the run has not ended, or its
         launcher was killed."""
         return None if self.end is None else self.end.ended_unix_s - self.started_unix_s
 
@@ -218,7 +220,7 @@ class Unreadable:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Size and age of the directory of a run, the input of `to_remove`."""
+    """Size and age of a run's directory, as input for `to_remove`."""
 
     directory: Path
     unix_s: float
@@ -228,8 +230,8 @@ class Stored:
 
 
 def to_remove(stored: Iterable[Stored], limits: Limits) -> list[Stored]:
-    """Returns the runs to remove: the oldest ended runs beyond the limits. Runs in progress neither
-    count towards the limits nor are removed. Pure."""
+    """Returns the runs to remove: the oldest ended runs beyond the limits. Runs in progress do not
+    count towards the limits and are not removed. Pure."""
     ended = sorted((each for each in stored if each.ended), key=lambda each: -each.unix_s)
     kept = total = 0
     for each in ended[: limits.runs]:
@@ -272,7 +274,7 @@ class History:
         return [*sorted(found, key=lambda run: -run.started_unix_s), *unreadable]
 
     def newest(self, job_id: str | None = None) -> RecordedRun | None:
-        """Returns the run (of one job) that was started last; None if there is none."""
+        """Returns the last started run (of one job); None if there is none."""
         runs = self.all(job_id)
         return runs[0] if runs and isinstance(runs[0], RecordedRun) else None
 
@@ -303,12 +305,12 @@ class History:
             try:
                 own.mkdir(mode=0o700)
             except (FileExistsError, FileNotFoundError):
-                # another launcher has taken this number, or removed the job's empty folder
+                # another launcher has taken this number or has removed the job's empty directory
                 continue
             return own
 
     def own_submission(self, job_id: str) -> Path | None:
-        """Returns the directory of the submission that this process runs; None if it was not
+        """Returns the directory of the submission that this process executes; None if it was not
         submitted."""
         own = (socket.gethostname(), os.getpid(), start_ticks(os.getpid()))
         for directory in self._directories(job_id):
@@ -321,13 +323,13 @@ class History:
         return None
 
     def prune(self, limits: Limits) -> None:
-        """Removes the oldest ended runs beyond the limits. Raises no errors: a run that cannot be
-        removed stays."""
+        """Removes the oldest ended runs beyond the limits. Never raises an error: a run that cannot
+        be removed is kept."""
         stored = [each for directory in self._directories() if (each := _stored(directory))]
         for each in to_remove(stored, limits):
             shutil.rmtree(each.directory, ignore_errors=True)
             folder = each.directory.parent
-            try:  # removes the job's folder unless it contains other runs
+            try:  # removes the job's directory unless it contains other runs
                 if [path.name for path in folder.iterdir()] in ([], [".lock"]):
                     (folder / ".lock").unlink(missing_ok=True)
                     folder.rmdir()
@@ -402,7 +404,7 @@ def _stored(directory: Path) -> Stored | None:
     else:
         lives = _lives(record.get("host"), record.get("pid"), record.get("pid_start_ticks"))
         is_over = bool(record.get("end")) or (directory / _RESULT).exists()
-        # a process on another machine cannot be checked from here
+        # a process on a different machine cannot be checked from here
         elsewhere = record.get("host") != socket.gethostname()
         ended = is_over if elsewhere else not lives
         began = record.get("started_unix_s")
@@ -419,8 +421,8 @@ def _loaded(path: Path) -> dict[str, Any] | None:
 
 
 def _lives(host: object, pid: object, ticks: object) -> bool:
-    """Returns whether a process exists. Returns True for a process on another machine, which cannot
-    be checked."""
+    """Returns whether a process exists. Returns True for a process on a different machine, which
+    cannot be checked."""
     if host != socket.gethostname():
         return True
     return isinstance(pid, int) and ticks is not None and start_ticks(pid) == ticks

@@ -18,8 +18,8 @@ def failure_summary(
     program: str, failures: Sequence[WorkerExit], survived: Sequence[WorkerExit] = ()
 ) -> str:
     """Describes the first failure, which is the likely cause, with its traceback, and lists later
-    failures, which are probably its consequences. `survived`: failures from which the run
-    recovered."""
+    failures, which are probably its consequences. `survived`: failures that the run recovered
+    from."""
     first, *others = failures
     lines = [
         _RULE,
@@ -56,8 +56,8 @@ def survived_summary(survived: Sequence[WorkerExit], *, stopped: bool) -> str:
 
 
 def _later(failure: WorkerExit, first: WorkerExit) -> str:
-    """Returns one line about a later failure. If its error equals that of the first failure, the
-    error is not repeated."""
+    """Returns one line about a later failure. If its error is the same as the first failure's, the
+    error is omitted."""
     if failure.message and failure.message == first.message:
         failure = replace(failure, message="the same error")
     return failure_line(failure)

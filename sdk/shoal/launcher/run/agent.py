@@ -1,12 +1,12 @@
-"""Core of `shoal run`: runs a script's workers on this machine, from their start to the exit
+"""Core of `shoal run`: runs a script's workers on this machine, from their startup to the exit
 status.
 
 The thread that calls `run` owns all state. An asyncio loop on this thread starts processes, detects
-their ends through pidfds, and carries out the decisions of `policy`. Blocking RPCs run on a small
-thread pool, and output is written on the pump's thread, so that neither an absent coordinator nor a
-stopped terminal delays the detection of a death. The `Site` determines whether the run uses its own
-cluster or a coordinator shared with launchers on other machines. Running workers are stopped only
-for a known reason, never because information is missing.
+their exits through pidfds, and carries out the decisions of `policy`. Blocking RPCs run on a small
+thread pool, and output is written on the pump's thread, so that neither an unreachable coordinator
+nor a stopped terminal delays the detection of a death. The `Site` determines whether the run uses
+its own cluster or a coordinator shared with launchers on other machines. Running workers are
+stopped only for a known reason, never because information is missing.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _SAME_SIGNAL_S: Final = 1.0
 _LOOK_S: Final = 5.0
 """Interval in seconds between checks for evicted workers."""
 _QUIET: Final = timedelta(seconds=10)
-"""A worker that has committed a step within this time is certainly not hung and is not checked."""
+"""A worker that has committed a step within this time cannot be hung and is not checked."""
 _PUT_OUT_GRACE: Final = timedelta(seconds=20)
-"""Maximum time for an evicted worker to exit by itself. It learns of its eviction within a second
+"""Maximum time for an evicted worker to exit on its own. It learns of its eviction within a second
 or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
 """Delay between the death of a worker and the start of its replacement in a fresh interpreter, if
@@ -79,17 +79,18 @@ class RunResult:
     failures: tuple[WorkerExit, ...]
     """Failures that made the run fail, ordered by time."""
     survived: tuple[WorkerExit, ...]
-    """Failures from which the run recovered, through a replacement or through other workers."""
+    """Failures that the run recovered from, because the worker was replaced or other workers
+    continued."""
     stopped: str | None = None
-    """Reason given for stopping the job; None if nobody asked to stop it."""
+    """Reason given for stopping the job; None if no stop was requested."""
     outcome: Outcome
     reason: str
     """Human-readable reason for the outcome; may be empty."""
 
 
 class Agent:
-    """Runs one run on this machine. `run` may be called once, on a thread that lives as long as the
-    run."""
+    """Executes one run on this machine. `run` may be called once, on a thread that lives as long as
+    the run."""
 
     def __init__(
         self,
@@ -106,12 +107,12 @@ class Agent:
 
         Args:
         settings: settings of the run.
-        site: coordinator of the run, and this launcher's place among others.
+        site: coordinator of the run, and this launcher's place among other launchers.
         pump: pump that writes the output.
         note: callback that shows a message to the user.
         colour: True to color the prefixes of workers' lines.
         show: callback that receives the progress of the run.
-        recorder: records the run for the history.
+        recorder: records the run for the history; None: no record.
         """
         self._settings = settings
         self._site = site
@@ -148,14 +149,14 @@ class Agent:
         self._replacing: set[asyncio.Task[None]] = set()
         """Tasks that are about to start a replacement."""
         self._telling: set[asyncio.Task[None]] = set()
-        """Tasks that tell other launchers that the job has failed."""
+        """Tasks that notify other launchers that the job has failed."""
         self._why = ""
-        """Reason why the job ends, as given by the coordinator."""
+        """Reason why the job is ending, as given by the coordinator."""
         self._holders: int | None = None
         """Number of members that hold the training state, as last reported by the coordinator; None
         before the first report."""
         self._ending = False
-        """True once the run is ending. No further process is started then."""
+        """True once the run is ending. From then on, no further processes are started."""
 
     @property
     def figures(self) -> RunFigures:
@@ -168,9 +169,9 @@ class Agent:
         return self._follower.account.course
 
     def run(self) -> RunResult:
-        """Runs the workers to the end of the run. Raises ShoalError if the run could not be started
-        or continued, and OSError if a process could not be started. In any case no process is left
-        running."""
+        """Runs the workers until the run has ended. Raises ShoalError if the run could not be
+        started or continued, and OSError if a process could not be started. In any case, no
+        processes remain."""
         ending = Ending.FAILED
         try:
             code = asyncio.run(self._run())
@@ -238,8 +239,8 @@ class Agent:
                 await self._keep()
 
     async def _keep(self) -> None:
-        """Records for the history what the coordinator knows about the run, if the coordinator
-        answers."""
+        """Records the coordinator's information about the run in the history, if the coordinator
+        responds."""
         recorder, reporter, run = self._recorder, self._reporter, self._site.run
         if recorder is None or reporter is None:
             return
@@ -330,7 +331,7 @@ class Agent:
             news = await self._in_thread(self._reporter.news)
             if news is not None and news.end is JobEnd.COMPLETED and self._policy.elastic:
                 self._hear(news)
-                return  # the workers are ending by themselves
+                return  # the workers are exiting on their own
             self._ending = True
             await self._stop_workers(self._settings.failure_grace)
             raise
@@ -343,7 +344,7 @@ class Agent:
                 await self._start_over(again=False, left=left)
 
     async def _kill_those_put_out(self, reporter: ExitReporter) -> None:
-        """Kills evicted workers that do not exit by themselves. A hung one would keep its memory,
+        """Kills evicted workers that do not exit on their own. A hung worker would keep its memory,
         block its replacement and delay the end of the run."""
         known: dict[Worker, float] = {}
         while True:
@@ -371,7 +372,7 @@ class Agent:
 
     async def _is_elastic(self) -> bool:
         """Waits until it is known whether this launcher's workers have joined the job, and returns
-        the answer. Running workers are kept until then."""
+        the result. Running workers are kept until then."""
         while not self._policy.elastic:
             news = (
                 await self._in_thread(self._reporter.news) if self._reporter is not None else None
@@ -423,8 +424,8 @@ class Agent:
             watch.close()
 
     def _on_notice(self, notice: Notice) -> None:
-        """Makes the workers leave before the machine stops, as SIGTERM does. A notice that is only
-        a warning is just shown."""
+        """Makes the workers leave before the machine stops, as on SIGTERM. A notice that is only a
+        warning is shown to the user."""
         if not notice.leaves or self._ending:
             self._note(notice.text)
             return
@@ -468,10 +469,10 @@ class Agent:
     # -------------------------------------------------------------------------------------- workers
 
     async def _start_over(self, *, again: bool, left: NodePlacement | None = None) -> None:
-        """Starts all workers. On later calls, stops the running ones first.
+        """Starts all workers. On later calls, stops the running workers first.
 
         `again`: True to make the other launchers restart their workers too. `left`: the placement
-        that is no longer valid; if this launcher has a newer one by now, nothing is done.
+        that is no longer valid; if this launcher has a newer placement by now, does nothing.
         """
         async with self._changing:
             if self._ending:
@@ -480,7 +481,7 @@ class Agent:
                 if left is not self._node or (
                     self._workers and all(worker.has_succeeded for worker in self._workers)
                 ):
-                    # the script has finished here, and the coordinator is being informed
+                    # the script has finished here, and the coordinator is being notified
                     return
                 self._note("the set of launchers changed; restarting all workers")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
@@ -525,14 +526,14 @@ class Agent:
         self._after_exit(worker, ended, report)
 
     def _drain(self, worker: Worker) -> None:
-        """Schedules the output of the worker's last lines before any later message. Does not wait
+        """Schedules the output of the worker's last lines, ahead of later messages. Does not wait
         for the output, since the terminal may be stopped."""
         for source in worker.sources:
             self._pump.finish(source)
 
     async def _report(self, worker: Worker, status: ExitStatus) -> ExitReport | None:
         """Reports a worker's exit and returns the coordinator's response. Returns None if the
-        coordinator does not respond, or if its response no longer matters."""
+        coordinator does not respond, or if its response is no longer needed."""
         reporter = self._reporter
         if reporter is None:
             return None
@@ -607,8 +608,8 @@ class Agent:
         return ""
 
     async def _check_health_again(self) -> str:
-        """Runs the health checks, or waits for those in progress, so that workers that die together
-        share them."""
+        """Runs the health checks, or waits for checks in progress, so that workers that die
+        together share them."""
         if self._health is None or self._health.done():
             self._health = asyncio.create_task(self._check_health())
         return await asyncio.shield(self._health)
@@ -647,7 +648,7 @@ class Agent:
     # -------------------------------------------------------------------------------------- the end
 
     def _conclude(self, *, known: bool) -> None:
-        """Ends the run when no worker is left and none will be started. `known`: True if the
+        """Ends the run if no workers are left and none will be started. `known`: True if the
         coordinator has just reported the state of the job."""
         policy, job = self._policy, self._settings.job_id
         if (
@@ -672,8 +673,8 @@ class Agent:
             self._finish_as_known()
 
     def _tell_failure(self, worker: Worker, ended: WorkerExit) -> None:
-        """Tells the coordinator, which stops all workers of the job, and the other launchers that a
-        worker has failed."""
+        """Reports a failed worker to the coordinator, which stops all workers of the job, and to
+        the other launchers."""
         reporter = self._reporter
         if reporter is None:
             return
@@ -695,8 +696,8 @@ class Agent:
         self._finish_as_known()
 
     async def _hear_the_end(self) -> None:
-        """Waits, for some seconds at most, until other launchers know of a failure and it is known
-        whether the job is finished."""
+        """Waits, for a few seconds at most, until other launchers have been notified of a failure
+        and it is known whether the job is finished."""
         reporter = self._reporter
         if self._telling:
             await asyncio.wait(self._telling, timeout=_TELL_TIMEOUT.total_seconds())
@@ -734,7 +735,7 @@ class Agent:
             self._finished.set_result(code)
 
     async def _stop_workers(self, grace: timedelta) -> None:
-        """Stops all workers: sends SIGTERM, on which elastic workers leave at their next step
+        """Stops all workers: sends SIGTERM, which makes elastic workers leave at their next step
         boundary, and SIGKILL when `grace` has passed."""
         self._policy.stopping()
         self._stopping.set()

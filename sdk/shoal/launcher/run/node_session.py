@@ -1,9 +1,9 @@
-"""Membership of one launcher among the launchers of its job: a session with the coordinator, which
-a thread maintains.
+"""Membership of one launcher among the launchers of its job: a session with the coordinator,
+maintained by a thread.
 
 The thread reads directives, reconnects, and calls `on_change` after each change. gRPC reads the
-messages to send on a thread of its own. Results are attributes that only the session's thread
-writes, each replaced atomically.
+outgoing messages on its own thread. Results are attributes written only by the session's thread,
+each replaced atomically.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _FIRST_INTERVAL_S: Final = 1.0
 _LEAVE_TIMEOUT_S: Final = 5.0
 _OVER: Final = ("RUN_ENDED", "RUN_UNKNOWN")
 _GENERATION_UNKNOWN: Final = "GENERATION_UNKNOWN"
-"""Reason of the error by which the coordinator reports that it has lost its latest writes or all of
-its data."""
+"""Reason of the error that reports that the coordinator has lost its latest writes or all of its
+data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +45,20 @@ class Standing:
     """A launcher's knowledge of its place among the launchers of its job."""
 
     generation: int
-    """Newest generation in which the launcher had a place; 0 if it never had one."""
+    """Newest generation with a place for the launcher; 0 if it never had one."""
     placement: NodePlacement | None
     """Current place of the launcher; None if it has none."""
     starts: tuple[str, ...] = ()
     """Keys that identify the current start of each node's workers, in rank order. If the keys
     change, workers of plain scripts are restarted. If a new generation has the same keys, the
-    coordinator had only lost sight of a node that was there all the time."""
+    coordinator had only lost contact with a node that kept running."""
     why: str = ""
-    """Human-readable reason why the launcher has no place."""
+    """Human-readable reason why the launcher has no place; empty if it has one."""
 
 
 class NodeSession:
-    """Session of a launcher as a member that always wants a rank. After an eviction because of a
-    long silence, the launcher joins again as a new member."""
+    """Session of a launcher as a member that always wants a rank. If the launcher is evicted
+    because of a long silence, it joins again as a new member."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class NodeSession:
             client: client of the coordinator.
             job_id: id of the launchers' job.
             launcher_id: id of this launcher.
-            address: address (host:port) on which the first worker of all nodes listens if this
+            address: address (host:port) for the first worker of all nodes to listen on if this
                 launcher gets rank 0.
             on_change: called after each change.
             on_job_lost: creates the job again if the coordinator no longer knows it; raises
@@ -88,11 +88,11 @@ class NodeSession:
         self.stopped: str | None = None
         """Reason why the job was stopped; None if it was not stopped."""
         self.error: ShoalError | None = None
-        """Error that ended the session; None while it is open. If `is_closed`, the run has finished
-        elsewhere."""
+        """Error that ended the session; None while the session is open. If `is_closed`, the run has
+        finished elsewhere."""
         self.works_in = 0
-        """Generation in which the launcher's workers were started. The launcher sets it; heartbeats
-        report it."""
+        """Generation in which the launcher's workers were started. Set by the launcher and reported
+        in heartbeats."""
         self._client = client
         self._join = pb.Join(
             job_id=job_id,
@@ -108,8 +108,7 @@ class NodeSession:
         self._on_change = on_change
         self._on_job_lost = on_job_lost
         self._outgoing: queue.SimpleQueue[pb.Leave | None] = queue.SimpleQueue()
-        """Messages for the open stream; None ends the stream. Each stream has a queue of its
-        own."""
+        """Messages for the open stream; None closes the stream. Each stream has its own queue."""
         self._interval_s = _FIRST_INTERVAL_S
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-node-session", daemon=True)
@@ -117,13 +116,13 @@ class NodeSession:
 
     @property
     def is_closed(self) -> bool:
-        """True if the run has finished elsewhere. No launcher gets a place any more, but running
-        workers need not be stopped either."""
+        """True if the run has finished elsewhere. Launchers no longer get places, but running
+        workers need not be stopped."""
         return self.error is not None and self.error.reason in _OVER
 
     def leave(self, reason: pb.Leave.Reason, detail: str) -> None:
-        """Tells the coordinator that this node leaves, and waits up to 5 s for the session to
-        end."""
+        """Notifies the coordinator that this node is leaving, and waits up to 5 s for the session
+        to end."""
         self._leaving.set()
         self._outgoing.put(pb.Leave(reason=reason, detail=detail[:1024]))
         self._thread.join(_LEAVE_TIMEOUT_S)
@@ -136,7 +135,7 @@ class NodeSession:
             try:
                 self._attend()
             except (UnavailableError, DeadlineError):
-                pass  # the coordinator is unreachable, and will still know this member afterwards
+                pass  # the coordinator is unreachable, but will still know this member afterwards
             except ShoalError as error:
                 self._refused(error)
             finally:
@@ -145,7 +144,7 @@ class NodeSession:
             self._leaving.wait(_PAUSE_S)
 
     def _attend(self) -> None:
-        """Serves one stream until it ends. Raises the error that ended it."""
+        """Serves one stream until it is closed. Raises the error that closed it."""
         try:
             for directive in self._client.join_session(self._messages(self._outgoing)):
                 self._heard(directive)
@@ -193,10 +192,10 @@ class NodeSession:
 
     def _ask_ranks(self, generation: pb.Generation) -> Sequence[pb.Rank]:
         """Requests the members of a generation whose table is too large to be announced in full.
-        Returns nothing if a newer generation exists, which is announced next.
+        Returns an empty sequence if a newer generation exists, which is announced next.
 
         Raises:
-            UnavailableError, DeadlineError: the coordinator does not answer; it will announce the
+            UnavailableError, DeadlineError: the coordinator does not respond; it will announce the
                 generation again.
         """
         try:
@@ -221,9 +220,9 @@ class NodeSession:
                 yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 continue
             if leave is not None:
-                # Reports the generation of its workers first. Under the number of the current
-                # generation, the end of workers of an older one would stop members that have
-                # arrived since.
+                # Reports the generation of its workers first. If the end of workers of an older
+                # generation were reported under the current number, it would stop members that have
+                # joined since.
                 yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 yield pb.MemberMessage(leave=leave)
             return

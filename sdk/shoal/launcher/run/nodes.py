@@ -1,13 +1,13 @@
-"""A run at a coordinator that launchers on several machines share: `shoal run --rdzv-endpoint`.
+"""A run with a coordinator shared by launchers on several machines: `shoal run --rdzv-endpoint`.
 
 torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR) must agree on all machines before any worker
 starts. The launchers are therefore members of a separate job, `<job>.nodes`, and get their node
-ranks from its generations. If a new generation has other launchers, or a launcher has restarted its
-workers, all workers of plain scripts are restarted. Elastic workers get their ranks from the job
-itself and keep running.
+ranks from its generations. If a new generation has different launchers, or a launcher has restarted
+its workers, all workers of plain scripts are restarted. Elastic workers get their ranks from the
+job itself and keep running.
 
-A coordinator that is absent or has lost its data ends nothing: the launchers wait for it and create
-lost jobs again.
+An unreachable coordinator, or one that has lost its data, does not end the run: the launchers wait
+for it and create lost jobs again.
 
 The site belongs to the event loop's thread; the session's thread only wakes the loop.
 """
@@ -53,9 +53,9 @@ _LOOK_S: Final = 5.0
 _REMINDER_S: Final = 10.0
 """Interval in seconds between messages about missing launchers."""
 _EXPLAIN_AFTER_S: Final = 2.0
-"""Time in seconds after which the reason is determined why a coordinator does not respond."""
+"""Time in seconds after which the launcher determines why a coordinator does not respond."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
-"""Time for which workers of a plain script continue while their launcher has no place among the
+"""Maximum time that workers of a plain script continue while their launcher has no place among the
 launchers. After a network failure, all launchers may get their places back."""
 _DEFAULT_MASTER_PORT: Final = 29500
 _RUN_ENDING: Final = "RUN_ENDING"
@@ -78,8 +78,8 @@ class SharedSite:
         self._settings = settings
         self._note = note
         self._own = self._find_own() if settings.local_address or settings.listen_address else None
-        """Addresses of this machine as given by flags. None if they were not given and are
-        determined once the coordinator is reachable."""
+        """Addresses of this machine as given by flags. None: they are determined once the
+        coordinator is reachable."""
         self._client = CoordinatorClient(member_channel(settings.endpoint))
         self._nodes_job = JobSettings(
             job_id=launchers_job_id(settings.job_id),
@@ -93,11 +93,11 @@ class SharedSite:
         self._placed: tuple[str, ...] = ()
         """Value of `Standing.starts` when the workers were last started."""
         self._received: Standing | None = None
-        """Latest standing that `moved` or `place` has returned to the agent; None before the first
+        """Latest standing that `moved` or `place` has passed to the agent; None before the first
         place."""
         self._left_alone = False
-        """True if the coordinator refused the session while workers ran. The workers continue, but
-        launchers that join or leave are no longer noticed."""
+        """True if the coordinator refused the session while workers were running. The workers
+        continue, but launchers that join or leave are no longer noticed."""
         self._before = ""
         """Human-readable outcome of the previous run; empty if unknown."""
         self._give_up_at = 0.0
@@ -196,7 +196,8 @@ class SharedSite:
                 )
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
-        """Returns None: a shared coordinator serves the page itself and outlives the run."""
+        """Returns None, because a shared coordinator serves the page itself and outlives the
+        run."""
         return None
 
     def close(self, ending: Ending) -> None:
@@ -280,14 +281,14 @@ class SharedSite:
 
     def _check_run_before(self, number: int) -> None:
         """Raises PreconditionError if launchers report that the previous run is still in progress.
-        The coordinator cannot know: workers of a plain script are not members, and it would end a
-        run that has no members."""
+        The coordinator cannot detect this, because workers of a plain script are not members: to
+        the coordinator, the run has no members, and starting the next run would end it."""
         try:
             before = self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
             nodes = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
         except ShoalError:
-            # Either the coordinator is unreachable, and creating the job will wait for it, or it
-            # has no such job.
+            # Either the coordinator is unreachable, and creating the job will wait for it, or the
+            # job does not exist.
             return
         hosts = sorted({member.host for member in nodes.members})
         if (
@@ -378,7 +379,7 @@ class SharedSite:
         """Joins the launchers' job as a new member."""
         own = self._own or self._find_own()
         if self._port is None and self._settings.master_port is None:
-            # only reserves the port, on which the worker of rank 0 will listen on all interfaces
+            # only reserves the port; the worker of rank 0 will listen on it on all interfaces
             self._port = ReservedPort(host="0.0.0.0")  # noqa: S104
         port = self._settings.master_port or (self._port.port if self._port is not None else 0)
         self._session = NodeSession(
@@ -392,14 +393,14 @@ class SharedSite:
 
     async def _join_anew(self, why: str) -> None:
         """Joins the launchers' job again as a new member. To the other launchers this looks like a
-        death: they stop their workers and wait for a new generation, as this launcher does."""
+        death: they stop their workers and wait for a new generation, like this launcher."""
         assert self._session is not None
         await asyncio.to_thread(self._session.leave, pb.Leave.REASON_FAILED, why)
         self._join()
 
     def _create_lost(self) -> None:
         """Creates the jobs again after the coordinator has lost its data. Every launcher tries
-        this, and the first one succeeds. Raises ShoalError."""
+        this, and the first attempt succeeds. Raises ShoalError."""
         created = self._client.create_job(self._job().message(), deadline=_CALL_DEADLINE).created
         if not self._settled:
             created |= self._client.create_job(
@@ -467,8 +468,8 @@ class SharedSite:
             if standing.placement is None:
                 await self._wait_for_change()
             elif standing.starts == self._placed:
-                # The workers on this machine were stopped while the place is unchanged. The other
-                # launchers must learn that the next workers are new ones.
+                # The workers on this machine were stopped, but the place is unchanged. The other
+                # launchers must learn that the next workers are new.
                 await self._join_anew("its workers are being restarted")
             else:
                 self._received, self._placed = standing, standing.starts
@@ -497,7 +498,7 @@ class SharedSite:
             and session.stopped is None
             and ending is not Ending.STOPPED
         ):
-            # With a fixed number of launchers all are needed, so the others need not wait for this
+            # With a fixed number of launchers, all are needed, so the others need not wait for this
             # one.
             with contextlib.suppress(ShoalError):
                 self._stop_those_that_wait(
@@ -506,7 +507,7 @@ class SharedSite:
 
     def _tell_end(self, ending: Ending) -> None:
         """Reports the outcome of a plain script's run. Its workers are not members of the job and
-        cannot report it themselves. The coordinator ignores a report about another run."""
+        cannot report it themselves. The coordinator ignores a report about a different run."""
         if ending is Ending.STOPPED or (ending is Ending.FAILED and not self._settings.nodes.fixed):
             return
         came_to = pb.JOB_ENDING_COMPLETED if ending is Ending.FINISHED else pb.JOB_ENDING_FAILED
@@ -518,15 +519,15 @@ class SharedSite:
             )
 
     def _stop_those_that_wait(self, what: str) -> None:
-        """Makes launchers that wait for this one stop waiting. If this launcher finished while all
-        launchers had their places, the job is finished, and the others finish by themselves."""
+        """Makes launchers stop waiting for this launcher. If this launcher finished while all
+        launchers had their places, the job is finished, and the others finish on their own."""
         job_id = self._nodes_job.job_id
         if self._client.get_job(job_id).phase != pb.JOB_PHASE_FINISHED:
             self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")
 
 
 def _secured(obstacle: Obstacle | None) -> bool:
-    """Returns whether the coordinator can be reached, but does not accept the credentials."""
+    """Returns whether the coordinator can be reached but does not accept the credentials."""
     return obstacle is not None and obstacle.permanent
 
 

@@ -1,8 +1,8 @@
 """Records a run for the history (`launcher.report.history`), while it is in progress and when it
 ends.
 
-The recorder decides nothing. A failure to write a record does not fail the run; the first one
-becomes a message to the user.
+The recorder makes no decisions. A failure to write a record does not fail the run; the first
+failure becomes a message to the user.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from shoal_protos.v1 import coordinator_pb2 as pb
 
 LOG_BYTES: Final = 16 << 20
-"""Size at which the output of a run continues in a second file. At most two files are kept; the
-older one is dropped."""
+"""Size in bytes above which a run's output continues in a new file. At most two files are kept;
+older files are removed."""
 _MOST_WORKERS: Final = 256
-"""Maximum number of ended workers in a record. If there are more, the latest ones are kept."""
+"""Maximum number of ended workers in a record. If there are more, the most recent ones are kept."""
 _COLOURED_PREFIX: Final = re.compile(rb"^\x1b\[\d+m(\[\d+\]:)\x1b\[0m ", re.MULTILINE)
 
 
@@ -57,8 +57,8 @@ class RunRecorder:
     """Recorder of one run. Belongs to the launcher's main thread, except for the writer."""
 
     def __init__(self, run: RecordedRun, *, keeps_output: bool) -> None:
-        """`keeps_output`: True if the recorder must store the run's output because no other process
-        does."""
+        """`keeps_output`: True if the recorder must store the run's output, because no other
+        process does."""
         self.problems: list[str] = []
         """Problems as messages to the user; at most one."""
         self._run = run
@@ -73,7 +73,7 @@ class RunRecorder:
     def begin(cls, settings: RunSettings) -> Self | None:
         """Creates the record of a run that this process starts, and removes the oldest records.
 
-        Returns None if nothing is recorded, because SHOAL_HISTORY_RUNS is 0 or the job id is
+        Returns None if the run is not recorded, because SHOAL_HISTORY_RUNS is 0 or the job id is
         invalid. Raises ConfigurationError for an invalid setting. If the directory cannot be
         written, that is noted in `problems`.
         """
@@ -93,8 +93,8 @@ class RunRecorder:
         return recorder
 
     def writer(self, write: Writer) -> Writer:
-        """Returns a writer that passes output on to `write` and records it: complete lines, whose
-        prefixes are recorded without colors."""
+        """Returns a writer that passes output on to `write` and records it as complete lines, with
+        uncolored prefixes."""
         if not self._keeps_output:
             return write
         log = self._log = _Log(self._run.directory)
@@ -110,7 +110,7 @@ class RunRecorder:
         self._workers = [*self._workers, (member_id, ended)][-_MOST_WORKERS:]
 
     def keep(self, *, events: Sequence[pb.Event], page: str | None, run: int, ranks: int) -> None:
-        """Records what the coordinator knows about the run at its end.
+        """Records the coordinator's information about the run at its end.
 
         `run`: number of the run at the coordinator. `ranks`: largest number of ranks.
         """
@@ -217,7 +217,9 @@ class _Log:
             self._file.write(plain)
             self._size += len(plain)
         except OSError:
-            self._failed = True  # the terminal shows the output; the log only lacks some of it
+            self._failed = (
+                True  # the terminal shows the complete output; only the log lacks some of it
+            )
 
     def close(self) -> None:
         if self._file is not None:
@@ -244,7 +246,7 @@ def _record(settings: RunSettings, directory: Path) -> RecordedRun:
 
 
 def _settings(settings: RunSettings) -> Mapping[str, str]:
-    """Returns the flags in which two runs may differ, by name. Omits flags that are not set."""
+    """Returns the flags that may differ between two runs, by name. Omits flags that are not set."""
     nodes = settings.nodes
     values: dict[str, Any] = {
         "workers": settings.workers,

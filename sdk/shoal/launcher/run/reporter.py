@@ -2,8 +2,8 @@
 of a worker's death before the coordinator does, through waitpid.
 
 Calls block and are made on threads of the launcher. A reporter has no state except its client.
-Unknown facts are None or JobEnd.UNKNOWN, from which nothing follows: a coordinator that is absent,
-or has lost its data, says nothing about running workers.
+Unknown facts are None or JobEnd.UNKNOWN and have no consequences: running workers are not affected
+by a coordinator that is unreachable or has lost its data.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class JobNews:
     """Human-readable reason why the job ended."""
     holders: int
     """Number of members that hold the training state or a part of it, because they have a rank or
-    have committed a step. While the job waits for more workers, no member has a rank."""
+    have committed a step. While the job is waiting for more workers, no member has a rank."""
     refused: str
-    """Reason why the job refuses this machine; empty if it does not."""
+    """Reason why the job refuses this machine; empty if the machine is not refused."""
     unhealthy: bool
     """True if the job refuses this machine because a health check failed."""
     ours: int
@@ -91,13 +91,13 @@ class ExitReporter:
         failure: str = "",
         finished: bool = False,
     ) -> ExitReport | None:
-        """Reports a worker's exit. Blocks until the coordinator has received the report, usually
-        for a millisecond, or for up to a minute while the coordinator is absent or does not know
-        the job. Returns None after that time, or if the coordinator rejects the report.
+        """Reports a worker's exit. Blocks until the coordinator has received the report: usually
+        for a millisecond, or for up to a minute while the coordinator is unreachable or does not
+        know the job. Returns None after that time, or if the coordinator rejects the report.
 
         Args:
             member_id: id of the worker as a member.
-            status: how its process ended.
+            status: exit status of its process.
             key: the member's key.
             failure: if not empty, the job fails for this reason.
             finished: True if the worker has recorded that its script finished.
@@ -138,13 +138,13 @@ class ExitReporter:
         )
 
     def report_leaving(self, reason: str) -> None:
-        """Reports that this machine will be taken away. Blocks for at most 2 s. Raises no error:
-        nothing depends on the report, which is shown to users."""
+        """Reports that this machine will be reclaimed. Blocks for at most 2 s. Never raises an
+        error, because the report is only shown to users."""
         self._report_machine(pb.MACHINE_CONDITION_LEAVING, reason)
 
     def report_health(self, failure: str) -> None:
         """Reports a failed health check of this machine or, if `failure` is empty, that all checks
-        passed. Blocks for at most 2 s. Raises no error, like `report_leaving`."""
+        passed. Blocks for at most 2 s. Never raises an error, like `report_leaving`."""
         if failure:
             self._report_machine(pb.MACHINE_CONDITION_UNHEALTHY, failure)
         else:
@@ -185,9 +185,8 @@ class ExitReporter:
             return False
 
     def missing_servers(self) -> str:
-        """Returns a line about parameter servers that are missing and without which training cannot
-        start; empty if none is missing or the coordinator could not be asked. Blocks for at most 2
-        s."""
+        """Returns a line about missing parameter servers that training is waiting for; empty if
+        none is missing or the coordinator could not be asked. Blocks for at most 2 s."""
         try:
             job = self._client.get_job(self._job_id, member_id=NOBODY, deadline=_CALL_DEADLINE)
         except ShoalError:
@@ -195,8 +194,8 @@ class ExitReporter:
         return job.waits_for if job.servers_awaited else ""
 
     def events(self, after: str) -> list[pb.Event]:
-        """Returns the events of the job that follow the event with id `after`; all events if
-        `after` is empty. Blocks for at most 2 s. Raises ShoalError."""
+        """Returns the job's events after the event with id `after`; all events if `after` is empty.
+        Blocks for at most 2 s. Raises ShoalError."""
         return list(
             self._client.watch_events(self._job_id, after_event_id=after, deadline=_CALL_DEADLINE)
         )

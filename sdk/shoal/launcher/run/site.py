@@ -1,4 +1,4 @@
-"""Surroundings of a run, as seen by its agent: either the run's own cluster (`standalone`), or a
+"""Environment of a run, as seen by its agent: either the run's own cluster (`standalone`), or a
 coordinator shared with other launchers (`nodes`)."""
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 MACHINE_REFUSED: Final = "MACHINE_REFUSED"
-"""Reason of the error by which a job refuses a machine."""
+"""Reason of the error raised if a job refuses a machine."""
 
 
 class RunCompletedError(PreconditionError):
-    """Raised if the requested run has already completed, so that there is nothing to do. Not a
-    failure."""
+    """Raised if the requested run has already completed. This is not a failure; there is nothing to
+    do."""
 
     default_reason = "RUN_ENDED"
 
 
 class Ending(Enum):
-    """Outcome of a run at this launcher, as told to the other launchers."""
+    """Outcome of a run at this launcher, as sent to the other launchers."""
 
     FINISHED = auto()
     """The script finished."""
@@ -39,7 +39,7 @@ class Ending(Enum):
 
 
 class Site(Protocol):
-    """Surroundings of a run: its coordinator, and this launcher's place among other launchers."""
+    """Environment of a run: its coordinator, and this launcher's place among other launchers."""
 
     coordinator: str
     """Address of the coordinator (host:port), passed to the workers."""
@@ -47,8 +47,8 @@ class Site(Protocol):
     """The run of the job, known once the site is open; None if the job can have only one run."""
 
     def begin(self, start_service: StartService) -> None:
-        """Starts operations that take long. Called first, on the event loop's thread.
-        `start_service`: starts processes of parameter servers."""
+        """Starts slow operations. Called first, on the event loop's thread. `start_service`: starts
+        processes of parameter servers."""
         ...
 
     async def open(self, launcher_id: str) -> ExitReporter:
@@ -70,24 +70,23 @@ class Site(Protocol):
         ...
 
     async def moved(self) -> None:
-        """Waits until launchers join or leave, so that the last place is no longer valid."""
+        """Waits until launchers have joined or left, so that the last place is no longer valid."""
         ...
 
     def fail(self, reason: str) -> None:
         """Tells the other launchers that the job has failed on this machine, and therefore
-        everywhere. Blocks for some seconds at most; never raises an error."""
+        everywhere. Blocks for a few seconds at most; never raises an error."""
         ...
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
         """Returns the status page of the run with its data included; None if the site has no page
-        or the coordinator does not answer. Called once the site is open. Blocks for some seconds at
-        most.
+        or the coordinator does not respond. Called once the site is open. Blocks for a few seconds
+        at most.
 
-        `known`: values of the job that its coordinator no longer has after the members have left.
-        """
+        `known`: the job's values that the coordinator loses when the members leave."""
         ...
 
     def close(self, ending: Ending) -> None:
-        """Leaves the job and ends everything that the site has started. Blocks. Raises
+        """Leaves the job and stops everything that the site has started. Blocks. Raises
         ShoalError."""
         ...

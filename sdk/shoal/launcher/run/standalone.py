@@ -1,7 +1,7 @@
 """A run on one machine with its own cluster: `shoal run --standalone`.
 
-Workers and cluster start at the same time. Workers need the coordinator only after importing torch,
-which takes longer than starting the cluster.
+Workers and cluster start at the same time. Workers need the coordinator only after they have
+imported torch, which takes longer than starting the cluster.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class StandaloneSite:
         await self._keeper.keep()
 
     async def place(self, *, again: bool) -> NodePlacement:
-        """Returns a place without waiting. Each call returns a new port, since the previous one may
-        still be in use."""
+        """Returns a place without waiting. Each call returns a new port, since the previous port
+        may still be in use."""
         self._release_port()
         port = self._settings.master_port
         if port is None:
@@ -98,8 +98,8 @@ def job_of(settings: RunSettings) -> JobSettings:
     """Returns the settings of the job for a run on one machine.
 
     At the start, the grace period lets all workers join. Later, training continues even with a
-    single worker, unless --min-workers requires more. If the command line requests no parameter
-    servers, a script may still get one.
+    single worker, unless --min-workers requires more. A script may get a parameter server even if
+    the command line does not request any.
     """
     return JobSettings(
         job_id=settings.job_id,

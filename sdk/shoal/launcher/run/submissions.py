@@ -1,9 +1,9 @@
-"""Runs in the background: any process of this user on this host can follow a launcher through the
-files with its output and result (docs/explanation/launcher-and-deployment.md#batch-systems).
+"""Runs in the background: any process of this user on this host can use a launcher's output and
+result files to follow it (docs/explanation/launcher-and-deployment.md#batch-systems).
 
 Each run has a directory below the directory of its job: `submission.json` describes the command and
 its process, `output.log` contains all output, and `result.json` the outcome. The launcher's process
-writes the result itself (`shoal.cli.submitted`), so a launcher that was killed leaves none.
+writes the result itself (`shoal.cli.submitted`), so a killed launcher leaves no result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _START_TIMEOUT: Final = timedelta(seconds=30)
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A run that was started in the background."""
+    """A run started in the background."""
 
     job_id: str
     run: int
@@ -53,7 +53,7 @@ class Submission:
     arguments: tuple[str, ...]
     """Arguments of the command, after `shoal run`."""
     coordinator: str | None
-    """Address of a shared coordinator (host:port); None: the run has its own."""
+    """Address of a shared coordinator (host:port); None: the run has its own coordinator."""
     host: str
     pid: int
     """Process id of the launcher."""
@@ -80,7 +80,7 @@ class Submission:
     def outcome(self) -> Outcome | None:
         """Returns the outcome of the submission; None while it is running. If the launcher was
         killed, the outcome has no exit status."""
-        # must be read before the result, since a launcher writes its result before it ends
+        # must be read before the result, since a launcher writes its result before it exits
         running = self.is_running
         content = _read(self.directory / _RESULT)
         if content is not None:
@@ -100,12 +100,12 @@ class Submission:
         )
 
     def kill(self) -> None:
-        """Kills the launcher and its workers at once, and returns when the launcher has ended. Does
-        nothing if it has already ended.
+        """Kills the launcher and its workers immediately, and returns when the launcher has exited.
+        Does nothing if it has already exited.
 
         Raises:
-            PreconditionError: PROCESS_NOT_OURS: the process belongs to another user.
-            DeadlineError: the kernel does not end the process in time.
+            PreconditionError: PROCESS_NOT_OURS: the process belongs to a different user.
+            DeadlineError: the process does not exit in time.
         """
         try:
             process = Handle(self.pid)
@@ -113,8 +113,8 @@ class Submission:
             return
         try:
             if not self.is_running:
-                return  # another process has this pid by now
-            # after this signal the launcher starts no replacement workers
+                return  # a different process has this pid by now
+            # after this signal, the launcher does not start replacement workers
             process.send(signal.SIGTERM)
             for _ in range(round(_KILL_TIMEOUT / _KILL_INTERVAL)):
                 if process.wait(_KILL_INTERVAL):
@@ -169,8 +169,8 @@ class Submissions:
             directory: working directory; None: the current one.
 
         Raises:
-            ConfigurationError: an invalid id.
-            PreconditionError: JOB_RUNNING: the job's last submission still runs.
+            ConfigurationError: the id is invalid.
+            PreconditionError: JOB_RUNNING: the job's last submission is still running.
             UnavailableError: SUBMIT_FAILED: the process could not be started.
         """
         check_job_id(job_id)
@@ -259,7 +259,7 @@ def write_record(directory: Path, *, pid: int, started_unix_s: float, **known: A
 
 
 def write_outcome(directory: Path, outcome: Outcome) -> None:
-    """Writes the outcome of a submission. Called by the launcher's process at its end."""
+    """Writes the outcome of a submission. Called by the launcher's process before it exits."""
     _write(directory / _RESULT, asdict(outcome))
 
 
@@ -275,8 +275,8 @@ def _start(
     directory: Path | None,
     known: Mapping[str, Any],
 ) -> None:
-    """Starts a launcher and blocks until its process exists. For this, starts a process that forks
-    the launcher and ends at once."""
+    """Starts a launcher and blocks until its process exists. To do so, starts a process that forks
+    the launcher and exits immediately."""
     command = [
         sys.executable,
         "-P",
@@ -324,7 +324,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON file. Returns None if it does not exist or was written by another release."""
+    """Reads a JSON file. Returns None if it does not exist or was written by a different
+    release."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
         content: dict[str, Any] = json.loads(path.read_text())
         if content.pop("format", None) == _FORMAT:

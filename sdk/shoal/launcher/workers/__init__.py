@@ -1,2 +1,2 @@
-"""The worker processes of one launcher: their settings, environment and output, and when they are
-started and restarted."""
+"""The worker processes of one launcher: their settings, environment and output, and the decisions
+to start and restart them."""

@@ -14,14 +14,14 @@ from shoal_common.formats.runs import Run
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlacement:
-    """Position of this launcher's workers among those of all nodes. It is valid for one start of
-    all workers."""
+    """Position of this launcher's workers among the workers of all nodes. It is valid for one start
+    of all workers."""
 
     node_rank: int
     node_count: int
     master_address: str
     master_port: int
-    """Free port on the node of rank 0, on which the first worker of that node listens."""
+    """Free port on the node of rank 0, for the first worker of that node to listen on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class WorkerPlacement:
     index: int
     """Local rank of the worker."""
     workers: int
-    """Number of workers on this node, which is the same on all nodes."""
+    """Number of workers on each node."""
     node: NodePlacement
 
     @property
@@ -52,24 +52,24 @@ class WorkerIdentity:
     """Address of the coordinator (host:port)."""
     job_id: str
     run: Run | None
-    """Run of the job in which the worker takes part; None: the newest run."""
+    """Run that the worker takes part in; None: the newest run."""
     member_id: str
     member_key: str
     launcher_id: str
     member_file: Path
-    """File in which the worker records that it has joined the job, and that its script has
+    """File for the worker to record that it has joined the job, and that its script has
     finished."""
     tally_file: Path
-    """File in which the worker counts its commits."""
+    """File with the worker's counts of its commits."""
     metrics_listen: str | None
-    """Address on which the worker serves its metrics (host:port); None: no metrics."""
+    """Address (host:port) for the worker's metrics; None: no metrics."""
     record_directory: Path | None
     allow_restart_from_scratch: bool
     local_address: str | None = None
-    """Value of `--local-addr`: the address at which other machines reach this one; None if not
+    """Value of `--local-addr`: the address that other machines use to reach this one; None if not
     given."""
     listen_address: str | None = None
-    """Value of `--listen-addr`: the address on which workers on this machine listen; None if not
+    """Value of `--listen-addr`: the address that workers on this machine listen on; None if not
     given."""
 
 
@@ -82,7 +82,7 @@ def torchrun_variables(
     max_restarts: int,
     error_file: Path,
 ) -> dict[str, str]:
-    """Returns torchrun's variables, with the meanings that torchrun gives them."""
+    """Returns torchrun's variables, with the same meanings as in torchrun."""
     node = placement.node
     return {
         "RANK": str(placement.rank),
@@ -99,8 +99,8 @@ def torchrun_variables(
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": run_id,
-        # The store of init_method="env://" is hosted by rank 0 and not by the launcher, which has
-        # no torch.
+        # The store of init_method="env://" is hosted by rank 0 and not by the launcher, which does
+        # not import torch.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
     }
@@ -134,16 +134,16 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
 
 
 def machine_name(environment: Mapping[str, str]) -> str:
-    """Returns the name of this machine under which its workers join: SHOAL_HOST, or the host
+    """Returns the name that this machine's workers report when they join: SHOAL_HOST, or the host
     name."""
     return environment.get("SHOAL_HOST") or socket.gethostname()
 
 
 def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> dict[str, str]:
-    """Returns the variables of the launcher's environment that workers inherit.
+    """Returns the variables that workers inherit from the launcher's environment.
 
     If a node has several workers and OMP_NUM_THREADS is not set, each worker gets one thread, as
-    under torchrun. `local`: True if the cluster belongs to this launcher, uses neither tokens nor
+    with torchrun. `local`: True if the cluster belongs to this launcher, uses neither tokens nor
     certificates, and is reached only from this machine.
     """
     of_others = ("SHOAL_TOKEN", "SHOAL_TLS_", "SHOAL_LOCAL_ADDR", "SHOAL_LISTEN_ADDR")
@@ -175,14 +175,14 @@ _OWN_PREFIXES: Final = ("SHOAL_", "TORCHELASTIC_")
 
 
 def is_own_of_worker(name: str) -> bool:
-    """Returns whether a variable may have different values in the workers of a run. No code reads
-    such a variable before the script runs."""
+    """Returns whether a variable may have different values in the workers of a run. Such variables
+    are not read by any code before the script runs."""
     return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
 def interface_variables(environment: Mapping[str, str], interface: str | None) -> dict[str, str]:
-    """Returns the variables by which Gloo and NCCL select their network interface, except variables
-    that are already set."""
+    """Returns the variables that make Gloo and NCCL use a network interface, except variables that
+    are already set."""
     if interface is None:
         return {}
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -190,7 +190,7 @@ def interface_variables(environment: Mapping[str, str], interface: str | None) -
 
 
 def visible_slices(environment: Mapping[str, str]) -> list[str]:
-    """Returns the GPU slices (NVIDIA's MIG) listed in CUDA_VISIBLE_DEVICES; none if the variable
+    """Returns the GPU slices (NVIDIA's MIG) listed in CUDA_VISIBLE_DEVICES; empty if the variable
     also lists complete devices, or no slices."""
     listed = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return listed if all(each.startswith("MIG-") for each in listed) else []
@@ -198,13 +198,13 @@ def visible_slices(environment: Mapping[str, str]) -> list[str]:
 
 def slice_variables(environment: Mapping[str, str], *, index: int) -> dict[str, str]:
     """Returns the variable that makes only one slice visible to worker `index`, if the launcher
-    sees several slices. CUDA would otherwise give every process the first slice listed."""
+    sees several slices. Otherwise, CUDA would give every process the first listed slice."""
     slices = visible_slices(environment)
     return {"CUDA_VISIBLE_DEVICES": slices[index % len(slices)]} if slices else {}
 
 
 def metrics_listen(environment: Mapping[str, str], *, index: int, enabled: bool) -> str | None:
-    """Returns the address at which worker `index` serves metrics: SHOAL_METRICS_LISTEN with `index`
+    """Returns the address for the metrics of worker `index`: SHOAL_METRICS_LISTEN with `index`
     added to its port, or any loopback port if the variable is not set. Returns None if metrics are
     disabled."""
     if not enabled:

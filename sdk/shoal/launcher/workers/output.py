@@ -1,5 +1,5 @@
-"""Merges the output of many processes on one terminal, as complete lines that begin with the
-worker's rank, and writes it to one file per process.
+"""Merges the output of many processes on one terminal, as complete lines with the worker's rank as
+prefix, and writes it to one file per process.
 
 One thread, the pump, reads all pipes and writes all output, so a stopped terminal (Ctrl-S, `less`)
 blocks only the output of the workers. The pump owns the sources; `attach` and `finish` may be
@@ -44,14 +44,14 @@ Writer = Callable[[Stream, bytes], None]
 
 
 class LineSplitter:
-    """Splits a stream of bytes into lines. A carriage return ends a line too, so that progress bars
-    are shown as they change."""
+    """Splits a stream of bytes into lines. A carriage return also ends a line, so that progress
+    bars are shown as they change."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that `data` completes, including their line ends. Splits lines of more
+        """Returns the lines completed by `data`, including their line ends. Splits lines of more
         than 1 MiB."""
         lines = (self._rest + data).splitlines(keepends=True)
         # A final carriage return may be the first half of \r\n.
@@ -69,7 +69,7 @@ class LineSplitter:
 
 @dataclass(kw_only=True)
 class Source:
-    """A pipe of one process, and where its lines go."""
+    """A pipe of one process, and the destinations of its lines."""
 
     pipe: IO[bytes]
     stream: Stream
@@ -84,23 +84,23 @@ class Source:
 
 
 def rank_prefix(rank: int, *, colour: bool) -> bytes:
-    """Returns the text before a worker's lines, e.g. `[3]: `. `colour`: True to give each rank a
-    color of its own, for a terminal."""
+    """Returns the text before a worker's lines, e.g. `[3]: `. `colour`: True to give each rank its
+    own color, for a terminal."""
     if not colour:
         return b"[%d]: " % rank
     return b"\x1b[%dm[%d]:\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
 
 
 class TerminalStuckError(DeadlineError):
-    """Raised if the terminal does not accept output, because it is stopped (Ctrl-S) or nobody reads
-    it."""
+    """Raised if the terminal does not accept output, because it is stopped (Ctrl-S) or is not being
+    read."""
 
     default_reason = "TERMINAL_STUCK"
 
 
 class ConsoleWriter:
     """Writes to this process's standard output and error, bypassing Python's buffers. If the reader
-    of a stream has gone, output to it is dropped, since losing the terminal must not end the
+    of a stream has exited, output to it is dropped, since losing the terminal must not stop the
     training."""
 
     def __init__(self) -> None:
@@ -123,8 +123,8 @@ class ConsoleWriter:
 
 
 class OutputPump:
-    """Thread that copies the output of processes. Close the pump after the last process has
-    ended."""
+    """Thread that copies the output of processes. Must be closed after the last process has
+    exited."""
 
     def __init__(self, write: Writer) -> None:
         self._write = write
@@ -137,7 +137,7 @@ class OutputPump:
         self._thread.start()
 
     def attach(self, source: Source) -> None:
-        """Takes ownership of a pipe and starts to copy its output. Raises OSError if the log file
+        """Takes ownership of a pipe and starts copying its output. Raises OSError if the log file
         cannot be created."""
         os.set_blocking(source.pipe.fileno(), False)
         if source.file is not None:
@@ -146,10 +146,10 @@ class OutputPump:
         self.order(lambda: self._register(source))
 
     def finish(self, source: Source) -> None:
-        """Copies what is left in an ended process's pipe, and closes the pipe.
+        """Copies the remaining data in the pipe of a process that has exited, and closes the pipe.
 
-        Does not wait for the pipe to be closed by its writers, since a descendant of the dead
-        process may keep it open.
+        Does not wait until all writers have closed the pipe, since a descendant of the dead process
+        may keep it open.
         """
         self.order(lambda: self._end(source))
 
@@ -159,13 +159,13 @@ class OutputPump:
         self.order(lambda: self._write(Stream.ERR, text.encode()))
 
     def order(self, order: Callable[[], None]) -> None:
-        """Schedules a call of `order` on the pump's thread, after everything that was scheduled
-        before."""
+        """Schedules a call of `order` on the pump's thread, after all previously scheduled
+        calls."""
         self._orders.put(order)
         os.eventfd_write(self._wakeup, 1)
 
     def close(self, timeout: timedelta) -> None:
-        """Copies the remaining output and ends the thread. Raises TerminalStuckError if the
+        """Copies the remaining output and stops the thread. Raises TerminalStuckError if the
         terminal does not accept the output in time."""
         self.order(self._begin_closing)
         self._thread.join(timeout.total_seconds())
@@ -212,7 +212,7 @@ class OutputPump:
 
     def _move(self, source: Source) -> bool:
         """Reads from the source once and copies the data. Returns False if no more data is
-        available now. Releases the source at the end of its pipe."""
+        currently available. Releases the source at the end of its pipe."""
         try:
             data = os.read(source.pipe.fileno(), _READ_SIZE)
         except BlockingIOError:

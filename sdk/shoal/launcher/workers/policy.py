@@ -1,13 +1,13 @@
-"""Decides how a launcher reacts to the end of a worker, and with which exit status it exits. A pure
-state machine that maps exits to actions, without clocks or processes.
+"""Decides how a launcher reacts to the exit of a worker, and determines the launcher's exit status.
+A pure state machine that maps exits to actions, without clocks or processes.
 
-Workers of a plain script form a unit, as under torchrun: if one fails, the others are stopped, and
-either all workers are restarted or none.
+Workers of a plain script form a unit, as with torchrun: if one fails, the others are stopped, and
+either all workers or none are restarted.
 
-Elastic workers (those that have joined the job) are replaced one by one while the others continue,
-if the cause may not recur: a signal or an eviction. A worker that *raised* an exception would
-probably raise it again, and so would the others; the job then fails, unless --max-restarts allows a
-restart. If no worker has failed, the state of the job decides whether the run is finished.
+Elastic workers (workers that have joined the job) are replaced individually while the others
+continue, if the cause may not recur: a signal or an eviction. A worker that *raised* an exception
+would probably raise it again, and so would the others; the job then fails, unless --max-restarts
+allows a restart. If no worker has failed, the state of the job decides whether the run is finished.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal_common.exit_status import PREEMPTED, PUT_OUT
 from shoal.launcher.processes.process import ExitStatus
 
 ELASTIC_RESTARTS: Final = 3
-"""Number of times that an elastic worker is replaced after it was killed by a signal or evicted, if
+"""Maximum number of replacements of an elastic worker that was killed by a signal or evicted, if
 --max-restarts is not given."""
 
 
@@ -43,11 +43,11 @@ class Action(Enum):
 
 
 class JobEnd(Enum):
-    """State of a job with respect to its end, as far as its launcher knows."""
+    """State of a job with respect to its end, as known to a launcher."""
 
     UNKNOWN = auto()
-    """The coordinator could not be asked, or does not know the job. Nothing follows for running
-    workers."""
+    """The coordinator could not be asked, or does not know the job. Running workers are not
+    affected."""
     NONE = auto()
     """The job continues, or waits for workers."""
     COMPLETED = auto()
@@ -58,27 +58,28 @@ class JobEnd(Enum):
 
     @property
     def is_over(self) -> bool:
-        """True if the job is over, so that a new member would have nothing to do."""
+        """True if the job has ended, so that a new member would have nothing to do."""
         return self in (JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
-    """Record of the end of a worker process."""
+    """Record of a worker's exit."""
 
     index: int
     """Local rank of the worker: 0 .. workers-1."""
     rank: int
     """Last rank of the worker in the job, if known; otherwise `started_as`."""
     started_as: int
-    """Rank with which the worker was started. It is shown before each line of its output."""
+    """Rank that the worker was started with, shown before each line of its output."""
     pid: int
     status: ExitStatus
     host: str
     unix_s: float
-    """Time at which the worker raised its exception or, without one, at which its process ended."""
+    """Time at which the worker raised its exception or, if there is none, at which its process
+    ended."""
     message: str = ""
-    """Text of the uncaught exception, in one or more lines; empty if there was none or it was not
+    """Text of the uncaught exception, in one or more lines; empty if no exception was raised or
     recorded."""
     traceback: str = ""
 
@@ -91,7 +92,7 @@ class WorkerExit:
 
     @property
     def left(self) -> bool:
-        """True if the worker succeeded, or left because it was asked to and reported that. False if
+        """True if the worker succeeded, or was asked to leave and reported that it left. False if
         SIGTERM killed it."""
         return self.status.ok or (
             self.status.code == PREEMPTED and not self.status.signal and not self.message
@@ -99,8 +100,8 @@ class WorkerExit:
 
     @property
     def raised(self) -> bool:
-        """True if the worker's script failed with an exception or an exit code of its own, however
-        the process then ended. False if the worker was evicted."""
+        """True if the worker's script failed with an exception or its own exit code, regardless of
+        how the process then ended. False if the worker was evicted."""
         return (
             not self.left
             and self.status.code != PUT_OUT
@@ -109,7 +110,7 @@ class WorkerExit:
 
 
 class RestartPolicy:
-    """Decides about the restarts of one launcher's workers."""
+    """Decides whether a launcher replaces a failed worker, restarts all workers, or stops."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class RestartPolicy:
         fail_fast: bool = True,
         fail_on_stop: bool = False,
     ) -> None:
-        """Begins a run with no restart so far.
+        """Creates the policy of a new run.
 
         Args:
         workers: number of processes.
@@ -130,21 +131,21 @@ class RestartPolicy:
         fail_on_stop: True if a run that was asked to stop counts as not finished.
         """
         self.restarts = 0
-        """Number of times that all workers have been restarted."""
+        """Number of restarts of all workers so far."""
         self.elastic = False
         """True once a worker has joined the job. From then on, all workers of the run count as
         elastic."""
         self.end = JobEnd.UNKNOWN
         """Last known state of the job."""
         self.fatal: WorkerExit | None = None
-        """First elastic worker that raised an exception and is not replaced; None if there is
+        """First elastic worker that raised an exception and was not replaced; None if there is
         none."""
         self.survived: list[WorkerExit] = []
-        """Failures from which the run recovered, through a replacement, a restart or other
+        """Failures that the run recovered from, through a replacement, a restart or other
         workers."""
         self.refused = ""
-        """Reason why the job refuses this machine, so that no worker is replaced; empty if it does
-        not."""
+        """Reason why the job refuses this machine, so that no worker is replaced; empty if the
+        machine is not refused."""
         self._failures: list[WorkerExit] = []
         self._max_restarts = max_restarts
         self._fail_fast = fail_fast
@@ -153,12 +154,12 @@ class RestartPolicy:
         self._stopping = False
 
     def replaced(self, index: int) -> int:
-        """Returns how often a worker has been replaced."""
+        """Returns the number of replacements of a worker so far."""
         return self._replaced[index]
 
     @property
     def failures(self) -> list[WorkerExit]:
-        """Failures from which the run did not recover. Failures of scripts come before those of
+        """Failures that the run did not recover from. Failures of scripts come before failures of
         processes; both are ordered by time."""
         return sorted(
             self._failures, key=lambda failure: (failure.status.code == PUT_OUT, failure.unix_s)
@@ -170,8 +171,8 @@ class RestartPolicy:
         self._stopping = False
 
     def stopping(self) -> None:
-        """Records that the launcher has asked all workers to exit. Their exits no longer cause a
-        reaction."""
+        """Records that the launcher has asked all workers to exit. From then on, there is no
+        reaction to exits."""
         self._stopping = True
 
     def joined(self) -> None:
@@ -179,14 +180,14 @@ class RestartPolicy:
         self.elastic = True
 
     def heard(self, end: JobEnd) -> None:
-        """Records the state of the job as reported by the coordinator. An unknown state changes
-        nothing, and a job that has ended stays ended."""
+        """Records the state of the job as reported by the coordinator. An unknown state has no
+        effect, and a job that has ended stays ended."""
         if end is not JobEnd.UNKNOWN and (end.is_over or not self.end.is_over):
             self.end = end
 
     def finished(self) -> None:
-        """Records that a member which had not been asked to stop has finished its script. The job
-        is then completed, whether or not the coordinator knows."""
+        """Records that a member has finished its script without having been asked to stop. The job
+        is then completed, whether or not the coordinator knows this."""
         if not self.end.is_over:
             self.end = JobEnd.COMPLETED
 
@@ -195,7 +196,7 @@ class RestartPolicy:
         the job."""
         self.elastic |= elastic
         if self._stopping:
-            # Also reports workers that fail by themselves while the others are being stopped.
+            # Also reports workers that fail on their own while the others are being stopped.
             of_itself = bool(worker.message) or worker.status.signal not in _STOP_SIGNALS
             if self._failures and not worker.left and of_itself:
                 self._failures.append(worker)
@@ -206,7 +207,7 @@ class RestartPolicy:
         action = (
             self._after_elastic_failure(worker) if self.elastic else self._after_plain_failure()
         )
-        # If other workers have finished the script, the death of a killed one does no harm.
+        # If other workers have finished the script, the death of a killed worker is harmless.
         made_up_for = action is Action.REPLACE or (
             self.elastic and self.end is JobEnd.COMPLETED and not worker.raised
         )
@@ -242,7 +243,7 @@ class RestartPolicy:
 
     @property
     def fails_job(self) -> bool:
-        """True if the other launchers of the job must be told about `fatal`."""
+        """True if the other launchers of the job must be notified of `fatal`."""
         return self.fatal is not None and self._fail_fast
 
     @property
@@ -251,8 +252,8 @@ class RestartPolicy:
         return self.elastic and self.end is JobEnd.STOPPED and self.fatal is None
 
     def exit_code(self, *, signal_number: int = 0) -> int:
-        """Returns the exit code of the run after its last worker has ended. `signal_number`: signal
-        by which the launcher was asked to exit; 0 if there was none."""
+        """Returns the exit code of the run after its last worker has exited. `signal_number`:
+        signal that asked the launcher to exit; 0 if none did."""
         if self.fatal is not None:
             return self.fatal.status.code
         if self.refused and not self.end.is_over and not signal_number:

@@ -28,7 +28,7 @@ _PLAIN_GRACE: Final = timedelta(seconds=30)
 _ELASTIC_GRACE: Final = timedelta(minutes=5)
 _COUNT_DEVICES: Final = "import torch; print(torch.cuda.device_count())"
 _DRIVERS: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
-"""Files that exist only if there is a CUDA driver: on Linux, on WSL 2 under Windows, and on a
+"""Files that exist only if a CUDA driver is installed: on Linux, on WSL 2 under Windows, and on a
 Jetson."""
 
 
@@ -78,8 +78,8 @@ def parse_workers(text: str) -> int:
 
 
 def cuda_devices() -> int:
-    """Returns the number of CUDA devices that torch sees or, if CUDA_VISIBLE_DEVICES lists GPU
-    slices, their number, since torch sees only one slice per process.
+    """Returns the number of CUDA devices that torch sees. If CUDA_VISIBLE_DEVICES lists GPU slices,
+    returns the number of slices, since torch sees only one slice per process.
 
     torch runs in a separate process, and only if there is a driver, because importing it is slow.
     """
@@ -136,7 +136,7 @@ class LogSettings:
     """Destinations of the workers' output in addition to, or instead of, the console."""
 
     directory: Path | None = None
-    """Base directory of the log files, in which each run has a subdirectory; None: no files."""
+    """Base directory of the log files, with a subdirectory for each run; None: no files."""
     redirects: Mapping[int, Streams] | Streams = Streams.NONE
     """Streams that are written only to files."""
     tee: Mapping[int, Streams] | Streams = Streams.NONE
@@ -189,8 +189,8 @@ class RunSettings:
     """Number of worker processes on this machine."""
     nodes: NodeRange = NodeRange(1, 1)
     min_workers: int | None = None
-    """Smallest number of workers with which training continues after it has begun; None: the
-    default of `min_survivors`."""
+    """Minimum number of workers to continue training once it has started; None: the default of
+    `min_survivors`."""
     endpoint: str | None = None
     """Address of a running coordinator (host:port); None: the run starts its own cluster."""
     servers: int = 0
@@ -198,11 +198,10 @@ class RunSettings:
     server_backups: int = 0
     """Number of backups per server, 0 or 1. Without an `endpoint`, this run starts them."""
     max_servers: int = 0
-    """Maximum number of parameter servers; 0: `servers`. Servers beyond `servers` are started by
-    other programs."""
+    """Maximum number of parameter servers; 0: `servers`. Servers in addition to `servers` are
+    started by other programs."""
     run: int = 0
-    """Number of the run in which to take part; 0: the current run or, if there is none, the next
-    one."""
+    """Number of the run to take part in; 0: the current run or, if there is none, the next run."""
     resume: bool = False
     """True to continue the newest run if it failed or was stopped."""
     max_restarts: int | None = None
@@ -210,15 +209,15 @@ class RunSettings:
     fail_fast: bool = True
     """True to end the job if an elastic worker raises an exception and is not restarted."""
     fail_on_stop: bool = False
-    """True if a run that was asked to stop ends with the status of an unfinished run."""
+    """True if a run that was asked to stop exits with the status of an unfinished run."""
     allow_restart_from_scratch: bool = False
     """True if workers may start at step 0 although all processes with the training state have died
     and no checkpoint was loaded."""
     join_grace: timedelta | None = None
-    """Time for which a generation waits for more workers than the minimum; None: 30 s if the number
-    of nodes is fixed, otherwise 5 s."""
+    """Maximum time that a generation waits for more workers than the minimum; None: 30 s if the
+    number of nodes is fixed, otherwise 5 s."""
     join_timeout: timedelta = timedelta(minutes=10)
-    """Maximum time for which the launchers wait for each other."""
+    """Maximum time that the launchers wait for each other."""
     shutdown_timeout: timedelta | None = None
     """Time between SIGTERM and SIGKILL; None: the default of `shutdown_grace`."""
     node_rank: int | None = None
@@ -227,7 +226,7 @@ class RunSettings:
     master_address: str | None = None
     master_port: int | None = None
     local_address: str | None = None
-    """Address, interface or host name at which other nodes reach this one; None: determined
+    """Address, interface or host name that other nodes use to reach this one; None: determined
     automatically. Unused without `endpoint`."""
     listen_address: str | None = None
     """Address to listen on, if it differs from `local_address`; None: not given. Unused without
@@ -241,7 +240,7 @@ class RunSettings:
     progress: bool = True
     """True to show the run's progress."""
     preemption_notice: NoticeSource = NoticeSource.NONE
-    """Cloud provider whose preemption notices are watched for."""
+    """Cloud provider to watch for preemption notices."""
     health_checks: bool = False
     """True to check this machine's health before its workers start, and after a worker has
     failed."""
@@ -315,7 +314,7 @@ class RunSettings:
         """Returns the time between SIGTERM and SIGKILL after the launcher was asked to exit.
 
         Elastic workers continue to their next step boundary and may then write a checkpoint. A
-        caller that cannot wait that long (a batch system) sends SIGKILL itself.
+        caller that cannot wait so long (a batch system) sends SIGKILL itself.
         """
         if self.shutdown_timeout is not None:
             return self.shutdown_timeout
@@ -328,9 +327,9 @@ class RunSettings:
 
     @property
     def min_survivors(self) -> int:
-        """Smallest number of workers with which training continues after it has begun. The default
-        is 1 if the number of machines is fixed, as on one machine. With `--nnodes MIN:MAX` it is
-        the number of workers on MIN machines."""
+        """Minimum number of workers to continue training once it has started. The default is 1 if
+        the number of machines is fixed, as on one machine. With `--nnodes MIN:MAX`, it is the
+        number of workers on MIN machines."""
         return self.min_workers or (1 if self.nodes.fixed else self.nodes.least * self.workers)
 
     @property

@@ -38,8 +38,8 @@ _EXIT_TIMEOUT: Final = timedelta(seconds=10)
 _MOST_LAST_WORDS: Final = 4096
 _SHORT_LIFE_S: Final = 5.0
 _MOST_SHORT_LIVES: Final = 3
-"""Number of warm processes that may die soon after they were ready. After that many, no further one
-is started."""
+"""Maximum number of warm processes that may die soon after they were ready. After that, no further
+warm process is started."""
 _OF_WORKERS: Final = frozenset(
     {
         "GLOO_SOCKET_IFNAME",
@@ -48,11 +48,11 @@ _OF_WORKERS: Final = frozenset(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     }
 )
-"""Variables that workers receive but services do not, or with other values. The forked process
-applies them."""
+"""Variables that services do not receive, or receive with different values than workers. The forked
+process applies them."""
 _ADOPTING: Final = threading.Lock()
-"""Lock held while this process is a subreaper, so that a launcher on another thread does not end
-that state too early."""
+"""Lock held while this process is a subreaper, so that a launcher on a different thread does not
+end that state too early."""
 
 
 class WarmProcessError(Exception):
@@ -70,11 +70,11 @@ class WarmWorkers:
         wanted: bool,
         note: Callable[[str], None],
     ) -> None:
-        """Does not start any process.
+        """Prepares the object; `begin` starts the warm process.
 
         Args:
             command: command line of each worker.
-            environment: variables that all workers have in common.
+            environment: variables common to all workers.
             wanted: False to start all workers in fresh interpreters.
             note: callback that shows a message to the user.
         """
@@ -103,8 +103,8 @@ class WarmWorkers:
             self._settled.set()
 
     async def settled(self) -> None:
-        """Waits until the first warm process can fork, or it is certain that it never will; at most
-        3 minutes."""
+        """Waits until the first warm process can fork, or it is certain that it never will. Waits
+        at most 3 minutes."""
         try:
             async with asyncio.timeout(_IMPORT_TIMEOUT.total_seconds()):
                 await self._settled.wait()
@@ -149,7 +149,7 @@ class WarmWorkers:
         """Forks a process from the warm process; returns None if there is no warm process. Raises
         WarmProcessError.
 
-        `apart_from`: variables that may differ from those of the warm process.
+        `apart_from`: variables that may differ from the warm process's.
         """
         process = self._process
         if process is None:
@@ -168,7 +168,7 @@ class WarmWorkers:
                 self._process = None
 
     async def close(self) -> None:
-        """Ends the warm process. Workers keep running."""
+        """Stops the warm process. Workers keep running."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -289,7 +289,7 @@ class _WarmProcess:
                     answer, _ = receive(self._connection)
             except (EOFError, OSError) as problem:
                 self.answers = False
-                # The warm process may still fork a worker. The worker ends when it finds its gate
+                # The warm process may still fork a worker. The worker exits when it finds its gate
                 # closed.
                 self.child.kill()
                 raise WarmProcessError(
@@ -303,14 +303,16 @@ class _WarmProcess:
                 raise WarmProcessError(
                     f"process {answer['pid']} is not a child of the launcher: {problem}"
                 ) from problem
-            with contextlib.suppress(BrokenPipeError):  # killed, as its status will show
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # the process was killed; its status will show this
                 os.write(gate.fileno(), b"+")
             kept.pop_all()
             return child
 
     def close(self) -> None:
-        """Kills the warm process and blocks until it is gone, for at most 10 s. A process stuck in
-        the kernel is left behind."""
+        """Kills the warm process and blocks until it has exited, for at most 10 s. A process stuck
+        in the kernel is left behind."""
         self._connection.close()
         self.child.kill()
         wait_all([self.child], _EXIT_TIMEOUT)
@@ -319,7 +321,7 @@ class _WarmProcess:
 
     async def _end(self) -> ExitStatus:
         """Returns the exit status of a warm process that has closed its socket. If the process does
-        not end by itself, kills it."""
+        not exit on its own, kills it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_TIMEOUT.total_seconds()):
                 return await self.child.wait()
@@ -352,12 +354,11 @@ def _pipe(
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Makes this process a subreaper within the block: when the parent of a worker, a child of the
-    warm process, ends, the kernel makes the worker a child of this process. Raises
-    WarmProcessError.
+    """Makes this process a subreaper within the block: when a worker's parent, a child of the warm
+    process, exits, the kernel makes the worker a child of this process. Raises WarmProcessError.
 
     Other processes that lose their parent in these milliseconds become children of this process
-    too, and stay in the process table until this process ends.
+    too, and stay in the process table until this process exits.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with _ADOPTING:

@@ -1,5 +1,5 @@
 """Decides whether a warm process can run a command, from the command, the environment and the text
-of the script. Imports and runs nothing of the command."""
+of the script. Does not import or run any part of the command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLLOWED: Final = (
     "PYTHONTRACEMALLOC",
     "PYTHONVERBOSE",
 )
-"""Variables by which tools instrument a program from its first instruction on."""
+"""Variables of tools that instrument a program from its first instruction on."""
 _READ_BY_IMPORTS: Final = (
     *("AOT", "ATEN_", "CUBLAS_", "DNNL_", "GOMP_", "GRPC_", "INDUCTOR_", "KINETO_", "KMP_", "LD_"),
     *(
@@ -47,11 +47,11 @@ _READ_BY_IMPORTS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Decision whether workers of a command are forked from a warm process."""
+    """Decision on whether workers of a command are forked from a warm process."""
 
     warm: bool
     reason: str = ""
-    """Reason why workers are not forked although a user may expect it; otherwise empty."""
+    """Reason why workers are not forked, if a user may expect that they are; otherwise empty."""
 
 
 def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
@@ -67,14 +67,14 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     source = _module_file(command[3]) if command[2] == "-m" else Path(command[2])
     if source is None:
         return Verdict(warm=True)
-    if not source.is_file():  # reading a pipe here would take its contents away from the worker
+    if not source.is_file():  # reading a pipe here would consume the worker's input
         return Verdict(warm=False)
     if command[2] != "-m" and (command[2].endswith(".pyc") or zipfile.is_zipfile(command[2])):
         return Verdict(warm=False)
     try:
         tree = _parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        # a fresh interpreter reports the error better, or is able to compile the script
+        # a fresh interpreter reports the error better, or may be able to compile the script
         return Verdict(warm=False)
     if all(name in _NO_TORCH for name in _imports(tree)):
         return Verdict(warm=False)  # without an import of torch, forking would save no time
@@ -117,7 +117,7 @@ def _module_file(name: str) -> Path | None:
 
 def _parse(source: Path) -> ast.AST:
     with warnings.catch_warnings():
-        # the worker itself will emit the warnings about the script's syntax
+        # the worker itself will emit warnings about the script's syntax
         warnings.simplefilter("ignore")
         return ast.parse(source.read_bytes())
 
@@ -140,7 +140,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _settings(tree: ast.AST) -> Iterator[str]:
-    """Yields the names of the environment variables that a script itself sets."""
+    """Yields the names of the environment variables that a script sets."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Subscript)

@@ -1,5 +1,5 @@
-"""Worker processes of one launcher: starts them and tracks their state. `policy` decides whether
-they are restarted."""
+"""Starts the worker processes of one launcher and tracks their state. `policy` decides whether they
+are restarted."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ from shoal.launcher.workers.settings import RunSettings, Streams
 from shoal.launcher.workers.warm import WarmWorkers
 
 _REMINDER_S: Final = 10.0
-"""Interval in seconds between messages about workers that have not ended."""
+"""Interval in seconds between messages about workers that have not exited."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """One worker process, from its start to its end."""
+    """One worker process, from its start to its exit."""
 
     index: int
     rank: int
     member_id: str
     member_key: str
-    """Secret that proves to the coordinator that a report about the worker comes from its
+    """Secret that proves to the coordinator that a report about the worker comes from the worker's
     launcher."""
     child: Child
     error_file: Path
     member_file: Path
     tally_file: Path
-    """File in which the worker counts its commits (`shoal_common.formats.tally`)."""
+    """File with the worker's counts of its commits (`shoal_common.formats.tally`)."""
     sources: tuple[Source, ...]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that is set once the launcher has processed the worker's exit."""
     has_succeeded: bool = False
-    """True if the worker's process has ended with status 0."""
+    """True if the worker's process has exited with status 0."""
 
     @property
     def has_joined(self) -> bool:
@@ -76,8 +76,8 @@ class Worker:
         return self._said() == "finished"
 
     def may_hang(self, quiet: timedelta) -> bool:
-        """Returns whether the worker has joined its job, has not finished its script, and has
-        committed no step for the time `quiet`."""
+        """Returns whether the worker has joined its job, has not finished its script, and has not
+        committed a step for the time `quiet`."""
         if self._said() != "joined":
             return False
         tally = read_tally(self.tally_file)
@@ -87,8 +87,8 @@ class Worker:
         )
 
     def exit_record(self, status: ExitStatus, *, rank: int = -1) -> WorkerExit:
-        """Returns a description of how the worker ended. `rank`: last rank according to the
-        coordinator; -1 if unknown."""
+        """Returns the record of the worker's exit. `rank`: last rank according to the coordinator;
+        -1 if unknown."""
         raised = _account(self.error_file)
         return WorkerExit(
             index=self.index,
@@ -126,8 +126,8 @@ class WorkerStarter:
         for error files. `note`: callback that shows a message to the user."""
         self.launcher_id = uuid.uuid4().hex
         self.run: Run | None = None
-        """Run in which the workers take part; None: the newest run of a job that can have only
-        one."""
+        """Run that the workers take part in; None: the newest run of a job that can have only one
+        run."""
         self._settings = settings
         self._coordinator = coordinator
         self._directory = directory
@@ -232,7 +232,7 @@ class WorkerStarter:
         settings = self._settings
         if settings.endpoint is None or not settings.local_address:
             return {}
-        # it imports pydantic, which workers need not wait for
+        # it imports pydantic, which workers should not wait for
         from shoal_common.settings import parse_address
 
         endpoint = parse_address(settings.endpoint)
@@ -243,8 +243,8 @@ class WorkerStarter:
 
     @property
     def _record_directory(self) -> Path | None:
-        """Directory for records of samples. Each run has a separate one, since every sample must be
-        counted once per run."""
+        """Directory for records of samples. Each run has a separate directory, since every sample
+        must be counted once per run."""
         base = self._settings.record_directory
         return base if base is None or self.run is None else base / f"run-{self.run.number}"
 
@@ -274,8 +274,8 @@ class WorkerStarter:
 async def all_ended(
     workers: Collection[Worker], timeout: timedelta, *, note: Callable[[str], None]
 ) -> bool:
-    """Waits until `workers`, a set from which ended workers are removed, is empty. Lists the
-    remaining ones every 10 s. Returns False if some remain after `timeout`."""
+    """Waits until `workers`, from which the caller removes ended workers, is empty. Lists the
+    remaining workers every 10 s. Returns False if some remain after `timeout`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout.total_seconds()
     while waits := [asyncio.ensure_future(worker.ended.wait()) for worker in workers]:
@@ -300,7 +300,7 @@ def named(workers: Iterable[Worker]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Account:
-    """A worker's record of the exception that ended it."""
+    """A worker's record of its fatal exception."""
 
     message: str = ""
     traceback: str = ""
@@ -310,7 +310,7 @@ class _Account:
 
 def _account(error_file: Path) -> _Account:
     """Reads a record in the format of torch's `@record`, extended by Shoal's rank and time. Returns
-    an empty record if the file is missing or has another format."""
+    an empty record if the file is missing or has a different format."""
     try:
         content = json.loads(error_file.read_text(errors="replace"))
         message = content["message"]

@@ -705,7 +705,7 @@ def _resumed(session: Session, found: Mapping[str, Any], place: Place, *, first:
             ", after which should_early_stop had ended training, so no epoch is left; to train on, "
             "remove this checkpoint, and the run continues from the one before it"
         )
-    print(line, file=sys.stderr, flush=True)  # T201 - for people, like the launcher's lines
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - for people, like a launcher's line
 
 
 def _take_up(

@@ -143,9 +143,9 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def sum_pass(self) -> None:
-        """Starts summing the gradients added since the last call across replicas. Parameters shared
-        with other ranks of this replica must already be summed there. A failure marks the step as
-        lost."""
+        """Sums the gradients added since the last call across replicas. Gradients of parameters
+        that are on several stages must be summed across those stages first. A failure marks the
+        step as lost."""
 
     def take_part(self) -> None:
         """Participates in the collectives of a pass for which only other replicas have samples."""

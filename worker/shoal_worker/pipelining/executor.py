@@ -190,9 +190,10 @@ class ScheduleExecutor:
         return ran
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
-        """Starts checking whether all ranks were given batches of the same shapes, and whether any
-        rank does not know the shapes of outputs. Returns a function that waits for the result and
-        applies it. Nothing may be sent to another stage before that function has returned."""
+        """Starts checking whether all ranks were given batches of the same shapes, and whether the
+        trained parameters of any rank have changed, so that all ranks must forget the known shapes.
+        Returns a function that waits for the result and applies it. Nothing may be sent to another
+        stage before that function has returned."""
         trainable = tuple(
             p.requires_grad for stage in self._stages.values() for p in stage.held_parameters
         )

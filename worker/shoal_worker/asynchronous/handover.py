@@ -2,7 +2,7 @@
 objects, the optimizers' settings and position in the schedule, buffers, and the module's extra
 state.
 
-In synchronous training, state is transferred at step boundaries, while all ranks are stopped. Under
+Synchronous training transfers state at step boundaries, while all ranks are stopped. Under
 async_sgd, ranks never stop together, and with ssp a member may be waiting for the very joiner that
 requests its state. Each worker therefore keeps an offer available: a copy made at one of its last
 step boundaries. Its donor threads serve the offer regardless of the training thread
@@ -11,8 +11,8 @@ reveals only to members.
 
 The model's values are not included, because they are on the servers. Buffers are not synchronized
 either: each worker changes its own from its first step on. But all workers start with the same
-buffers and values, whatever each script has drawn at random: initial workers receive rank 0's
-buffers, and a joiner receives a peer's. Must be used by the training thread only.
+buffers and values, even if their scripts have initialized them at random: initial workers receive
+rank 0's buffers, and a joiner receives a peer's. Must be used by the training thread only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 but not for one that rests.
 
 A worker participates while it has a batch; the engine tracks its batches. The servers keep the
-clocks that determine which workers wait. With asp no worker waits, so this module sends nothing to
-the servers. Must be used by the training thread only.
+clocks that determine which workers wait. With asp no worker waits, so this module does not call the
+servers. Must be used by the training thread only.
 """
 
 from __future__ import annotations

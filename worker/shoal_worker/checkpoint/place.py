@@ -60,7 +60,7 @@ class Place:
         )
 
     def local(self, run: str) -> Path:
-        """Returns the directory in which the checkpoints of a run are written."""
+        """Returns the directory for the checkpoints of a run."""
         return self.directory if self.url is None else self.directory / folder_of(run)
 
     def text(self, name: str) -> str:

@@ -69,10 +69,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ASK_GONE = timedelta(seconds=1)
-"""Interval at which a rank checks whether the rank that completes the last checkpoint is still in
-the job."""
+"""How often a rank checks whether the rank that completes the last checkpoint is still in the
+job."""
 _LOOK = timedelta(seconds=0.05)
-"""Interval at which a rank checks whether the checkpoint exists."""
+"""How often a rank checks whether the checkpoint exists."""
 
 _FILES = frozenset({"registered", "sources", "loops", "steps", "samples", "run"})
 """Entries of the captured state besides models and optimizers."""
@@ -622,7 +622,7 @@ def _check_alike(channel: Channel, what: str, named: str, measured: str = "") ->
 
 
 def _holds_nothing_new(session: Session) -> bool:
-    """Returns whether the session has nothing to save: its state is not the run's state, or has
+    """Returns whether the session does not need to save: its state is not the run's state, or has
     already been saved."""
     return session.is_joining or session.is_redoing
 

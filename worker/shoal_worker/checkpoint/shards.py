@@ -57,7 +57,7 @@ _POLL = timedelta(milliseconds=20)
 _ASK_GONE = timedelta(seconds=0.5)
 """How often the first rank checks whether a rank has left the job."""
 _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Metadata keys under which torch.distributed.checkpoint stores a tensor's offset
+"""Metadata keys that torch.distributed.checkpoint uses for a tensor's offset
 (torch/distributed/checkpoint/_hf_utils.py)."""
 
 Span = tuple[int, int]

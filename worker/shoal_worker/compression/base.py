@@ -91,7 +91,7 @@ class GradientCompressor(abc.ABC):
     """
 
     name: ClassVar[str]
-    """Name by which users select the compressor."""
+    """Name that users pass to select the compressor."""
     codec: ClassVar[int]
     """Value of shoal.v1.Codec for pushes to parameter servers."""
     of_matrices: ClassVar[bool] = False
@@ -400,7 +400,7 @@ def _compress_part(
     compressor.compress_into(part, payload, random)
 
 
-# ------------------------------------------------------------------------------------ whole buckets
+# ---------------------------------------------------------------------------------- unsplit buckets
 
 
 class Gathered(Exchange):

@@ -9,8 +9,8 @@ k, not counting iterations that are abandoned before their first commit (`next(i
 look at a batch). An iteration of a finished epoch yields nothing; of the cursor's epoch, the
 remaining batches; of a later epoch, all batches. If the script leaves the loop over the batches
 early and starts the next epoch, the rest of the epoch is abandoned. If it leaves `epochs()` as
-well, nothing is abandoned: probably a time limit has ended the script, and a resumed run continues
-in the middle of the epoch. The same holds when `epochs(max_steps=...)` ends.
+well, the rest is not abandoned: probably a time limit has ended the script, and a resumed run
+continues in the middle of the epoch. The same applies when `epochs(max_steps=...)` ends.
 
 This module does not deal samples or use the session. Must be used by the training thread only.
 """

@@ -293,7 +293,7 @@ class Introduction:
 
     @property
     def met(self) -> LoaderSession | None:
-        """Session with which the loader was registered last, if it still exists."""
+        """Session that the loader was last registered with, if it still exists."""
         return self._session() if self._session is not None else None
 
 

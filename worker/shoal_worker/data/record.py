@@ -91,7 +91,7 @@ class Audit:
     sampler determined the order."""
 
     epochs: tuple[EpochAudit, ...]
-    """Audited epochs of all loaders. Contains only epochs from which a loop received a batch."""
+    """Audited epochs of all loaders. Epochs whose batches no loop received are omitted."""
 
     @property
     def once(self) -> int:

@@ -212,8 +212,8 @@ class EpochOrders:
 
     @property
     def drawn(self) -> bool:
-        """True if a sampler determines the order, in which indices may occur several times or not
-        at all."""
+        """True if a sampler determines the order. Indices may then occur several times or not at
+        all."""
         return self._sampler is not None
 
     def length(self, epoch: int) -> int:

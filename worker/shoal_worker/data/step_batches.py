@@ -551,8 +551,8 @@ class LeasedSupply(IndexedSupply):
         return next(self._dealer.following_leases(dealt, self._leases.held), None)
 
     def reset(self) -> None:
-        """Implements `Supply.reset`. Leases of other epochs than the new cursor's become
-        invalid."""
+        """Implements `Supply.reset`. Leases become invalid unless they belong to the new cursor's
+        epoch."""
         super().reset()
         if self._leases is not None and self._leases.epoch != self._progress.cursor.epoch:
             self._leases = None

@@ -148,7 +148,7 @@ class MeshGradients(abc.ABC):
         step as lost."""
 
     def take_part(self) -> None:
-        """Participates in the collectives of a pass for which only other replicas have samples."""
+        """Participates in the collectives of a pass that only other replicas have samples for."""
         if self.sums_passes:
             self.sum_pass()
 
@@ -221,10 +221,10 @@ class ReplicatedGradients(MeshGradients):
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self._counted = [name for name in self._pieces if counts(name)]
         self._first: dict[str, tuple[torch.Tensor, float]] = {}
-        """Parameter name -> gradient and its factor, for parameters to which one gradient has been
-        added."""
+        """Parameter name -> gradient and its factor, if one gradient has been added for the
+        parameter."""
         self._sums: dict[str, torch.Tensor] = {}
-        """Parameter name -> sum, for parameters to which several gradients have been added."""
+        """Parameter name -> sum, if several gradients have been added for the parameter."""
 
     @override
     def begin(self) -> None:

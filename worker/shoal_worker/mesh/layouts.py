@@ -300,7 +300,7 @@ class Blueprint:
         return tuple(self.holders(name)), name in self._layouts
 
     def parts(self, name: str) -> int:
-        """Returns the number of parts into which the tensor axis splits a tensor."""
+        """Returns how many parts the tensor axis splits a tensor into."""
         return self.axes.tensor if name in self._layouts else 1
 
     def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
@@ -322,7 +322,7 @@ class Blueprint:
         return torch.cat(list(parts), layout.dimension).reshape(layout.shape)
 
 
-# --------------------------------------------------------------------------------- the whole module
+# ------------------------------------------------------------------------------- the unsplit module
 #
 # The unsplit module, in addition to this rank's part: for evaluation, for copies, and as a
 # stand-in.
@@ -355,7 +355,7 @@ def zeros(template: Template) -> dict[str, torch.Tensor]:
     return {key: torch.zeros(tensors[first].shape) for key, first in template.keys.items()}
 
 
-# -------------------------------------------------------------------------------- division of ranks
+# ------------------------------------------------------------------------------------------- meshes
 #
 # The mesh for any number of ranks: combines a strategy's plan with the model's constraints.
 
@@ -371,7 +371,7 @@ class Sharding:
     bucket_bytes: int
     """Number of bytes reduced or gathered in one collective."""
     blocks: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
-    """Function that returns the parts of a module, each of which is gathered for its own passes."""
+    """Function that returns parts of a module; each of them is gathered for its own passes."""
     prefetch: int = 1
     """Number of parameter groups gathered ahead."""
 
@@ -458,8 +458,8 @@ class Layouts:
         self._known: dict[int, Axes] = {}
 
     def divide_alike(self, several: Sequence[Layouts]) -> None:
-        """Restricts the meshes to those for which every model in `several` can be split. `several`:
-        layouts of all models that these ranks train, including this one."""
+        """Restricts the meshes so that every model in `several` can be split. `several`: layouts of
+        all models that these ranks train, including this one."""
         self._templates = [each._template for each in several]
         self._known.clear()
 

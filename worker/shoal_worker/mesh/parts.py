@@ -564,7 +564,7 @@ class ModelParts(PartitionedState):
             return whole.clone()
         return self.blueprint.cut(name, whole, self.cut.at.tensor)
 
-    # ------------------------------------------------------------------------------------ the whole
+    # --------------------------------------------------------------------------- the complete state
 
     @override
     def assemble(self, channel: Channel) -> dict[str, Any]:
@@ -615,8 +615,7 @@ class ModelParts(PartitionedState):
         return merged
 
     def _runs(self, key: str) -> bool:
-        """Returns whether this rank runs the module to which the extra-state entry `key`
-        belongs."""
+        """Returns whether this rank runs the module that owns the extra-state entry `key`."""
         if self.cut is None or self.blueprint is None:
             return bool(self.pieces)
         return self.blueprint.share(self.cut.at).runs(key.rpartition(".")[0])

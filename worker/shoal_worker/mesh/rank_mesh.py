@@ -257,7 +257,7 @@ class RankMesh:
             self._parts.data_axis.free()
 
     def take_part(self) -> None:
-        """Participates in the collectives of a pass for which only other replicas have samples."""
+        """Participates in the collectives of a pass that only other replicas have samples for."""
         if self.pipeline is not None:
             self._parts.data_axis.gather()
             self._parts.data_axis.free()

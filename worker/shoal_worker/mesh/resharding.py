@@ -50,7 +50,7 @@ class MeshCut:
     axes: Axes
     at: Coordinate
     shards: int = 1
-    """Number of shards into which the data axis splits each rank's part: 1, or the size of the data
+    """Number of shards along the data axis for each rank's part: 1, or the size of the data
     axis."""
     mirrored: int | None = None
     """Number of the shard that this rank mirrors in addition to its own shard; None if it mirrors

@@ -49,7 +49,7 @@ class StepGroup(ForwardingGroup):
 
     @property
     def _group(self) -> Group:
-        """Group to which collectives are forwarded. Raises MembershipChanged if it no longer
+        """Group that collectives are forwarded to. Raises MembershipChanged if it no longer
         exists."""
         group = self._held_group()
         if group is None:

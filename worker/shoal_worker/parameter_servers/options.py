@@ -53,7 +53,7 @@ class AsyncOptions:
     `optimizer.step()` fails."""
 
     lease_ahead: timedelta = timedelta(seconds=20)
-    """Training time for which a worker leases batches in advance, estimated from its pace. It can
+    """How far in advance a worker leases batches, as training time, estimated from its pace. It can
     train for about this long while the coordinator is unreachable. The leased batches of a worker
     that dies are reassigned. 0: each batch is leased separately."""
 
@@ -361,8 +361,8 @@ class ServerOptimizer:
         )
 
     def check_layout(self, shard_map: coordinator_pb.ShardMap) -> None:
-        """Checks that the way in which tensors are split across servers suits the optimizer, in
-        case its update uses several elements together.
+        """Checks that the optimizer supports how tensors are split across servers, in case its
+        update uses several elements together.
 
         Raises:
             ConfigurationError: a row is split across servers, but the optimizer needs entire

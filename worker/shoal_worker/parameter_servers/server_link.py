@@ -109,7 +109,7 @@ class ServerLink:
         """Newest revision of the hyperparameters that has been sent to this server."""
         self._clock = 0
         self._finished_batches: list[int] = []
-        """Batches finished on all servers, of which this server has not been notified yet."""
+        """Batches finished on all servers that have not been reported to this server yet."""
         self._server = Connection(job, share)
         self._pulls = Pulls(job, self._server, ledger, compression=options.pull_compression)
         self._persistence = Persistence(
@@ -570,7 +570,7 @@ class ServerLink:
             self._rewind(each for each in state.partitions if each.partition_id in own)
 
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
-        """Determines to which of these partitions an abandoned push was applied. `doubtful`:
+        """Determines which of these partitions have applied an abandoned push. `doubtful`:
         partition -> whether the next push has the same batch and the same number. Returns the
         partitions where the server will take the next push for the abandoned one and only
         acknowledge it. The other partitions continue from the server's state."""

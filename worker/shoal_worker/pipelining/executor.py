@@ -131,7 +131,7 @@ class Ran:
 
 class _IntoStage(torch.autograd.Function):
     """Identity function, applied to a received value. That value is a leaf of the autograd graph,
-    for which torch does not allow in-place operations, but a stage may begin with one."""
+    so torch would not allow in-place operations on it, but a stage may begin with one."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:

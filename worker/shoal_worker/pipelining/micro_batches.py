@@ -46,8 +46,8 @@ class Border:
 
     tensors: tuple[torch.Tensor, ...]
     wrapped: int = 0
-    """Length of the tuple in which the model expects the tensors; 0: it expects a single tensor,
-    not in a tuple."""
+    """Length of the tuple of tensors that the model expects; 0: it expects a single tensor, not in
+    a tuple."""
     given: int = 0
     """Bit mask of the tuple's elements, other than the first, that are not None. Layered models
     pass on only the first element."""

@@ -1,8 +1,8 @@
 """The part of a model that one stage runs.
 
 For a chain (split.py), this part is a sequence of blocks. A layered model (split.py) keeps its own
-forward code. Each stage runs all of that code on a copy of the model, in which the parameters of
-other stages' modules are `Absent`:
+forward code. Each stage runs all of that code on a copy of the model whose parameters are `Absent`
+if they belong to other stages:
 
 - Modules before the layers return a `Placeholder` of the right shape, which is determined by
   running the modules on the meta device.
@@ -385,7 +385,7 @@ class _LayeredPart(PartialModel):
             layer.forward = self._ending_after(layer.forward)
 
     def _skipped(self, *args: Any, **kwargs: Any) -> Any:
-        """Implements a layer of an earlier stage: computes nothing and returns a placeholder for
+        """Implements a layer of an earlier stage: does not compute, but returns a placeholder for
         the layer's output."""
         received = self._running.received
         slot = _hidden_slot(args, kwargs)

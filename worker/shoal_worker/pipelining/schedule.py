@@ -1,5 +1,4 @@
-"""torch's pipeline schedules as plain values: the order in which each rank computes and
-communicates.
+"""torch's pipeline schedules as data: each rank's order of computation and communication.
 
 torch.distributed.pipelining computes the orders and inserts sends and receives that cannot
 deadlock; executor.py executes the orders. If a schedule requires more micro-batches than there are,

@@ -40,10 +40,10 @@ class OffersBlocks(Protocol):
     """A model that declares where it can be split."""
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Returns the model's submodules in the order in which they run. The first submodule takes
-        the model's inputs. Each later submodule takes its predecessor's result (a tensor, or a
-        tuple of tensors, as one argument). The last submodule's result is the model's output. The
-        model can be split between any two of them."""
+        """Returns the model's submodules in execution order. The first submodule takes the model's
+        inputs. Each later submodule takes its predecessor's result (a tensor, or a tuple of
+        tensors, as one argument). The last submodule's result is the model's output. The model can
+        be split between any two of them."""
         ...
 
 
@@ -233,7 +233,7 @@ class StagePlan:
     last: int
     """Index after the stage's last block."""
     modules: tuple[str, ...]
-    """Names of the stage's submodules, in the order in which they run."""
+    """Names of the stage's submodules, in execution order."""
     parameters: int
     """Number of parameter elements, including those shared with other stages."""
     parameter_bytes: int

@@ -44,7 +44,7 @@ class Memory:
 
 
 class When(enum.StrEnum):
-    """The part of the step in which something is sent."""
+    """When in a step something is sent."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

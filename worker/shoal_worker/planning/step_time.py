@@ -24,7 +24,7 @@ from shoal_worker.planning.shares import Costs
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumptions on which the estimate of a step's time is based."""
+    """Assumptions for estimating a step's time."""
 
     device_flops: float = 312e12
     """Peak operations per second of a rank's device. Default: an A100 in bfloat16."""

@@ -614,8 +614,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._execution.drop_gradients()
 
     def _updated(self) -> None:
-        """Fetches the pieces of unsharded parameters that other ranks have updated. Called after an
-        update."""
+        """Fetches the pieces of unsharded parameters that other ranks have updated."""
         self._held.updated()
         self._execution.applied()
 

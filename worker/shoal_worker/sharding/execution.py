@@ -338,9 +338,9 @@ class ShardedExecution:
             unit.free()
 
     def take_part(self) -> None:
-        """Participates in a pass of other ranks for which this rank has no samples: issues the same
-        collectives, with zero gradients. If a pass's collectives are not known, issues only the
-        reductions, because parameters are then unsharded on all ranks."""
+        """Participates in a pass of other ranks although this rank has no samples for it: issues
+        the same collectives, with zero gradients. If a pass's collectives are not known, issues
+        only the reductions, because parameters are then unsharded on all ranks."""
         self.free_all()
         for kind, unit in list(self._whole_pass) or [("reduce", unit) for unit in self._reduced]:
             if kind == "gather":

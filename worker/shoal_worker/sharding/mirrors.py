@@ -88,8 +88,8 @@ class TravellingMirrors:
     may be stored between updates."""
 
     def __init__(self, units: Sequence[Unit], where: Literal["device", "host"] | None) -> None:
-        """`where`: memory of the mirrors between updates. None: mirrors stay on the device until an
-        update at which the device is short of memory, and are stored in host memory from then
+        """`where`: memory of the mirrors between updates. None: mirrors stay on the device until it
+        is found to be short of memory during an update, and are stored in host memory from then
         on."""
         self._units = units
         self._where = where

@@ -328,7 +328,7 @@ class ShardedState(PartitionedState):
         self._scalars = state["scalars"]
         self._keys = [{k: getattr(torch, v) for k, v in own.items()} for own in state["keys"]]
 
-    # ------------------------------------------------------------------------------------ the whole
+    # --------------------------------------------------------------------------- the complete state
 
     @override
     def assemble(self, channel: Channel) -> dict[str, Any]:

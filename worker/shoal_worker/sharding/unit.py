@@ -146,8 +146,8 @@ class Unit:
                 always keep their own dtype.
             reduce_dtype: dtype of gradients in transfers; None: dtype of the sum.
             placement: memory for the shards; None: on the parameters' device.
-            leaves: tensors on which autograd accumulates gradients: DTensors around the parameters,
-                or the parameters themselves; None: the parameters.
+            leaves: tensors whose gradients autograd accumulates: DTensors around the parameters, or
+                the parameters themselves; None: the parameters.
             whereabouts: record of where the model's hidden parameters are; None if they do not
                 belong to a model.
         """

@@ -1,9 +1,9 @@
 """Interface between ddp's engine and the sparse tables of its model. All other parameters of the
 model are on every rank.
 
-The rows are on parameter servers, on which the engine does not depend: `step_tables.py` contains
-the client, and a strategy combines the two. All calls must come from the training thread, in the
-order of the methods below."""
+The rows are on parameter servers, but the engine does not depend on these: `step_tables.py`
+contains the client, and a strategy combines the two. All calls must come from the training thread,
+in the order of the methods below."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """Rows returned by a lookup. Those in the same partition were all read at the same time."""
+    """Rows returned by a lookup."""
 
     values: Values
     """The rows, of shape `[n, dim]`."""
     versions: Mapping[int, int] = field(default_factory=dict)
-    """Version of each of the table's partitions when the rows were read. Empty if the rows are in
-    this process."""
+    """Version of each of the table's partitions when its rows were read; the oldest one, if several
+    requests were needed. Empty if the rows are in this process."""
 
 
 class RowSource(Protocol):
@@ -144,8 +144,8 @@ class SparseEmbedding(nn.Module):
             max_rows: maximum number of rows that the table keeps, divided among the buckets. The
                 least recently pushed rows are evicted first, and return to their initial values. 0:
                 no limit.
-            max_age: number of steps without a push after which a row is evicted; eviction may be up
-                to a sixteenth later. 0: rows are never evicted for their age.
+            max_age: number of steps that a row is kept without a push before it is evicted;
+                eviction may be up to a sixteenth later. 0: rows are never evicted for their age.
             buckets: number of partitions that the rows are divided into, 1 to 1024, of at most 256
                 MiB each. None: 16; with `num_embeddings`, enough that no partition exceeds 64 MiB,
                 and at least 4; with `max_rows`, few enough that each keeps 256 rows or more.

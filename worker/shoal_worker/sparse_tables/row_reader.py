@@ -44,8 +44,8 @@ _STREAM_DEADLINE: Final = timedelta(seconds=60)
 _PASSING: Final = frozenset(
     {"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN", "JOB_UNKNOWN"}
 )
-"""Error reasons after which a retry of the call may succeed: servers are being replaced, or the
-address of one of this job's servers now belongs to a different job."""
+"""Reasons of errors that a retry of the call may cure: servers are being replaced, or the address
+of one of this job's servers now belongs to a different job."""
 
 
 AnswerT = TypeVar("AnswerT")

@@ -81,9 +81,9 @@ share, in seconds."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62
-"""Upper bound of the random number from which push keys are counted. The count starts at a new
-random number whenever versions have been read again, because servers may have seen later keys than
-this rank: from a previous run, or from steps that a return to a checkpoint has undone."""
+"""Upper bound of the random number where the push keys start. They start at a new random number
+whenever versions have been read again, because servers may have seen later keys than this rank:
+from a previous run, or from steps that a return to a checkpoint has undone."""
 
 
 class SynchronousJob(Job):
@@ -105,7 +105,7 @@ class _Step:
     """A step's pushes to the buckets of all tables."""
 
     key: int
-    """Unique key of the step, with which it is pushed."""
+    """Unique key of the step, sent with its pushes."""
     gradients: Mapping[str, RowGradients]
     """Mean gradients over the batch, by table name."""
     pushes: Mapping[int, PushedRows]

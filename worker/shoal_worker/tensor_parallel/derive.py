@@ -562,7 +562,7 @@ def _matches(path: str, pattern: str) -> bool:
 def _stored(
     module: nn.Module, name: str, shape: tuple[int, ...], split: Split
 ) -> tuple[tuple[int, ...], int | None]:
-    """Returns the shape in which a parameter is stored, and the dimension along which it is
+    """Returns the shape of a parameter as it is stored, and the dimension along which it is
     split."""
     style = split.style
     if style is Style.REPLICATE:

@@ -117,8 +117,8 @@ class ColumnGathered(Column):
 
 
 class Convolution(nn.Module):
-    """A convolution split by output channels. Its output, in which the channels precede the spatial
-    dimensions, is gathered."""
+    """A convolution split by output channels. Its output is gathered along the channel dimension,
+    which precedes the spatial dimensions."""
 
     _shoal_context: ParallelContext
     weight: nn.Parameter

@@ -130,8 +130,8 @@ class PlanEntry:
     parameters: tuple[ParameterLayout, ...]
     parts: int = 1
     tied_to: str | None = None
-    """Path of a module earlier in the plan that owns the same weight, and for which its bytes are
-    counted; None if there is none."""
+    """Path of a module earlier in the plan that owns the same weight; its bytes are counted there.
+    None if there is none."""
     reason: str = ""
     """Why the module has this style."""
 

@@ -16,7 +16,7 @@ from shoal_worker.elastic.session.session import Session
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Identifies a run to a sink, regardless of which rank writes and of resumes."""
+    """Identifies a run to a sink. Does not depend on which rank writes, or on resumes."""
 
     job: str
     """Name of the job, for display; empty if it has none."""

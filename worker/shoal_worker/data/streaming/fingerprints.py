@@ -10,8 +10,8 @@ contribute only their type.
 
 `Probe` determines whether an item's floating-point numbers are nearly the same on all ranks.
 
-A fingerprint has 48 bits, so that one rank can send it in a float64 all-reduce, to which all other
-ranks contribute 0, without rounding.
+A fingerprint has 48 bits, so that one rank can send it without rounding in a float64 all-reduce,
+while all other ranks contribute 0.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Allotment:
         self._advance()
 
     def to_read(self, lane: int) -> tuple[Place, int] | None:
-        """Returns the position in a shard from which the lane's owner must read in this round, and
+        """Returns the shard position where the lane's owner must start reading in this round, and
         the maximum number of items. Returns None if the lane has nothing to read.
 
         If the maximum is 0, the owner only checks whether there are further items.

@@ -474,7 +474,7 @@ class ShardSupply(StreamSupply):
 
 
 def _as_numbers(data: bytes, room: int) -> list[float]:
-    """Encodes `data` as `room` numbers, for an all-reduce to which all other ranks contribute
+    """Encodes `data` as `room` numbers, for an all-reduce in which all other ranks contribute
     zeros."""
     padded = data.ljust(room * _BYTES, b"\0")
     return [

@@ -342,7 +342,7 @@ class _Opened:
 
     reader: SourceReader | None = None
     upto: int = 0
-    """Position up to which the worker reads ahead."""
+    """Position where the worker stops reading ahead."""
     states_at: Container[int] = ()
     failed: tuple[bytes | None, str] | None = None
     """Error raised while the source was opened or read ahead. It becomes the response to the next

@@ -62,7 +62,7 @@ class AsyncEngine(Engine):
     asynchronous: ClassVar[bool] = True
     keeps_parameters_whole = True
 
-    # ------------------------------------------------------------------------------------ beginning
+    # ---------------------------------------------------------------------------------------- start
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -362,8 +362,8 @@ class AsyncEngine(Engine):
         return self.steps_in_round > 0
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the optimizer's settings and sends them to the servers. Momentum and moments of a
-        synchronous run are not loaded, except with inner steps."""
+        """Loads the optimizer's settings and sends them to the servers. Without inner steps,
+        momentum and moments, which only a synchronous run saves, are not loaded."""
         kept = self._require_optimizers().kept_here(state)
         if state.get("state") and not kept["state"]:
             _log.warning(

@@ -86,8 +86,8 @@ class Optimizers:
         )
 
     def check_checkpoint(self, state: Mapping[str, Any] | None) -> None:
-        """Checks that `state` is a state dict of the user's optimizer; otherwise raises
-        CorruptDataError (OPTIMIZER_DIFFERS)."""
+        """Raises CorruptDataError (OPTIMIZER_DIFFERS) unless `state` is a state dict of the user's
+        optimizer."""
         groups = state["param_groups"] if state is not None else []
         own = self.own.param_groups
         if len(groups) != len(own) or any(
@@ -118,8 +118,8 @@ def _load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
 def check_same_parameters(
     inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> None:
-    """Checks that both optimizers have the same parameters; otherwise raises ConfigurationError.
-    `names`: id(parameter) -> its name."""
+    """Raises ConfigurationError unless both optimizers have the same parameters. `names`:
+    id(parameter) -> its name."""
     here, there = (
         {id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer)
     )

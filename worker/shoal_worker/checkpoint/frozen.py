@@ -49,11 +49,11 @@ KEY: Final = "frozen"
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """The frozen parameters of one checkpoint, and where their values are."""
+    """The frozen parameters of one checkpoint, and the location of their values."""
 
     mode: FrozenMode = "write"
     tensors: Mapping[str, Described] = field(default_factory=dict)
-    """Their descriptions, by the tensors' names in the state."""
+    """Their descriptions, by their names in the state."""
     source: Path | None = None
     """An earlier checkpoint whose files contain the values; None if there is none."""
 
@@ -63,7 +63,8 @@ class Frozen:
         return frozenset(self.tensors if self.mode == "write" and self.source is None else ())
 
     def file_name(self, number: int, count: int) -> str:
-        """Returns the name of a file, without its suffix. `number`: from 0."""
+        """Returns the name of a file, without its suffix. `number`: number of the file, counted
+        from 0."""
         return f"frozen-{_identity(self.tensors)}-{number + 1:05d}-of-{count:05d}"
 
     def sent(self) -> bytes:

@@ -142,7 +142,7 @@ class SavedRows:
         return saved
 
     def files(self) -> dict[str, Mapping[str, Any]]:
-        """Returns the entries of all files, by their names without suffix."""
+        """Returns each file's entry for the manifest, by the file's name without suffix."""
         return dict(
             self._file(table, number)
             for table in self.tables

@@ -90,8 +90,8 @@ class CheckpointWriter:
             raise error
 
     def submit(self, job: Callable[[], object], *, what: str, timeout: timedelta) -> None:
-        """Starts `job` after the current job. `what`: name of the job in errors, such as "writing
-        step-5 to ckpt/".
+        """Waits for the current job, and then starts `job`. `what`: description of the job for
+        errors, such as "writing step-5 to ckpt/".
 
         Raises the same errors as `wait`, without starting the job.
         """

@@ -86,8 +86,8 @@ core's own cache."""
 class GradientCompressor(abc.ABC):
     """Base class of gradient compressors. Contains only settings, so one instance can be shared.
 
-    Input tensors are float32, contiguous and one-dimensional unless a compressor states otherwise.
-    Payloads are uint8, on the same device.
+    Input tensors must be float32, contiguous and one-dimensional, unless a compressor states
+    otherwise. Payloads are uint8 tensors on the same device.
     """
 
     name: ClassVar[str]
@@ -296,7 +296,7 @@ class Exchange(abc.ABC):
 # while the collective runs, and is resumed when the collective is complete. All ranks must resume
 # their exchanges in the same order.
 
-# ---------------------------------------------------------------------------------------- in chunks
+# ------------------------------------------------------------------------------------------ chunked
 
 
 @dataclass(frozen=True)

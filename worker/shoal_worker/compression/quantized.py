@@ -79,7 +79,7 @@ class Float16Compressor(_HalfCompressor):
 class BFloat16Compressor(_HalfCompressor):
     """bfloat16: float32's range with 8 significant bits.
 
-    |x - C(x)| <= 2^-8 |x|, above denormal numbers. NaN and infinities are preserved.
+    |x - C(x)| <= 2^-8 |x|, unless x is a denormal number. NaN and infinities are preserved.
     """
 
     name: ClassVar[str] = "bf16"

@@ -30,7 +30,7 @@ from shoal_worker.data.sampling import Block, EpochOrders, EpochPlan
 from shoal_worker.elastic.contract.loader_interface import Leases, LoaderSession, Placement
 from shoal_worker.state.digest import DRAWN
 
-# ------------------------------------------------------------------------------------ a step, dealt
+# ------------------------------------------------------------------------ one rank's part of a step
 #
 # Deals one rank's part of the step at a cursor and determines its batches. The result is a
 # `DealtStep`, which lasts until the step commits or aborts. The dealer keeps no state except the
@@ -463,7 +463,7 @@ class IndexedSupply(Supply):
 
 
 class DealtSupply(IndexedSupply):
-    """Supply in which every rank gets its part of every step."""
+    """Supply that deals every rank its part of every step."""
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """Implements `Supply.take`. `drop_last` may omit the samples after the cursor if the run

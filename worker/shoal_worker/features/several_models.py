@@ -74,7 +74,7 @@ class SeveralEngines(TrainingEngine):
     def models(self) -> int:
         return len(self._engines)
 
-    # ---------------------------------------------------------------------------------- one for all
+    # ---------------------------------------------------------------------- the same for all models
 
     @property
     @override
@@ -151,7 +151,7 @@ class SeveralEngines(TrainingEngine):
     def consistency_check_every(self) -> int:
         return self._first.consistency_check_every
 
-    # ------------------------------------------------------------------------------ each for itself
+    # ------------------------------------------------------------------------------- model by model
 
     @override
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:

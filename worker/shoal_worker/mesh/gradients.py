@@ -28,7 +28,7 @@ from shoal_worker.sharding.gradients import CutGradients, squared_norms
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
-# ------------------------------------------------------------- replicated on each rank of one part
+# --------------------------------------------------------------------------------------- replicated
 
 _SMALLEST: Final = 1e-12
 """Float32 norm below which squares may have been rounded to zero."""
@@ -258,7 +258,7 @@ class ReplicatedGradients(MeshGradients):
             self._first[name] = gradients[name].to(self._flat.dtype), factor
 
     def sum_pass(self) -> None:
-        """Not used for replicated gradients; see `MeshGradients`."""
+        """Does nothing: replicated gradients are summed once per step, by `sum_over`."""
 
     @override
     def sum_over(self, replicas: Group) -> None:
@@ -372,7 +372,7 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
     return norms
 
 
-# ---------------------------------------------------------------------------------------- in shards
+# ------------------------------------------------------------------------------------------ sharded
 #
 # Gradients of a step that the replicas reduce-scatter: each replica keeps the sums of its own shard
 # and of the shard that it mirrors. The gradients of a pipeline are scattered after the passes,

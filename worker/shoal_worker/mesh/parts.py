@@ -142,7 +142,7 @@ class HiddenParameters:
         self.show_gradients()
 
     def show_gradients(self) -> None:
-        """Restores the gradients of parameters that have values on this rank."""
+        """Restores the gradients of parameters whose values are on this rank."""
         for parameter, place in self._trained:
             show_gradient(parameter, place)
 
@@ -237,7 +237,7 @@ class ModelParts(PartitionedState):
         """Returns whether a parameter is trained. `name`: its name in the unsplit model."""
         return self.template.tensors()[name].requires_grad
 
-    # -------------------------------------------------------------------------------------- cutting
+    # ------------------------------------------------------------------------------------ splitting
 
     def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
         """Collects this rank's part of the state for new axes, for `lay_out`. Must be called on

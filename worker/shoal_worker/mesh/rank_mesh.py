@@ -264,7 +264,7 @@ class RankMesh:
         self.gradients.take_part()
 
     def predict(self, inputs: Any) -> Any:
-        """Runs inputs through the pipeline. Raises MembershipChanged."""
+        """Runs inputs through the pipeline and returns its output. Raises MembershipChanged."""
         assert self.pipeline is not None
         self._parts.data_axis.gather()
         try:

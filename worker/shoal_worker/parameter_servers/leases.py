@@ -306,7 +306,7 @@ class CoordinatorLeases:
                 )
             self._changed.wait(_LOOK_S)
 
-    # ----------------------------------------------------------------------------------- the thread
+    # --------------------------------------------------------------------------- the request thread
 
     def _run(self) -> None:
         while True:

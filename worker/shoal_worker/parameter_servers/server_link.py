@@ -150,7 +150,7 @@ class ServerLink:
         self._clock = max(link._clock for link in others)
         self._finished_batches = max((list(link._finished_batches) for link in others), key=len)
 
-    # -------------------------------------------------------------------------------- the beginning
+    # ---------------------------------------------------------------------------------------- start
 
     def configure(self) -> None:
         """Sets the server's optimizer and consistency.
@@ -385,7 +385,7 @@ class ServerLink:
 
         self._persistence.retry_until("AdvanceClock", tell)
 
-    # -------------------------------------------------------------------------------------- the end
+    # ------------------------------------------------------------------------------------- shutdown
 
     def snapshot(self) -> str:
         """Makes the server write its snapshot and returns the snapshot's path. Raises the errors
@@ -529,7 +529,7 @@ class ServerLink:
                 finished = ()
             yield header, payload.data
 
-    # -------------------------------------------------------------------------- state of the server
+    # --------------------------------------------------------------------------- the server's state
 
     def _resynchronize(self) -> None:
         """Finds the server and determines how much of its acknowledged state it still has. Raises

@@ -68,8 +68,9 @@ class Plan:
     """Bytes of memory on each rank; None: unlimited."""
     assumptions: Assumptions
     strategies: tuple[PlannedStrategy, ...]
-    """All planned strategies in this order: strategies that fit, the fastest first; strategies that
-    fit but change the result (local_sgd); strategies that do not fit; impossible strategies."""
+    """All planned strategies, in this order: strategies that fit, the fastest first; strategies
+    that fit but change the result (local_sgd); strategies that do not fit; impossible
+    strategies."""
 
     @property
     def recommended(self) -> PlannedStrategy | None:

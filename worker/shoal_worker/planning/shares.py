@@ -113,7 +113,7 @@ def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int
     )
 
 
-# ---------------------------------------------------------------------------------------- in shards
+# ------------------------------------------------------------------------------------------ sharded
 
 
 @dataclass(frozen=True, kw_only=True)

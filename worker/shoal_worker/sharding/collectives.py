@@ -76,11 +76,8 @@ class IssuedCollectives:
 
     @staticmethod
     def check(summed: Sequence[float], strategy: str) -> None:
-        """Checks the sum of the ranks' check words.
-
-        Raises:
-            PreconditionError: the ranks issued different collectives.
-        """
+        """Raises PreconditionError if the ranks have issued different collectives. `summed`: sum of
+        all ranks' results of `word`."""
         if not agree(summed):
             raise _different(strategy)
 

@@ -102,7 +102,7 @@ class AfterForward(_ModuleHook):
         self._call(output)
 
 
-# --------------------------------------------------------------------- gathering, freeing, reducing
+# -------------------------------------------------------------------------- gather, free and reduce
 
 _IN_FLIGHT: Final = 2
 """Maximum number of reductions in progress at the same time. Each needs memory for a full gradient

@@ -135,7 +135,7 @@ class ShardedState(PartitionedState):
         self.optimizer = optimizer
         self._state = ShardedOptimizerState(optimizer)
 
-    # -------------------------------------------------------------------------------------- cutting
+    # ------------------------------------------------------------------------------------- sharding
 
     @property
     def whole(self) -> bool:

@@ -262,7 +262,7 @@ class SparseEmbedding(nn.Module):
         """Discards the step's gradients, once they have been used or are no longer needed."""
         self._gathered.clear()
 
-    # -------------------------------------------------------------------------------------- torch's
+    # ----------------------------------------------------------------------- overrides of nn.Module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the gradients that this table has collected in the current step."""

@@ -155,11 +155,12 @@ as two numbers."""
 _CHUNK: Final = 1 << 22
 """Number of 8-byte integers that are mixed at a time."""
 _ROW: Final = 1 << 18
-"""Number of elements whose factors in `part_digest` differ by more than a power."""
+"""Number of elements per row. `part_digest` uses the same factors in every row, times a power that
+depends on the row's number."""
 _ODD: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-"""Constants of the mixing function, as signed numbers. Its steps (multiply, shift, repeat) come
-from the same paper. (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
-OOPSLA 2014, section 5.)"""
+"""Constants of the mixing function, as signed numbers. They and its steps (multiply, shift, repeat)
+are from Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014,
+section 5."""
 
 
 def state_tensors(

@@ -1,5 +1,5 @@
-"""A model's or optimizer's state as bytes or as a single file: safetensors with Shoal's metadata in
-the header, without pickle.
+"""Converts a model's or optimizer's state to bytes or a single file, and back: safetensors with
+Shoal's metadata in the header, without pickle.
 
 The metadata contains a digest of itself and of all tensors, so any damage is detected.
 """

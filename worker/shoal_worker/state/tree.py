@@ -520,8 +520,7 @@ class Snapshot:
         return unflatten(self.structure, self.tensors)
 
 
-# ---------------------------------------------------------------------------- one rank's part of a
-# state
+# ----------------------------------------------------------------------- one rank's part of a state
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,8 +67,8 @@ class StoreConnection:
             self._users += 1
 
     def release(self, *, wait: bool) -> None:
-        """Releases one reference. The last release closes the connections: completely if `wait` is
-        True, otherwise without any I/O, as the garbage collector requires."""
+        """Releases one reference. The last release closes the connections. `wait`: True to close
+        them completely; False to do no I/O, as the garbage collector requires."""
         with self._lock:
             self._users -= 1
             if self._users:

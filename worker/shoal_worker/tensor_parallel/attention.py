@@ -41,8 +41,8 @@ class LocalSlice:
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     stride: tuple[int, ...] | None = None
-    """Stride of the full tensor; None: contiguous. A single process draws random numbers in memory
-    order."""
+    """Stride of the full tensor; None: contiguous. Needed because a single process draws random
+    numbers in memory order."""
 
 
 def slice_of(tensor: DTensor) -> LocalSlice | None:

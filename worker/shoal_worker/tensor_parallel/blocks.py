@@ -184,7 +184,7 @@ class Block:
     their split outputs and sums its own output across ranks."""
 
     path: str
-    """Path of the module that contains all layers of the block."""
+    """Path of the module that contains all of the block's layers."""
     kind: str
     """"attention" or "mlp"."""
     columns: Mapping[str, int]
@@ -320,7 +320,8 @@ def _mlp(path: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _sequential(path: str, module: nn.Module) -> Iterator[Block]:
-    """Yields blocks for sequences of a Linear, elementwise modules, and a Linear."""
+    """Yields blocks for sequences that consist of a Linear, elementwise modules, and another
+    Linear."""
     if not isinstance(module, nn.Sequential):
         return
     begun: tuple[str, LinearLike] | None = None

@@ -112,8 +112,8 @@ class Probe:
 
     @staticmethod
     def of(item: Any) -> list[float]:
-        """Computes this rank's contribution to the sum: sums of the numbers with random signs, the
-        magnitude of the numbers, and the squares of these values."""
+        """Returns this rank's contribution to the sum: sums of the item's numbers with random
+        signs, the magnitude of the numbers, and the squares of these values."""
         values = np.zeros(0)
         for each in _fractions(item, 0):
             values = np.concatenate(

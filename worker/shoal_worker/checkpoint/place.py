@@ -38,7 +38,7 @@ class Place:
     """The directory; for a URL, the staging directory of all runs."""
     url: str | None = None
     patience: timedelta = PATIENCE
-    """How long each call to the object storage is retried."""
+    """Maximum time to retry each call to the object storage."""
 
     @classmethod
     def of(cls, named: str | Path, settings: WorkerSettings) -> Place:

@@ -69,10 +69,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ASK_GONE = timedelta(seconds=1)
-"""How often a rank checks whether the rank that completes the last checkpoint is still in the
+"""Interval between checks whether the rank that completes the last checkpoint is still in the
 job."""
 _LOOK = timedelta(seconds=0.05)
-"""How often a rank checks whether the checkpoint exists."""
+"""Interval between checks whether the checkpoint exists."""
 
 _FILES = frozenset({"registered", "sources", "loops", "steps", "samples", "run"})
 """Entries of the captured state besides models and optimizers."""

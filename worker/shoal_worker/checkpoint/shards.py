@@ -52,10 +52,10 @@ from shoal_worker.state.tree import Json, StatePart, flatten
 _log = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(minutes=30)
-"""How long the first rank waits for the other ranks' shards."""
+"""Maximum time that the first rank waits for the other ranks' shards."""
 _POLL = timedelta(milliseconds=20)
 _ASK_GONE = timedelta(seconds=0.5)
-"""How often the first rank checks whether a rank has left the job."""
+"""Interval between the first rank's checks whether a rank has left the job."""
 _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Metadata keys that torch.distributed.checkpoint uses for a tensor's offset
 (torch/distributed/checkpoint/_hf_utils.py)."""

@@ -46,7 +46,7 @@ from shoal_worker.object_storage import ObjectFolder
 _log = logging.getLogger(__name__)
 
 PATIENCE: Final = timedelta(minutes=30)
-"""How long the end of a run waits for uploads."""
+"""Maximum time that the end of a run waits for uploads."""
 _LOOK: Final = timedelta(seconds=0.5)
 _UPLOADED: Final = ".uploaded"
 """File that contains the name of the checkpoint uploaded last."""

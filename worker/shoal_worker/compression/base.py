@@ -98,8 +98,8 @@ class GradientCompressor(abc.ABC):
     """True if the compressor treats tensors as matrices and therefore does not support sharded
     gradients."""
     alignment: ClassVar[int] = 1
-    """If parts of a tensor are compressed separately, each part begins at a multiple of this number
-    of elements, so that no block belongs to two parts."""
+    """Multiple of elements at which each part begins if parts of a tensor are compressed
+    separately, so that no block belongs to two parts."""
 
     error_feedback: bool = False
     """True if the compression error of a step is added to the next step's gradient (Karimireddy et

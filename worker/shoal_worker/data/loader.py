@@ -457,8 +457,8 @@ class ElasticDataLoader:
 
     @property
     def plan(self) -> EpochPlan:
-        """How the cursor's epoch is divided into steps. If a stream's end is not known yet, the
-        plan describes an infinite epoch."""
+        """Division of the cursor's epoch into steps. If a stream's end is not known yet, the plan
+        describes an infinite epoch."""
         return self._supply.plan(self._progress.cursor.epoch)
 
     def __len__(self) -> int:

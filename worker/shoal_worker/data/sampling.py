@@ -47,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """How the positions of an epoch are divided into steps and blocks."""
+    """Division of an epoch's positions into steps and blocks."""
 
     length: int
     """Number of samples in the epoch."""

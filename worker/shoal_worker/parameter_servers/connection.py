@@ -102,8 +102,8 @@ class Connection:
 
 
 TURN_WAIT: Final = timedelta(seconds=5)
-"""While this worker waits for slower workers (ssp and bsp), interval between checks whether it
-should leave."""
+"""Interval between checks whether this worker should leave, while it waits for slower workers (ssp
+and bsp)."""
 
 
 class Pulls:

@@ -66,7 +66,7 @@ class Job:
         self._channel = channel
         self.patience = patience
         self.straggler_patience = straggler_patience
-        """How long this worker waits for a slower worker before it notifies the coordinator, in
+        """Time that this worker waits for a slower worker before it notifies the coordinator, in
         case the slower worker is stuck."""
         self._transport = transport
         self._fell_back = fell_back

@@ -116,7 +116,7 @@ class PipelineSettings:
     """Names of the submodules that begin a new stage. None: stages are balanced by the size of
     their parameters in bytes."""
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """How the losses of micro-batches are combined: "mean" (weighted) or "sum"."""
+    """Reduction of the losses of micro-batches: "mean" (weighted) or "sum"."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:

@@ -254,7 +254,7 @@ class SharedParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a model's parts are assigned to stages."""
+    """Assignment of a model's parts to stages."""
 
     blocks: Blocks
     stages: tuple[StagePlan, ...]

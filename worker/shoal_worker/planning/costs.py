@@ -44,7 +44,7 @@ class Memory:
 
 
 class When(enum.StrEnum):
-    """When in a step something is sent."""
+    """Time within a step when something is sent."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

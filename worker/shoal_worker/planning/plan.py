@@ -37,7 +37,7 @@ class PlannedStrategy:
     """Estimated time; None: unknown, because there is no example."""
     fits: bool
     reason: str
-    """Why the strategy does not fit or is impossible; empty if it fits."""
+    """Reason why the strategy does not fit or is impossible; empty if it fits."""
 
     @property
     def exact(self) -> bool:

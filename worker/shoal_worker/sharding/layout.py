@@ -227,7 +227,7 @@ def mirror_stride(topology: Topology) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How `world_size` ranks are divided into replicas, each of which has all shards."""
+    """Division of `world_size` ranks into replicas, each of which has all shards."""
 
     world_size: int
     shards: int

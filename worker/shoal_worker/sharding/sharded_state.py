@@ -82,7 +82,7 @@ class ShardedState(PartitionedState):
         """The current sharding, with the positions of this rank's shards. None on a joiner that has
         not received shards yet."""
         self.division = Division(world_size=1, shards=1)
-        """How the current ranks are divided into replicas."""
+        """Division of the current ranks into replicas."""
         self._divide = divide
         self._execution = execution
         self._stage = stage

@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(enum.IntEnum):
-    """Which state is sharded. Each stage includes the previous ones (Rajbhandari et al., "ZeRO", SC
-    2020, section 5)."""
+    """Stages of sharding, which differ in the state that is sharded. Each stage includes the
+    previous ones (Rajbhandari et al., "ZeRO", SC 2020, section 5)."""
 
     OPTIMIZER = 1
     GRADIENTS = 2

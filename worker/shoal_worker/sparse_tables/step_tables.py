@@ -73,11 +73,11 @@ from shoal_worker.state.serial import load_tensors
 _log = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 1.0
-"""How long a rank waits for another rank's push before it sends the same push itself, in
+"""Time that a rank waits for another rank's push before it sends the same push itself, in
 seconds."""
 _LAST_PATIENCE_S: Final = 30.0
-"""How long a rank whose pushes the servers no longer accept waits for the other ranks to push its
-share, in seconds."""
+"""Maximum time that a rank whose pushes the servers no longer accept waits for the other ranks to
+push its share, in seconds."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62

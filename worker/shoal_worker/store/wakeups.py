@@ -31,7 +31,7 @@ LISTEN_TIMEOUT_S: Final = 0.5
 maximum time that it takes to stop."""
 _RECONNECT_PAUSE_S: Final = 0.1
 _LINGER_S: Final = 5.0
-"""How long the listener continues without waits, in seconds. Ranks wait often while a group forms,
+"""Time that the listener continues without waits, in seconds. Ranks wait often while a group forms,
 and never during training."""
 
 

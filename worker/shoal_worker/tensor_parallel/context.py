@@ -21,8 +21,8 @@ from shoal_worker.torch_internals import compute_local_shape_and_global_offset, 
 
 
 class DropoutRandomness(StrEnum):
-    """How the random numbers for dropout on split activations are drawn. For activations that are
-    not split, all ranks draw the same numbers."""
+    """Method of drawing the random numbers for dropout on split activations. For activations that
+    are not split, all ranks draw the same numbers."""
 
     PER_SHARD = "per_shard"
     """Each rank draws numbers for its own shard only, seeded from a common draw. Costs 1/N of the

@@ -133,7 +133,7 @@ class PlanEntry:
     """Path of a module earlier in the plan that owns the same weight; its bytes are counted there.
     None if there is none."""
     reason: str = ""
-    """Why the module has this style."""
+    """Reason for the module's style."""
 
     def bytes_per_rank(self, size: int) -> int:
         """Returns the size in bytes of the module's parameters on the rank that has most."""

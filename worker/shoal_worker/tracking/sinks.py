@@ -90,7 +90,7 @@ class Span:
     end_ns: int
     attributes: Mapping[str, str | int | float] = field(default_factory=dict)
     error: str = ""
-    """Why the work failed; empty if it succeeded."""
+    """Reason why the work failed; empty if it succeeded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -309,7 +309,7 @@ class ShardedExecution:
         self._whole_pass = [(kind, self.units[number]) for kind, number in collectives]
 
     def learn_passes(self, group: Group) -> None:
-        """Learns which collectives a pass issues, from the other ranks, because a rank without a
+        """Learns from other ranks which collectives a pass issues, because a rank without a
         micro-batch must issue them too. Must be called on all ranks, before a step's first
         collective. The ranks exchange this once per generation. If no rank knows, as in the run's
         first step, the parameters remain unsharded for that step.

@@ -26,13 +26,13 @@ _MODELS: Final = ("gpt", "cnn")
 _PROBE_STEPS: Final = 60
 _PROBE_LONGEST_S: Final = 900.0
 _FEWEST_STEPS: Final = 100
-SCHEDULE: Final = Schedule(mean_gap_s=8, shortest_gap_s=5, longest_absence_s=3)
-QUICK_SCHEDULE: Final = Schedule(mean_gap_s=4, shortest_gap_s=3, longest_absence_s=2)
+SCHEDULE: Final = Schedule(mean_gap_s=20, shortest_gap_s=12, longest_absence_s=4)
+QUICK_SCHEDULE: Final = Schedule(mean_gap_s=10, shortest_gap_s=7, longest_absence_s=3)
 LAUNCH_S: Final = 12.0
 """Seconds until torchrun's first step beyond which all times of the schedule grow in proportion."""
-NO_FAULTS_S: Final = 20.0
+NO_FAULTS_S: Final = 40.0
 """About how long torch DDP takes without faults, by which the number of steps is chosen."""
-QUICK_NO_FAULTS_S: Final = 5.0
+QUICK_NO_FAULTS_S: Final = 12.0
 _POINTS: Final = 400
 """Most points of a row's progress in the report."""
 

@@ -563,6 +563,10 @@ class AsyncEngine(Engine):
             "optimizer": self._require_optimizers().own.state_dict(),
         }
 
+    @override
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        self._check_fits(state["model"])
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a checkpoint before the first step. Servers that already have values keep them;
         uninitialized servers receive the checkpoint's values."""

@@ -460,23 +460,33 @@ class _Copy:
     def take(self, channel: Channel) -> None:
         """Performs one rank's part of the operation: copies the state. `drop` must have discarded
         any earlier attempt."""
-        part = self.session.part(channel) if self.sharded is not False else None
+        part, unfit = self.session.part(channel) if self.sharded is not False else None, ""
         if part is not None and self._make_room(channel):
+            if channel.rank == 0:
+                unfit = self.session.unfit(part.state["replica"])
             self._take_part(part, channel)
         else:
             # before the state, because afterwards the last step's pending pushes no longer matter
             self._take_rows(channel)
             whole = self.session.assemble(channel)
             if channel.rank == 0:
+                unfit = self.session.unfit(whole["replica"])
                 self.whole = whole.pop("replica") | whole
         decision = {
             "refused": self._refused() if channel.rank == 0 else "",
+            "unfit": unfit,
             "member": self.session.member_id,
         }
         # when this returns, all ranks have copied their data
         decision = json.loads(channel.exchange(json.dumps(decision).encode())[0])
         if decision["refused"]:
             raise ConfigurationError(decision["refused"])
+        if decision["unfit"]:
+            raise CorruptDataError(
+                f"the checkpoint was not saved, because the run could not be resumed from it: "
+                f"{decision['unfit']}",
+                reason="MODEL_DIFFERS",
+            )
         self.completed_by = decision["member"]
 
     def drop(self) -> None:

@@ -508,7 +508,3 @@ class Engine(TrainingEngine):
         """Checks that an entry of the optimizer's state can be sent; otherwise raises
         ConfigurationError."""
         flatten({key: value})
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Checks a state without changing anything. Raises CorruptDataError if `restore` would
-        refuse it."""

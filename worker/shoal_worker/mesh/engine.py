@@ -815,9 +815,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def changing_buffers(self) -> bool:
         return self._mesh is not None and self._mesh.buffers.size > 0
 
+    @override
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Extends `Engine.check_state`: if the model is on the meta device, also creates its
-        parameters from the state."""
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 

@@ -415,9 +415,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             else self._writes.apart(names)
         )
 
+    @override
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Extends `Engine.check_state`: if the model is on the meta device, also creates its
-        parameters from the state."""
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 

@@ -31,7 +31,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from shoal_common.errors import PreconditionError, ShoalError
+from shoal_common.errors import CorruptDataError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
@@ -492,6 +492,17 @@ class Session:
         sharded. Part of an operation."""
         part = self._held.engine.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
+
+    def unfit(self, replica: Mapping[str, Any]) -> str:
+        """Returns why the run could not be resumed from the state of model and optimizer in
+        `assemble` or in a `part`; empty if it could. Part of an operation, on one rank."""
+        engine = self._held.engine
+        try:
+            if engine.has_values():
+                engine.check_state(replica)
+        except CorruptDataError as error:
+            return str(error)
+        return ""
 
     @property
     def frozen(self) -> tuple[str, ...]:

@@ -186,6 +186,14 @@ class TrainingEngine(abc.ABC):
         peers. Entered by all ranks of an operation."""
         return nullcontext()
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Checks that a state of `assemble`, or the state of a `part`, belongs to this model and
+        optimizer. If the model is on the meta device, may create its parameters.
+
+        Raises:
+            CorruptDataError: `restore` would refuse the state.
+        """
+
     @abc.abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
         """Loads a captured or an assembled state."""

@@ -651,8 +651,8 @@ def report(**numbers: float | torch.Tensor) -> None:
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """Returns the sum of all ranks' values, or their "mean", "max" or "min". Must be called on
-    every rank, between steps.
+    """Returns the sum of all ranks' values, or their mean, maximum or minimum with `op="mean"`,
+    "max" or "min". Must be called on every rank, between steps.
 
     Values are numbers, tensors of one shape, and lists, tuples and dictionaries of them, with the
     same structure on all ranks. The result is bitwise the same on all ranks. The call survives

@@ -1,9 +1,9 @@
 """Pipeline x tensor x data parallelism. Each replica of the model is divided into pipeline stages,
 and each stage's layers are split across ranks.
 
-Memory per rank is divided by the product of the three sizes (by the data-parallel size only as far
-as `data_parallel_strategy` shards). Traffic is the sum of the traffic of the three kinds of
-parallelism (docs/strategies/hybrid.md).
+Memory per rank is divided by the pipeline and tensor sizes, and by the data-parallel size as far as
+`data_parallel_strategy` shards. Traffic is the sum of the traffic of the three kinds of parallelism
+(docs/strategies/hybrid.md).
 """
 
 from __future__ import annotations

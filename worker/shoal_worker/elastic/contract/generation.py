@@ -100,7 +100,7 @@ class AskedPeers(Sequence[Peer]):
         if whole is not None:
             return [whole[rank] for rank in ranks]
         missing = [rank for rank in ranks if rank not in self._known]
-        if missing:  # the link's thread must never wait for a response, so the lock is not held here
+        if missing:  # not under the lock, because the link's thread must never wait
             found = {peer.rank: peer for peer in self._ask(missing)}
             with self._lock:
                 self._known = {**self._known, **found}

@@ -36,7 +36,7 @@ from shoal_common.errors import InternalError
 class Phase(enum.Enum):
     """Phase of a process's script in its job."""
 
-    __hash__ = object.__hash__  # Enum's own is slow Python code, and is called a dozen times per step
+    __hash__ = object.__hash__  # Enum's own is slow, and is called a dozen times per step
 
     REPLAYING = "replaying"
     """The process does not have the job's state: it is a joiner before it receives the state, or a

@@ -493,7 +493,7 @@ class CoordinatorLink:
                     self._fail(error)
                     return
             except ShoalError as error:
-                if error.reason == "REPLICAS_DIVERGED":  # the response to this member's leave message
+                if error.reason == "REPLICAS_DIVERGED":  # the response to the leave message
                     self._apart = str(error)
                     return
                 # An evicted member must not exit with success, even if it learns of the eviction

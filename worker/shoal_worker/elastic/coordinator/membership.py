@@ -367,7 +367,7 @@ class Membership:
         """
         identity = self.link.identity
         if self._drained:
-            return  # this process left while the others continued; it has the job's state at that time
+            return  # it left while the others continued, with the job's state
         try:
             job = self.link.client.get_job(identity.job_id, member_id=identity.member_id)
         except (UnavailableError, DeadlineError):

@@ -281,7 +281,7 @@ class ProgressMeter:
         self._unpushed = (0, 0) if pushed else (round_steps, round_samples)
         if pushed:
             self._begun_pushes.discard(self._pushing)
-        if known and not self._pushes_again:  # otherwise this worker may have pushed the batch itself
+        if known and not self._pushes_again:  # otherwise this worker may have pushed it
             self._known = self._known[0] + round_steps, self._known[1] + round_samples
             writer.known(self._pushing, round_steps, round_samples)
             return

@@ -1,12 +1,12 @@
 """Determines whether this process's script succeeded or failed, as far as Python reveals it. The
-result is queried once, during interpreter shutdown.
+result is read once, during interpreter shutdown.
 
 An uncaught exception passes through `sys.excepthook`. SystemExit does not, and its status is
 unavailable afterwards, so `sys.exit` is wrapped to record its argument. The script's outermost
-frame shows whether that call ended the script or was caught: if it was caught, the frame has
-returned normally. If a script raises SystemExit directly (`raise SystemExit(main())`, `exit(0)`),
-its status is unknown and the end counts as success. The launcher sees the status, and the peers see
-whether this process ended before them.
+frame shows whether that call ended the script or the exception was caught: if it was caught, the
+frame has returned normally. If a script raises SystemExit directly (`raise SystemExit(main())`,
+`exit(0)`), its status is unknown, and the script counts as successful. The launcher does see the
+status, and the peers see whether this process ended before them.
 """
 
 from __future__ import annotations

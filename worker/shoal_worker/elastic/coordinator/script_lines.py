@@ -92,7 +92,8 @@ def parse_calls(stack: str) -> list[Call]:
 def script_line(calls: Sequence[Call], waits_for: str = "") -> str:
     """Returns the innermost line of the script on a stack, for example "train.py:41 in load (batch
     = queue.get()), waiting for a queue"; empty if there is none. Never blocks. `calls`: innermost
-    first. `waits_for`: what the line waits for if the stack does not show it; empty if unknown."""
+    first. `waits_for`: what the line is waiting for, if that is known from elsewhere; otherwise
+    empty."""
     foreign = libraries()
     inside = list(itertools.takewhile(lambda call: call.file.startswith(foreign), calls))
     if len(inside) == len(calls):
@@ -140,15 +141,15 @@ def _source(file: str, line: int) -> str:
 
 
 def _shown(file: str) -> str:
-    """Returns a path relative to the working directory if the file is inside it, otherwise the name
-    of the file."""
+    """Returns a path relative to the working directory if the file is inside it, otherwise its file
+    name."""
     here = f"{_working_directory()}/"
     return file.removeprefix(here) if file.startswith(here) else Path(file).name
 
 
 @cache
 def _working_directory() -> str:
-    """Returns the directory in which the script was started; the root if it was deleted."""
+    """Returns the working directory; the root directory if it was deleted."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:

@@ -401,7 +401,7 @@ class Formation:
         agreeing ranks use this state, so each owner sends its updates to all ranks that have the
         same part. Must be called on all ranks."""
         held = self._held
-        step, held.step = held.step, None  # otherwise nothing would be sent, and the step is aborted
+        step, held.step = held.step, None  # otherwise nothing would be sent, and the step fails
         try:
             if step is not None and step.unresolved:
                 step.abort()

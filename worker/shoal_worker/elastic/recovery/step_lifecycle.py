@@ -455,7 +455,8 @@ class StepLifecycle:
                 self._formation.failed(str(error))
 
     def abort_step(self, reason: str) -> None:
-        """Aborts the current step. All ranks must make the same decision, without communication."""
+        """Aborts the current step, without communication. Ranks that take steps together must make
+        the same decision."""
         step = self.require()
         step.fail(reason)
         step.abort()

@@ -71,7 +71,7 @@ class WrittenFiles:
         if where not in self._known:
             self._known.add(where)
             self._left -= 1
-        with contextlib.suppress(OSError, ValueError):  # the directory of the notes was deleted or is full
+        with contextlib.suppress(OSError, ValueError):  # the directory is missing or full
             before = self._note(where, now)
             if before is not None and before._replace(rank=now.rank) == now != before:
                 self._warn(where, sorted((before.rank, now.rank)), now.steps)

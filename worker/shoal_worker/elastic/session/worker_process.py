@@ -133,7 +133,7 @@ def account_for(error: BaseException, traceback: TracebackType | None) -> None:
     status PUT_OUT. Otherwise, writes the exception to a file for the launcher.
 
     Raises:
-        SystemExit: status PUT_OUT."""
+        SystemExit: with status PUT_OUT."""
     if is_consequence(error):
         raise SystemExit(PUT_OUT)
     leave_account(error, traceback)

@@ -395,7 +395,7 @@ class Engine(TrainingEngine):
     def fetch_put_back(self) -> None:
         """Gathers unsharded values again from the ranks that own them, after updates of the current
         step were undone on all ranks. Must be called on all ranks. If it fails, the step is marked
-        as aborted."""
+        as failed."""
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass while none of its parameters requires a gradient. Its

@@ -313,7 +313,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _reduce(self, step: Step, share: Share) -> None:
-        """Sums the gradients and prepares the step. On failure, marks the step as aborted."""
+        """Sums the gradients and prepares the step. On failure, marks the step as failed."""
 
     def _refuse_reduced(self, step: Step) -> None:
         if step.control is not None:
@@ -325,13 +325,13 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             )
 
     def _is_lost(self) -> bool:
-        """Returns whether the step is known to be aborted, or no step is in progress."""
+        """Returns whether the step is known to have failed, or no step is in progress."""
         step = self._session.step
         return step is None or step.lost is not None
 
     def _proves_lost(self) -> bool:
-        """Waits until all collectives issued so far have ended, and returns whether the step is
-        aborted. Without the wait, a failure on a device would be noticed too late.
+        """Waits until all collectives issued so far have ended, and returns whether the step has
+        failed. Without the wait, a failure on a device would be noticed too late.
         """
         if not self._is_lost():
             self._session.lifecycle.settle_collectives()
@@ -369,8 +369,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clips the gradients, and returns their norm over all ranks. The commit all-reduce
-        includes the norm, so no further communication is needed.
+        """Clips the gradients, and returns their norm over all ranks. First reduces them and
+        commits the step, if necessary; the norm is part of the commit all-reduce, so no further
+        communication is needed.
 
         Raises:
             ConfigurationError: `norm_type` is not 2.
@@ -383,7 +384,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._session.lifecycle.reduce_and_commit()
         step, commit_payload, norm = self._session.step, self._commit_payload, 0.0
         if step is not None and step.control is not None and commit_payload is not None:
-            # otherwise the step is aborted
+            # otherwise the step was aborted
             norm = commit_payload.norm * self._scaled_by
             scale = max_norm / (norm + 1e-6)
             if not scale >= 1.0:  # if the norm is NaN, all gradients become NaN

@@ -1,4 +1,4 @@
-"""Waits for collectives of a step, and marks the step as aborted if one fails. (For collectives of
+"""Waits for collectives of a step, and marks the step as failed if one fails. (For collectives of
 tensor-parallel layers, see `mesh/step_group.py`.)"""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def come_after(session: StrategySession, group: Group, work: dist.Work) -> None:
 
 class LosingStep:
     """Context for collectives of the current step. A failure (`MembershipChanged`) marks the step
-    as aborted instead of raising an exception in the user's passes.
+    as failed instead of raising an exception in the user's passes.
 
     `failed`: True afterwards if a collective failed.
     """
@@ -75,7 +75,7 @@ def await_reductions(
     session: StrategySession, works: Sequence[tuple[Group, dist.Work]], step: Step | None
 ) -> bool:
     """Waits for all reductions of `step`, even if one fails, because none may still write to memory
-    when the step is repeated. Returns True if the step is not aborted, so that all sums are
+    when the step is repeated. Returns True if the step has not failed, so that all sums are
     available."""
     for group, work in works:
         with LosingStep(session):
@@ -85,7 +85,7 @@ def await_reductions(
 
 def completes(session: StrategySession, step: Step) -> bool:
     """Called after the last reduction of `step`; passes a failpoint for tests. Returns True if the
-    step is not aborted."""
+    step has not failed."""
     if step.lost is not None:
         return False
     with LosingStep(session) as completing:
@@ -95,7 +95,7 @@ def completes(session: StrategySession, step: Step) -> bool:
 
 def await_ordered(session: StrategySession, group: Group, work: dist.Work) -> bool:
     """Calls `come_after`, and returns whether the collective has not failed. A failure in a step
-    marks the step as aborted; a failure between steps raises MembershipChanged."""
+    marks the step as failed; a failure between steps raises MembershipChanged."""
     with LosingStep(session, raises_outside=True) as waiting:
         come_after(session, group, work)
     return not waiting.failed

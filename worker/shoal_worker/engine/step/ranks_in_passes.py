@@ -5,7 +5,7 @@ Each generation has a separate process group for this purpose. During a backward
 gradient reductions may differ between ranks if they use different parameters. In a shared group,
 one rank's gather could therefore be paired with another rank's reduction.
 
-A failed gather marks the step as aborted and does not raise an exception in the pass
+A failed gather marks the step as failed and does not raise an exception in the pass
 (`failed_collectives.py`). Methods are called on the training thread or, while it waits, on the
 autograd thread of a backward pass.
 """
@@ -58,8 +58,8 @@ class RanksInPasses:
         self, own: torch.Tensor, *, before: Callable[[], None] = lambda: None
     ) -> torch.Tensor | None:
         """Gathers `own`, which must have the same number of elements on every rank. Returns one
-        flattened row per rank, or None if the step is aborted. `before`: called once the ranks are
-        connected; if it raises MembershipChanged, the step is aborted."""
+        flattened row per rank, or None if the step has failed. `before`: called once the ranks are
+        connected; if it raises MembershipChanged, the step fails."""
         step = self._session.step
         if step is None or step.lost is not None:
             return None

@@ -67,15 +67,15 @@ class ShardingConfiguration:
     modules of the given classes, or modules for which a function returns True. True: the children
     of containers that repeat a class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
     offload: Literal["cpu"] | Path | None = None
-    """Where shards and optimizer state are stored and updated. "cpu": host memory (no effect
-    without a GPU). A directory: files in it, mapped into memory. None: on the parameters' device.
-    For strategies with sharded state."""
+    """Location where shards and optimizer state are stored and updated. "cpu": host memory (no
+    effect without a GPU). A directory: files in it, mapped into memory. None: on the parameters'
+    device. For strategies with sharded state."""
 
     mirrors: Literal["device", "host"] | None = None
-    """Where zero1, zero2, zero3 and fsdp keep mirrors (copies of other ranks' shards and optimizer
-    state) between updates. "device": on the device. "host": in the host's pinned memory; they are
-    copied to the device for each update. None: on the device until peak usage of its memory exceeds
-    80 %, then on the host. Results are bitwise the same. No effect without a GPU."""
+    """Location of the mirrors of zero1, zero2, zero3 and fsdp (copies of other ranks' shards and
+    optimizer state) between updates. "device": on the device. "host": in the host's pinned memory;
+    they are copied to the device for each update. None: on the device until peak usage of its
+    memory exceeds 80 %, then on the host. Results are bitwise the same. No effect without a GPU."""
 
     def __post_init__(self) -> None:
         for field, unit in (("bucket_cap_mb", "MiB"), ("minimum_parameter_group_size", "elements")):

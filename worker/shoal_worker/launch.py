@@ -23,10 +23,9 @@ T = TypeVar("T")
 
 _TIMEOUT: Final = timedelta(seconds=300)
 _INTERRUPTED: Final = timedelta(seconds=0.5)
-"""How long ranks may take after Ctrl-C to reach a collective, which then raises an error in
-them."""
+"""Time that ranks have, after Ctrl-C, to reach a collective, which then raises an error in them."""
 _INTERRUPTED_COMPUTING: Final = timedelta(seconds=5)
-"""How long Ctrl-C then waits for ranks that are still computing, after interrupting them."""
+"""Additional time that Ctrl-C waits for ranks that are still computing, after interrupting them."""
 
 
 def launch(

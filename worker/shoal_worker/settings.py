@@ -91,15 +91,15 @@ class WorkerSettings(CallerSettings):
     """Local directory for checkpoints while they are uploaded to an object storage, or after they
     are downloaded; None: `shoal` in XDG_CACHE_HOME, which is ~/.cache by default."""
     upload_timeout_s: float = Field(default=300.0, gt=0)
-    """How long each call to an object storage is retried while the storage fails."""
+    """Time during which each call to an object storage is retried while the storage fails."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
     """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
     speed: float | None = Field(default=None, gt=0)
     """Speed of this worker relative to workers without this setting, for dealing micro-batches;
     None: measured, unless it is set for another worker."""
     drain_grace_s: float = Field(default=1.0, ge=0)
-    """How long a worker that was asked to leave continues with its peers. If all peers are asked to
-    leave in this time, all stop at the same step boundary."""
+    """Time that a worker that was asked to leave continues with its peers. If all peers are asked
+    to leave in this time, all stop at the same step boundary."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
     """Maximum duration of a collective before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)

@@ -176,8 +176,7 @@ class Collective:
             raise InvalidRequestError(f"{self}: the outputs differ in dtype from the inputs")
 
     def matches(self, other: Collective) -> bool:
-        """Returns whether `other`, a rank's call, can belong to the same collective as this call.
-        """
+        """Returns whether `other`, a rank's call, can belong to the same collective as this one."""
         return self.signature == other.signature
 
     @property

@@ -55,8 +55,8 @@ class Waits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """How many seconds the training thread has been waiting, and for what; (0, "") if it is not
-        waiting."""
+        """Number of seconds that the training thread has been waiting, and what it is waiting for;
+        (0, "") if it is not waiting."""
         since = self._since
         return (self._clock() - since[0], since[1]) if since is not None else (0.0, "")
 
@@ -67,7 +67,7 @@ class Waits:
 
     @property
     def last(self) -> str:
-        """What the last finished wait was for; empty if there was none."""
+        """Purpose of the last finished wait; empty if there was none."""
         return self._last
 
     @property

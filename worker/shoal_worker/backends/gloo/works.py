@@ -46,7 +46,7 @@ seconds. The thread may never end if it is waiting in the middle of a message.
 """
 
 _WHILE: Final = timedelta(milliseconds=10)
-"""How long a wait stays in C++ before it checks whether the group has ended."""
+"""Duration of a wait in C++ before it checks whether the group has ended."""
 
 
 class Owner(Protocol):

@@ -257,8 +257,8 @@ class Room:
             self.check_live()
 
     def check_live(self) -> None:
-        """If the room has ended, raises a copy of the error that ended it. Each thread needs its
-        own copy, because raising an error modifies it."""
+        """Raises a copy of the error that ended the room, if the room has ended. Each thread needs
+        its own copy, because raising an error modifies it."""
         if self.ended is not None:
             raise type(self.ended)(str(self.ended))
 

@@ -102,8 +102,8 @@ class Life(Protocol):
         ...
 
     def check_wanted(self, native: Native) -> None:
-        """If the group began to end while `native` was connecting, aborts `native` and raises
-        GroupEndedError."""
+        """Aborts `native` and raises GroupEndedError if the group began to end while `native` was
+        connecting."""
         ...
 
     def has_ended(self, work: Work) -> bool:

@@ -222,8 +222,8 @@ class DeviceGroup(ForwardingGroup):
         ended: Callable[[str], None],
         waits: Waits | None = None,
     ) -> None:
-        """`timeout`: time limit of a collective. `waits`: records the waits for the group's works.
-        """
+        """`timeout`: time limit of a collective. `waits`: records the waits for the group's
+        works."""
         super().__init__(native.rank(), native.size(), name)
         self.waits = waits or Waits()
         self.timeout = timeout

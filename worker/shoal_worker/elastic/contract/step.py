@@ -215,8 +215,8 @@ class Step:
     source: StepSource | None
     """Loader of the step's samples; None: the user's own loop without a Shoal loader."""
     of: str = ""
-    """If there are several models, the name of the step's model, or the names of the models that
-    the step has updated; the same on all ranks. Empty if there is only one model."""
+    """Name of the step's model, or names of the models that the step has updated, if there are
+    several models; the same on all ranks. Empty if there is only one model."""
     trace: CollectiveTrace = dataclasses.field(default_factory=CollectiveTrace)
     """Trace of this rank's collectives in the step, and in an abandoned attempt at the same
     position."""

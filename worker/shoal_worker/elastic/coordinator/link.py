@@ -56,9 +56,8 @@ _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
-"""How long a member that must leave, and whose group has failed, waits for an unavailable
-coordinator, in seconds. Batch systems kill a process 30 s after SIGTERM.
-"""
+"""Time in seconds that a member that must leave, and whose group has failed, waits for an
+unavailable coordinator. Batch systems kill a process 30 s after SIGTERM."""
 _EXPLAIN_AFTER_S = 2.0
 """Time in seconds after which the link looks for the reason why the coordinator has not accepted
 this member."""
@@ -370,8 +369,7 @@ class CoordinatorLink:
 
     @property
     def put_out(self) -> ShoalError | None:
-        """Reason why the coordinator evicted this process from its job; None if it was not evicted.
-        """
+        """Reason why this process was evicted from its job; None if it was not evicted."""
         error = self._fatal
         return error if self._welcome is not None and isinstance(error, PreconditionError) else None
 

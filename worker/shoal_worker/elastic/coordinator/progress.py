@@ -69,8 +69,8 @@ class Progress:
     staleness: float = 0.0
     """Staleness of the last push (async_sgd), in versions of the servers' values."""
     waiting_s: float = 0.0
-    """How long the training thread has been waiting for its peers in the current wait, in seconds;
-    0 if it is not waiting."""
+    """Duration of the training thread's current wait for its peers, in seconds; 0 if it is not
+    waiting."""
     waiting_in: str = ""
     """Description, for people, of what the training thread is waiting for: a collective, or the
     formation of a generation."""
@@ -79,8 +79,8 @@ class Progress:
     cpu_s: float = 0.0
     """Processor time in seconds used by the process and its children."""
     server_wait_s: float = 0.0
-    """How long this worker has been waiting for a parameter server in the current wait, in seconds;
-    0 if it is not waiting."""
+    """Duration of this worker's current wait for a parameter server, in seconds; 0 if it is not
+    waiting."""
     awaited_server: str = ""
     """Name of the awaited parameter server, for people."""
     busy_link: BusyLink | None = None

@@ -64,7 +64,7 @@ class Operations:
             self.running = None
 
     def take_known(self) -> tuple[bool, Any]:
-        """If the result of the next operation is known, returns (True, result) and counts the
+        """Returns (True, result) if the result of the next operation is known, and counts that
         operation as completed; otherwise returns (False, None)."""
         if self._position < len(self._results):
             self._position += 1

@@ -60,7 +60,7 @@ class Copy(Generic[Place]):
 
 @dataclass(kw_only=True)
 class ShardHolders(Generic[Place]):
-    """Which ranks have each shard of one sharding."""
+    """Holders and mirror holders of all shards of one sharding."""
 
     cut: int
     """Number of the sharding."""

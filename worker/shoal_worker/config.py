@@ -64,8 +64,8 @@ class ShardingConfiguration:
     some blocks are computed faster than the next one is gathered. Must be the same on all ranks."""
     activation_checkpointing: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] = False
     """Modules that recompute their activations in the backward pass instead of keeping them:
-    modules of the given classes, or modules for which a function returns True. True: the children
-    of containers that repeat a class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
+    modules of the given classes, or modules selected by a function. True: the children of
+    containers that repeat a class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
     offload: Literal["cpu"] | Path | None = None
     """Location where shards and optimizer state are stored and updated. "cpu": host memory (no
     effect without a GPU). A directory: files in it, mapped into memory. None: on the parameters'

@@ -164,8 +164,8 @@ types."""
 
 
 if VERSION < (2, 12):
-    # In these versions, the first use sets up something for the whole process. If several ranks in
-    # threads did so at once, torch would crash.
+    # In these versions, the first use initializes process-wide state. If several ranks in threads
+    # did so at the same time, torch would crash.
     with FakeTensorMode():
         pass
 

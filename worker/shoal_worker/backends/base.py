@@ -48,8 +48,8 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 # ------------------------------------------------------------------------------------------- errors
 #
-# The error that a collective raises when its group is over: Shoal's error that is also torch's. And
-# a short form of the errors of libraries.
+# The error that a collective raises when its group has ended, which is an error of Shoal and of
+# torch, and a short form of libraries' errors.
 
 _WHERE: Final = re.compile(
     r"^(Got the following error when running the callback: \w+: )?(\[[^\]]*\] )?"

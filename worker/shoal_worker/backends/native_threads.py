@@ -22,11 +22,11 @@ from typing import Final
 
 # ----------------------------------------------------------------------------------- Gloo's threads
 #
-# State of the threads in which torch runs Gloo's collectives: running or asleep.
+# Determines whether the threads that torch runs Gloo's collectives on are running or asleep.
 #
-# Only the kernel knows the state: torch only names these threads. Used once a group's connections
-# are broken, to distinguish operations that are about to end from operations that sleep until their
-# timeout. Groups are not distinguished: the threads of all groups must be asleep.
+# The kernel reports the state, and torch gives these threads a name. Used once a group's
+# connections are broken, to distinguish operations that are about to end from operations that sleep
+# until their timeout. Groups cannot be distinguished, so the threads of all groups must be asleep.
 
 _NAME: Final = "pt_gloo_runloop"
 _TASKS: Final = Path("/proc/self/task")

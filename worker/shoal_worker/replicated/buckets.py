@@ -2,10 +2,9 @@
 
 The layout depends only on the parameters (their order, size, dtype, device), so it is the same on
 every rank, regardless of when the rank joined. Buckets are filled from the last parameter to the
-first, which is approximately the order in which a backward pass completes the gradients. A bucket
-also counts the ranks that have a gradient of each parameter. If no rank has a gradient, `.grad`
-stays None, as on a single process. `.grad` is a view of the bucket, so each gradient is in memory
-only once.
+first, which is approximately the order of gradients in a backward pass. A bucket also counts the
+ranks that have a gradient of each parameter. If no rank has a gradient, `.grad` stays None, as on a
+single process. `.grad` is a view of the bucket, so each gradient is in memory only once.
 
 Buckets are reduced concurrently (`Flight`): all-reduces are started one after another and awaited
 together. Compressed all-reduces take two rounds, and the second begins when all have finished the

@@ -30,7 +30,7 @@ Tell = Callable[[bytes], list[bytes]]
 _CHUNK_ELEMENTS = 2 << 20
 
 
-# -------------------------------------------------------------------- weighted means over the ranks
+# ---------------------------------------------------------------------- weighted means across ranks
 
 
 def adding(channel: Channel) -> Add:

@@ -43,11 +43,11 @@ from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 # ------------------------------------------------------------------------------ memory that is kept
 #
-# Memory that collectives need repeatedly, kept between them.
+# Buffers for collectives, which are kept between calls.
 #
-# Memory freed to the system comes back as pages that the kernel has to clear first: for 64 MiB that
-# takes longer than receiving the data (docs/explanation/backends.md#gloo-faster-collectives). A few
-# buffers are kept as long as their group. Threads: any.
+# The kernel must clear newly allocated pages: for 64 MiB, this takes longer than receiving the data
+# (docs/explanation/backends.md#gloo-faster-collectives). A few buffers are therefore kept as long
+# as their group. They may be used from any thread.
 
 
 _MOST_SCRATCH: Final = 2
@@ -424,7 +424,7 @@ class InterruptibleGroup(ForwardingGroup):
         """Records a work that Gloo has started."""
         with self._lock:
             if len(self._unfinished) >= _MANY:
-                # works for which nobody has waited
+                # works that no thread has waited for
                 self._unfinished = {
                     known for known in self._unfinished if not known.native_completed
                 }

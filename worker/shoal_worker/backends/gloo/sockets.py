@@ -39,8 +39,8 @@ from shoal_worker.store.redis_store import RedisStore
 
 # ------------------------------------------------------------------------------ this host's address
 #
-# The address under which peers can reach this host, without resolving the hostname (often
-# 127.0.1.1, or nothing).
+# Determines this host's address for peers, without resolving the hostname, which often yields
+# 127.0.1.1 or nothing.
 
 
 def address_for(store: Store) -> str | None:

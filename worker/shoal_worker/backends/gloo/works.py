@@ -438,10 +438,10 @@ def end_works(
 
 # ----------------------------------------------------------------------------- several works as one
 #
-# A collective composed of others as one work, such as an all-gather of broadcasts.
+# One work for a collective that consists of others, such as an all-gather made of broadcasts.
 #
-# The group follows, ends and counts each part as if it had been issued alone. Threads: those of the
-# parts.
+# The group follows, aborts and counts each part as if it had been issued alone. For threads, the
+# rules of the parts apply.
 
 
 class AllOf(Work):

@@ -25,7 +25,8 @@ from shoal_worker.torch_internals import _DistributedBackendOptions
 
 # -------------------------------------------------------------------------------- the process group
 #
-# A torch process group whose ranks are threads of one process. They meet in a room (room.py).
+# A torch process group whose ranks are threads of one process, which exchange data in a room
+# (room.py).
 #
 # Threads: a group belongs to the thread that is its rank; any thread may call `abort`.
 

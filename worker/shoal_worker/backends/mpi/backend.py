@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MPIBackend(CommunicationBackend):
-    """Backend over all ranks of MPI's world, for CPU tensors, with a separate communicator.
+    """Backend for CPU tensors, with a separate communicator of MPI's world, or of a part of it.
 
     `abort` notifies the other ranks with a message, which they read while they wait and when they
     issue an operation. MPI cannot cancel pending operations: they are abandoned, their buffers are

@@ -42,9 +42,10 @@ from shoal_worker.backends.python_group import PythonGroup
 # Tensors as MPI buffers: bytes with counts for data to be sent, typed arrays for data to be
 # reduced.
 #
-# Parts that are adjacent in memory, such as those of one tensor, are passed to MPI in place; others
-# are copied first. MPI gets tensors by DLPack: once a tensor was a numpy array, its memory can
-# never be freed by resizing it, as zero3 does after each block. Importing this module starts MPI.
+# Parts that are adjacent in memory, such as parts of one tensor, are passed to MPI in place; others
+# are copied first. Tensors are passed to MPI through DLPack: once a tensor has been converted to a
+# numpy array, its memory can never be freed by resizing it, as zero3 does after each block.
+# Importing this module starts MPI.
 
 _TYPES: Final = {
     torch.float32: MPI.FLOAT,

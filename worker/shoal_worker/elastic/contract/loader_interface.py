@@ -65,8 +65,8 @@ class Share:
     batch. With a `weight_fn` and micro-batches it is NaN, because each weight is known only when it
     is passed to `begin_micro_batch`."""
     total_weight: float | None
-    """Weight of the entire global batch; None if it is known only after communication with the
-    other ranks."""
+    """Weight of the global batch; None if it is known only after communication with the other
+    ranks."""
     micro_batches: int | None
     """Number of micro-batches of this rank in this step (may be 0); None: the step has one plain
     batch per rank."""

@@ -6,8 +6,8 @@
         |-------------------begin----------------^  |--mend---- TORN     <--tear----- TRAINING
     any --leave--> LEFT
 
-Each transition lists the phases in which it is allowed, including those in which it changes
-nothing; in any other phase it raises InternalError. Between two transitions the following holds:
+Each transition lists the phases where it is allowed, including phases that it does not change; in
+any other phase, it raises InternalError. Between two transitions the following holds:
 
 1. A process in REPLAYING or LEFT does not send its state to peers or take part in their operations.
    In all other phases it has the job's state, which is complete except in TORN.

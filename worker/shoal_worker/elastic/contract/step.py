@@ -85,14 +85,14 @@ def _digits(value: int, count: int) -> list[int]:
 
 # ------------------------------------------------------------------- the trace of its collectives
 #
-# When ranks wait, the traces of their collectives in a step are compared. All ranks issue the same
-# collectives, so of two ranks' traces one is a prefix of the other. If two traces differ at one
-# position, the scripts diverged: for example, one rank called an optimizer's `step` while another
-# omitted it and continued with the next pass. Each rank then waits in a collective that the other
-# rank never issues.
+# When ranks wait, the traces of their collectives in a step are compared. All ranks must issue the
+# same collectives, so one of two traces must be a prefix of the other. If they differ at some
+# position, the scripts have diverged: for example, one rank has called an optimizer's `step` while
+# another has omitted it and continued with the next pass. Each rank then waits in a collective that
+# the other rank never issues.
 #
-# The training thread writes the trace, and so do the threads of backward passes while the training
-# thread waits. The desync detector's thread reads it.
+# The training thread writes the trace or, while it waits, the thread of a backward pass. The desync
+# detector's thread reads it.
 
 GRADIENTS = "reduces gradients of a backward pass"
 FORWARD = "runs a forward pass of the model"

@@ -188,8 +188,8 @@ class StallWatch:
         return named_ranks(self._link.newest_generation, sorted(ranks))
 
     def _look_while_kept_out(self) -> None:
-        """Probes whether this member can again reach the member `apart_from`, from which the
-        coordinator keeps it separated. Requires two successful probes in a row."""
+        """Probes whether this member can again reach the member that the coordinator keeps it
+        separated from (`apart_from`). Requires two successful probes in a row."""
         generation, other = self._link.newest_generation, self._link.apart_from
         try:
             peers = {

@@ -2,8 +2,8 @@
 are saved and restored with the run's state.
 
 Each model with `gradient_compression=` has one `GradientCompression`. Engines send their buckets
-through it (`Flight`, sharding's collectives) and report the outcome of each step, on which the new
-residuals depend (docs/explanation/compression.md#error-feedback).
+through it (`Flight`, sharding's collectives) and report the outcome of each step, which determines
+whether its residuals are kept (docs/explanation/compression.md#error-feedback).
 
 Must be used by the training thread, or by the thread of a backward pass while the training thread
 waits.

@@ -193,7 +193,7 @@ class ObjectFolder:
 
     @classmethod
     def at(cls, url: str, patience: timedelta = PATIENCE) -> ObjectFolder:
-        """Returns the folder at `url`, for which `is_url` must be true."""
+        """Returns the folder at `url`, which must be a URL according to `is_url`."""
         folder = cls(url.rstrip("/"), patience)
         _ = folder._files  # imported here, so that the error comes early
         return folder

@@ -42,8 +42,8 @@ class WorkerSettings(CallerSettings):
     job_id: str = "default"
     """Name of the job to join. The launcher creates the job."""
     run: str = ""
-    """Run of the job to which the launcher belongs, as `number:milliseconds` (its start time);
-    empty: the newest run."""
+    """The launcher's run of the job, as `number:milliseconds` (its start time); empty: the newest
+    run."""
     member_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     """Id of this process as a member of the job."""
     member_key: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_hex(16)))
@@ -56,8 +56,8 @@ class WorkerSettings(CallerSettings):
     host: str = Field(default_factory=_default_host)
     """Name of this machine. Ranks on one host are adjacent."""
     local_addr: str | None = None
-    """Address at which peers and Prometheus reach this machine: an address, an interface or a host
-    name; None: the address of the route to the coordinator."""
+    """Address of this machine for peers and Prometheus: an address, an interface or a host name;
+    None: the address of the route to the coordinator."""
     listen_addr: str | None = None
     """Address to listen on, if it differs from `local_addr`: an address, an interface or a host
     name; 0.0.0.0 or :: for all."""
@@ -69,13 +69,13 @@ class WorkerSettings(CallerSettings):
     """CA certificates (PEM) for the rendezvous stores' server, if its URL is rediss://; None: the
     system's."""
     metrics_listen: str | None = None
-    """host:port on which /metrics is served (port 0: any); None: metrics are not served."""
+    """host:port where /metrics is served (port 0: any); None: metrics are not served."""
     member_file: Path | None = None
-    """File in which this process writes "joined" when it becomes a member of its job, and
-    "finished" when it reaches the end of its script as a member. The launcher needs this even while
-    the coordinator is unreachable. None: not written."""
+    """File where this process writes "joined" when it becomes a member of its job, and "finished"
+    when it reaches the end of its script as a member. The launcher needs this even while the
+    coordinator is unreachable. None: not written."""
     tally_file: Path | None = None
-    """File in which this worker counts its commits for the launcher (shoal_common.formats.tally);
+    """File where this worker counts its commits, for the launcher (shoal_common.formats.tally);
     None: not counted."""
     allow_restart_from_scratch: bool = False
     """True to restart at step 0 if no process has the state any more and no checkpoint was loaded.
@@ -181,8 +181,8 @@ def mpi_world_size() -> int:
 
 
 def error_file() -> Path | None:
-    """Returns the file to which a process writes the exception that ended it, for torchrun and
-    similar launchers; None if the launcher has named no file."""
+    """Returns the file for the exception that ends this process, as set by torchrun and similar
+    launchers; None if the launcher has named no file."""
     value = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(value) if value else None
 
@@ -229,6 +229,6 @@ def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def environment_without_settings() -> dict[str, str]:
-    """Returns the environment for services of a cluster that this process starts. Omits the
-    settings of a cluster to which this process itself may belong."""
+    """Returns the environment for services of a cluster that this process starts. Omits settings of
+    the cluster that this process itself may belong to."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}

@@ -119,7 +119,7 @@ try:
         # Since 2.15 torch attaches a flight recorder to groups whose backends do not record
         # themselves. That fails for a group written in Python ("ProcessGroup name not set"), since
         # its C++ half has no name. torch recognizes only groups without devices as such. Shoal's
-        # groups have devices, on which object collectives put their bytes.
+        # groups have devices, which hold the bytes of object collectives.
         getattr(c10d, "_FR_SELF_RECORDING_BACKENDS").update(BACKENDS)  # noqa: B009 - mypy has 2.13
 except (ImportError, AttributeError) as error:
     raise _unexpected(error) from error

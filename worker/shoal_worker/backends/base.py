@@ -99,7 +99,7 @@ class Traffic:
 
     acknowledged_bytes: int
     busy_s: float
-    """Seconds during which the connection had unsent or unacknowledged data."""
+    """Time in seconds that the connection has had unsent or unacknowledged data."""
 
 
 class Handle:

@@ -32,7 +32,8 @@ _NAME: Final = "pt_gloo_runloop"
 _TASKS: Final = Path("/proc/self/task")
 _APART_S: Final = 0.003
 _FAR_APART_S: Final = 0.1
-"""Time in seconds in which a thread that was just woken gets a core even on a busy machine."""
+"""Time in seconds that a thread that was just woken needs at most to get a core, even on a busy
+machine."""
 
 _Sample = dict[str, str]
 """Number of times that each thread has been scheduled, by thread id."""

@@ -33,8 +33,8 @@ class NamedGroup(_ProcessGroup):
     """Process group of rank `rank` among `size` ranks."""
 
     backend_name: ClassVar[str]
-    """Name under which torch registers the backend. Must differ from the names of torch's own
-    backends, because torch would look for their C++ part in this group."""
+    """Name of the backend in torch's registry. Must differ from the names of torch's own backends,
+    because torch would look for their C++ part in this group."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)

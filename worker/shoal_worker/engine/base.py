@@ -360,8 +360,8 @@ class Engine(TrainingEngine):
         unusable. Called on all ranks or on none."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Calls `apply` in a step of several models whose outcome is not yet known. Returns a
-        record of the update, with which `exchange_update` can undo it."""
+        """Calls `apply` in a step of several models whose outcome is not yet known. Returns the
+        update, for `exchange_update`, which can undo it."""
         assert self.optimizer is not None
         update = TentativeUpdate(self.optimizer)
         apply()

@@ -200,7 +200,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._commit_payload: Closed | None = None
         """Commit data of the last committed step, which may be the current step."""
         self._clipped = 1.0
-        """Factor by which clipping has scaled the current step's gradients."""
+        """Factor that clipping has applied to the current step's gradients."""
         self._shown = False
         """True if a GradScaler may have inspected and unscaled the current step's gradients."""
         self._handed_out = 0.0
@@ -419,8 +419,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _scaled_by(self) -> float:
-        """Factor by which the gradients were scaled since they were passed to the optimizer, by
-        clipping and by a GradScaler's `unscale_`. It is the same on all ranks."""
+        """Factor that clipping and a GradScaler's `unscale_` have applied to the gradients since
+        they were passed to the optimizer. It is the same on all ranks."""
         if self._shown:
             with inside():
                 before, now = self._handed_out, self._gradients.norm_here()

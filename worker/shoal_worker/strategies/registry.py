@@ -275,7 +275,7 @@ def _those_that_know(setting: str) -> str:
 
 
 def _those(fit: Callable[[Strategy], bool]) -> str:
-    """Returns a list of the strategies for which `fit` returns True, as text for an error message:
-    "zero1, zero2 or fsdp"."""
+    """Returns the names of the strategies that satisfy `fit`, as text for an error message: "zero1,
+    zero2 or fsdp"."""
     fitting = [strategy.name for strategy in declarations() if fit(strategy)]
     return " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))

@@ -91,8 +91,8 @@ class ZeRO1Model(ShardedModel):
 
 
 class ZeRO1Optimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on this rank's share of the parameters. Then fetches the
-    parameters that other ranks have updated."""
+    """The user's optimizer, stepped on this rank's share of the parameters. The parameters updated
+    by other ranks are gathered after the step."""
 
 
 class ZeRO2Model(ShardedModel):
@@ -104,8 +104,8 @@ class ZeRO2Model(ShardedModel):
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on this rank's share of the parameters. Then fetches the
-    parameters that other ranks have updated."""
+    """The user's optimizer, stepped on this rank's share of the parameters. The parameters updated
+    by other ranks are gathered after the step."""
 
 
 class ZeRO3Model(ShardedModel):

@@ -91,7 +91,7 @@ class InterruptibleGroup(ForwardingGroup):
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
         self.timeout = formed.timeout
-        """Time limit of a send or receive, for which Gloo would use the connect timeout."""
+        """Time limit of a send or receive. (Gloo itself would use the connect timeout.)"""
         self.reason: str | None = None
         """Reason why the group has ended; None while it is usable."""
         self._native: dist.ProcessGroup | None = native
@@ -215,7 +215,7 @@ class InterruptibleGroup(ForwardingGroup):
 
     _allgather_base: Any = all_gather_single
 
-    # Gloo's reduce-scatter is an all-reduce from which each rank then copies its part: it sends
+    # Gloo implements reduce-scatter as an all-reduce, and each rank then copies its part: it sends
     # twice the bytes, and its work has no future. Here, each rank receives its parts from all other
     # ranks and sums them itself.
 

@@ -45,7 +45,7 @@ less data."""
 
 _FEW: Final = 4
 """Maximum number of ranks that send to all other ranks in one round: additional messages cost less
-than a round, in which the training thread sleeps."""
+than a further round, because the training thread sleeps in each round."""
 _HELLO: Final = struct.Struct("<16sI")
 """Format of the message that identifies a rank on a new connection: the door's token, and the
 rank."""

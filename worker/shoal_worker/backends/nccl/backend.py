@@ -291,7 +291,7 @@ def within(
         if connected is not None:
             return connected
         if given_up() is not None:
-            break  # for which the library raises its own error
+            break  # the library then raises its own error
         if isinstance(error, dist.DistError) and is_refusal(error):
             raise ConfigurationError(
                 f"backend='nccl' cannot connect these ranks: {error}", reason="NCCL_REFUSED"

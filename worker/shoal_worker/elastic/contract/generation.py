@@ -30,7 +30,7 @@ class Peer:
     member_id: str
     host: str
     donor_address: str
-    """host:port at which this rank sends its state to others."""
+    """host:port where other ranks can fetch this rank's state."""
     joining: bool
     """True if this member had no rank in the previous generation and therefore has no state yet."""
     donor_key: str = ""
@@ -287,7 +287,8 @@ class MemberIdentity:
     """Id of the launcher that reports the end of the member's process; empty if there is none."""
     local_index: int = 0
     donor_address: str = ""
-    """host:port at which the member sends its state to others; empty if it has no state to send."""
+    """host:port where other ranks can fetch this member's state; empty if it has no state to
+    send."""
     donor_key: str = ""
     """Key that lets other ranks fetch state from this member's `StateDonor` between generations;
     see `StateDonor.key`."""

@@ -113,7 +113,7 @@ class Reconciliation:
     """Decision about what each rank of a new generation does."""
 
     newest: StateName | None
-    """State from which all ranks continue; None if no rank has one."""
+    """State that all ranks continue from; None if no rank has one."""
     donors: tuple[int, ...]
     """Ranks that have the newest state and may send it, ascending."""
     decided: tuple[int, ...]

@@ -243,8 +243,8 @@ class Step:
     """Total weight of this rank's finished micro-batches."""
     phase: StepPhase = StepPhase.OPEN
     lost: str | None = None
-    """Reason why the step's group has failed, after which the step sends nothing more. None while
-    the group works, and in a committed step."""
+    """Reason why the step's group has failed. The step then starts no further collectives. None
+    while the group works, and in a committed step."""
     control: list[float] | None = None
     """Step vote summed over all ranks; None if not reduced yet."""
     loss: SupportsFloat | None = None

@@ -56,8 +56,8 @@ class Outbox:
         self.observed: tuple[Neighbour, ...] = ()
         """Stacks of other members on this machine, for the next heartbeat."""
         self.in_reach = False
-        """True if the member can again reach the member from which the coordinator keeps it
-        separated."""
+        """True if the member can again reach the member that the coordinator keeps it separated
+        from."""
         self._changed = changed
         self._streams = 0
 

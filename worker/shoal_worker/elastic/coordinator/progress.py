@@ -154,8 +154,8 @@ class ProgressMeter:
         self.upload_backlog_bytes = 0
         """Value of `Progress.upload_backlog_bytes`. Set by the thread that uploads."""
         self.tally_writer: TallyWriter | None = None
-        """Writer of the file from which the launcher reads this worker's commits; None if the
-        launcher requested none. Set by the session's owner."""
+        """Writes this worker's commits to a file for the launcher; None if the launcher has not
+        requested it. Set by the session's owner."""
         self._before: tuple[int, int] | None = None
         """Numbers of steps and samples committed by the run before this process's first commit;
         None until that commit."""

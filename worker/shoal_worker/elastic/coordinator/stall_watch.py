@@ -124,8 +124,8 @@ class StallWatch:
         self._missed: tuple[int, frozenset[int]] = (0, frozenset())
         """Generation of the last probe, and the ranks that were unreachable."""
         self._reached = False
-        """True if the last probe reached the member `apart_from`, from which the coordinator keeps
-        this member separated."""
+        """True if the last probe reached the member that the coordinator keeps this member
+        separated from."""
         self._traffic = BusyLinks()
         self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
 

@@ -73,7 +73,7 @@ _LARGEST_HEADER = 256 << 20
 _BLOCK_TIMEOUT_S = 30.0
 """Maximum time for one block of 4 MiB. A transfer slower than 0.14 MB/s is therefore abandoned."""
 _REQUEST_TIMEOUT_S = 5.0
-"""Maximum time in which a client must send its request."""
+"""Maximum time that a client may take to send its request, in seconds."""
 _MOST_CONNECTIONS = 256
 """Maximum number of connections served at a time, each by a thread. Further connections wait in the
 listener's queue."""
@@ -93,7 +93,7 @@ class _Offer:
 
 
 class StateDonor:
-    """Server from which peers fetch this member's state."""
+    """Server that sends this member's state to peers."""
 
     def __init__(self, host: str, *, announced: str = "", secure: bool = False) -> None:
         """Binds to `host` on a port chosen by the system. `announced`: host for peers, if
@@ -215,7 +215,7 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _greeted(self, connection: socket.socket) -> Iterator[socket.socket]:
-        """Yields the socket on which to read the peer's request, after the TLS handshake if TLS is
+        """Yields the socket for reading the peer's request, after the TLS handshake if TLS is
         required. Raises _Refused if the handshake fails."""
         if self._tls is None:
             with connection:
@@ -644,7 +644,7 @@ class StateExchange:
 
 
 def share_of(donors: Sequence[int], *, receiver: int) -> Sequence[int]:
-    """Returns the donors from which `receiver` fetches: at most MOST_DONORS, chosen so that
+    """Returns the donors that `receiver` fetches from: at most MOST_DONORS, chosen so that
     different receivers use different donors where possible."""
     first = receiver * MOST_DONORS % len(donors)
     return (*donors[first:], *donors[:first])[:MOST_DONORS]

@@ -291,7 +291,8 @@ class Formation:
             try:
                 group = self.membership.form()
                 if self._exchange is not None:
-                    # set before the first exchange, after which a receiver may request the state
+                    # set before the first exchange, because a receiver may request the state after
+                    # it
                     self._exchange.expect(group)
                 plan = self._reconcile(group)
                 if plan.moving:
@@ -396,10 +397,10 @@ class Formation:
             # This rank has everything, and another rank has already left.
 
     def _consolidate(self, group: Group) -> None:
-        """Consolidates the state of the ranks that agree on it, before the group is abandoned
-        because other ranks must first abort a step. Until the next group forms, the scripts of the
-        agreeing ranks use this state, so each owner sends its updates to all ranks that have the
-        same part. Must be called on all ranks."""
+        """Consolidates the state (`TrainingEngine.consolidate`) of the ranks that agree on it,
+        before the group is abandoned because other ranks must first abort a step. Until the next
+        group forms, the scripts of the agreeing ranks use this state, so each owner sends its
+        updates to all ranks that have the same part. Must be called on all ranks."""
         held = self._held
         step, held.step = held.step, None  # otherwise nothing would be sent, and the step fails
         try:

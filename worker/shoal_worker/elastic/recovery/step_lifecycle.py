@@ -337,7 +337,7 @@ class StepLifecycle:
             self._held.step = None
 
     def batch_passed(self, source: StepSource) -> None:
-        """Ends a step in which only some of several models were updated
+        """Ends a step that has updated only some of several models
         (`LoaderSession.batch_passed`)."""
         step = self.step
         if step is not None and step.source is source and self._held.engine.partly_updated:

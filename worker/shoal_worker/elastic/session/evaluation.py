@@ -216,8 +216,8 @@ class StreamedBatches(Protocol):
 
 
 def _order_of(loader: Any) -> str | None:
-    """Returns a digest of the order in which a torch DataLoader draws its samples. Returns None if
-    it does not shuffle, or if the loader is of a different kind.
+    """Returns a digest of a torch DataLoader's order of samples. Returns None if it does not
+    shuffle, or if the loader is of a different kind.
 
     Raises:
         ConfigurationError: the order is different each time."""

@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 LAST_STEP_PATIENCE: Final = timedelta(seconds=30)
 _LOOK: Final = timedelta(seconds=0.05)
-"""Interval at which a leaving rank checks whether its peers have committed the last step. Peers
+"""Interval between checks, by a leaving rank, whether its peers have committed the last step. Peers
 report this in heartbeats."""
 
 
@@ -97,8 +97,8 @@ class Session:
         donor: StateDonor | None,
         metrics: WorkerMetrics,
     ) -> None:
-        """`membership`: None in a world of one. `donor`: server from which peers fetch the state;
-        None in a world of one, or if state is not sent to peers (async_sgd)."""
+        """`membership`: None in a world of one. `donor`: server that sends the state to peers; None
+        in a world of one, or if state is not sent to peers (async_sgd)."""
         self.settings = settings
         self.metrics = metrics
         self.progress = ProgressMeter(metrics)
@@ -113,8 +113,8 @@ class Session:
         other ranks."""
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
-        """Server from which peers fetch the state; None in a world of one, or if state is not sent
-        to peers."""
+        """Server that sends the state to peers; None in a world of one, or if state is not sent to
+        peers."""
         self.missed: str | None = None
         """Reason why this process counts as failed although its script succeeded; None if there is
         none."""
@@ -282,7 +282,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Device on which this rank computes."""
+        """This rank's device."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", self.settings.local_index % torch.cuda.device_count())

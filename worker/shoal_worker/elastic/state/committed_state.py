@@ -50,7 +50,7 @@ class _Kept:
 
 
 class CommittedState:
-    """The run's state after the last committed step, from which this process continues."""
+    """The run's state in this process, after the last committed step."""
 
     def __init__(self, *, live: bool) -> None:
         self.phase = ScriptPhase(live=live)

@@ -347,7 +347,7 @@ class RegisteredState:
             _own.counts.clear()
 
     def unclaimed(self) -> list[str]:
-        """Names in the loaded state for which the script has registered no object."""
+        """Names in the loaded state that the script has not registered an object for."""
         return sorted(self._pending)
 
     def check_groups(self) -> None:
@@ -437,7 +437,7 @@ class RegisteredState:
         return self._digest
 
     def scaled_by(self, scale: float) -> None:
-        """Records the factor by which a GradScaler multiplied the loss of the applied step."""
+        """Records a GradScaler's factor for the loss of the applied step."""
         self._last_scale = scale
 
     def register(self, name: str, value: object, *, copied: bool = False) -> None:

@@ -369,7 +369,7 @@ class StrategySession(Protocol):
 
     @property
     def lifecycle(self) -> StepControl:
-        """Begins, commits and aborts the steps of this engine's model."""
+        """Step lifecycle, which begins, commits and aborts the steps of this engine's model."""
         ...
 
     @property
@@ -385,7 +385,7 @@ class StrategySession(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device on which this rank computes."""
+        """This rank's device."""
         ...
 
     @property

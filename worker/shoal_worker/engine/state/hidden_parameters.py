@@ -37,7 +37,7 @@ _GRADIENT: Final[Any] = torch.Tensor.grad
 """torch's own property `.grad`, overridden by the subclasses below."""
 
 inside = DisableTorchFunctionSubclass
-"""Context in which operations on hidden parameters do not raise, for code that handles them."""
+"""Context in which operations on hidden parameters do not raise errors, for internal code."""
 
 
 def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:

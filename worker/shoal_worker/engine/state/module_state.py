@@ -40,7 +40,7 @@ class ModuleState:
         self.others: dict[str, Any] = {}
         """Extra state, and entries made by hooks, by key."""
         self.replaced: set[str] = set()
-        """Keys for which `state_dict()` contains something other than the module's own tensor."""
+        """Keys whose entry in `state_dict()` is not the module's own tensor."""
         for key, value in self._listed.items():
             if id(value) in own:
                 self.tensors[key] = value
@@ -88,7 +88,7 @@ class ModuleState:
 
     def shapes(self, *, listed: bool = False) -> dict[str, torch.Size | None]:
         """Returns the shapes of the entries; None for entries whose shape need not match. `listed`:
-        True for the entries of `state_dict()`, in which hooks may have replaced tensors."""
+        True for the entries of `state_dict()`, where hooks may have replaced tensors."""
         shapes: dict[str, torch.Size | None] = {
             key: tensor.shape for key, tensor in self.tensors.items()
         }

@@ -11,7 +11,7 @@ import torch
 from shoal_worker.state.fits import ELEMENTWISE
 
 _ONE_NUMBER: Final = frozenset({"step", "mu_product", "eta", "mu"})
-"""Names under which optimizers of torch.optim keep one number per parameter. For a parameter
+"""Names of state entries of torch.optim's optimizers with one number per parameter. For a parameter
 without dimensions (a temperature, a scale), moments have the same shape as such a number, and
 differ only by name."""
 

@@ -161,7 +161,7 @@ class CommittedBuffers:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which changes of the buffers are summed."""
+        """Dtype of the buffers' changes while they are summed."""
         wide = any(
             buffer.dtype in (torch.float64, torch.int64)
             for buffer in self._committed[: self._counters.stop]

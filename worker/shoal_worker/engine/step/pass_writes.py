@@ -255,8 +255,8 @@ class WrittenParameters:
         self._within = found
 
     def apart(self, names: list[str]) -> ConfigurationError:
-        """Returns the error for parameters to which ranks or micro-batches wrote different values.
-        `names`: names of parameters that this rank has written."""
+        """Returns the error to raise if ranks or micro-batches have written different values to
+        parameters. `names`: names of parameters that this rank has written."""
         what = (
             f"parameters {names[:3]} were written"
             if names

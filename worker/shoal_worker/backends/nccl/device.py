@@ -286,8 +286,8 @@ class CudaDevice:
 
 
 def keep_watchdog_still(connect_timeout: timedelta) -> None:
-    """Sets the environment variables that disable ProcessGroupNCCL's watchdog, overriding the
-    user's values.
+    """Sets the environment variables that keep ProcessGroupNCCL's watchdog inactive and limit the
+    time to connect, overriding the user's values.
 
     Raises:
         ConfigurationError: TORCH_DISTRIBUTED_DEBUG, which torch reads at import, is DETAIL.

@@ -53,8 +53,8 @@ class RankStatus:
     attached: bool
     """True if the rank has a model, so that it can receive a state."""
     learner: bool
-    """True if the rank is a learner: a joiner that replays its script. It receives its state only
-    at the next step boundary, where the scripts of all ranks are at the same position."""
+    """True if the rank is a learner: a joiner that is replaying its script. It receives its state
+    only at the next step boundary, where the scripts of all ranks are at the same position."""
     poisoned: bool
     """True if an update raised an exception before it was complete, so that this rank must not send
     its state."""

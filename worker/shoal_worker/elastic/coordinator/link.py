@@ -504,8 +504,8 @@ class CoordinatorLink:
                 self._changed.wait_for(lambda: self._outbox.leaving is not None, backoff.next_s())
 
     def _give_job_again(self, error: UnknownResourceError) -> bool:
-        """Creates the job again if the coordinator has lost its records although this member still
-        trains in the job. Returns whether to reconnect.
+        """Creates the job again if the coordinator has lost its records although this member is
+        still training in the job. Returns whether to reconnect.
         """
         welcome = self._welcome
         if welcome is None or error.reason != "JOB_UNKNOWN":

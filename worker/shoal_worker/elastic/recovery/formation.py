@@ -70,7 +70,7 @@ GROUP_LOST = (MembershipChanged, UnavailableError)
 
 _BRINGING, _TOGETHER = "bringing together", "together"
 _SPARE_LOOK = timedelta(seconds=0.2)
-"""Interval between checks of a spare whether its peers still exist."""
+"""Interval between a spare's checks that its peers still exist."""
 
 
 class Formation:

@@ -1,10 +1,10 @@
 """Step boundaries: the only points where joiners enter, drained members leave and failed groups
 re-form.
 
-A member that is asked to leave continues for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked
-within that time, for example because an allocation is reclaimed, all stop together. Their scripts
-continue and can save their joint state. Otherwise, the member leaves alone, unless it has a part of
-the state that no remaining rank has (`who_leaves`).
+A member that is asked to leave continues for a short time (SHOAL_DRAIN_GRACE_S). If all ranks are
+asked within that time, for example because an allocation is reclaimed, all stop together. Their
+scripts continue and can save their joint state. Otherwise, the member leaves alone, unless it has a
+part of the state that no remaining rank has (`who_leaves`).
 
 `StepBoundaries` owns two values: the peers' position when this process, as a joiner, received the
 state, and the time when this process was asked to leave. It uses the `Formation` until the process

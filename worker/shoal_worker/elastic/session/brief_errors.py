@@ -1,5 +1,5 @@
-"""Shortens Shoal's errors for users: the error message, then the lines of the script that led to
-the error.
+"""Shortens Shoal's errors for users, to the error message and the lines of the script that led to
+it.
 
 Shoal's own lines do not help to find a mistake in a script. `SHOAL_FULL_TRACEBACKS=1` shows them.
 """

@@ -409,8 +409,8 @@ class CommittedState:
 
     def with_own_tables(self, captured: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the checkpoint's state with its non-persistent buffers (persistent=False)
-        replaced by this process's own. As in plain torch, these buffers get their values from the
-        script, which must be the same on all ranks."""
+        replaced by this process's own. As in plain torch, the values of these buffers come from the
+        script, and must be the same on all ranks."""
         if self.engine.asynchronous or not self.engine.has_values():
             return captured
         own, replica = self.engine.capture(), captured["replica"]

@@ -255,7 +255,7 @@ class TrainingEngine(abc.ABC):
 
     @abc.abstractmethod
     def micro_batch_ends(self, weight: float) -> None:
-        """Ends the backward pass of a micro-batch. `weight`: the weight of the micro-batch."""
+        """Finishes a micro-batch, after its backward pass. `weight`: weight of the micro-batch."""
 
     @abc.abstractmethod
     def reduce(self, step: Step) -> None:

@@ -3,8 +3,8 @@ torch's own calls raise instead of returning wrong results.
 
 A module's parameters stay the same objects while their values are freed or sharded, or while their
 gradients are summed into shards. A caller that inspected them at that time would get wrong results,
-such as a norm of zero. Meanwhile, the objects therefore have a different class, as torch's own lazy
-parameters do:
+such as a norm of zero. During that time, the objects therefore have a different class, as torch's
+own lazy parameters do:
 
 - A parameter without values (`hide`) reports its metadata (shape, dtype, number of elements), and
   raises whenever its values are used.

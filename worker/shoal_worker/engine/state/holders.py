@@ -157,8 +157,7 @@ class SendingTurns:
         self._sent: Counter[int] = Counter()
 
     def choose(self, candidates: Iterable[int], amount: int = 1) -> int:
-        """Returns the next sender and records its amount. `amount`: amount of data to send, in any
-        unit."""
+        """Chooses a sender, and records that it sends `amount` (in any unit)."""
         chosen = min(candidates, key=lambda one: (self._sent[one], one))
         self._sent[chosen] += amount
         return chosen

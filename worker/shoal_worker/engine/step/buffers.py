@@ -119,8 +119,8 @@ class CommittedBuffers:
         """Saved buffers, each with torch's count of its in-place changes, at the last commit; empty
         if no step has been committed."""
         self._between: dict[str, int] = {}
-        """Name -> digest of each buffer that was written between the last commit and the step's
-        beginning."""
+        """Digest of each buffer that was written between the last commit and the step's beginning,
+        by name."""
         self.between = 0
         """Digest of all writes since the last commit; 0 if there were none. An aborted step does
         not change it."""

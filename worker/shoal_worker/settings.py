@@ -98,8 +98,8 @@ class WorkerSettings(CallerSettings):
     """Speed of this worker relative to workers without this setting, for dealing micro-batches;
     None: measured, unless it is set for another worker."""
     drain_grace_s: float = Field(default=1.0, ge=0)
-    """Time that a worker that was asked to leave continues with its peers. If all peers are asked
-    to leave in this time, all stop at the same step boundary."""
+    """Time during which a worker that was asked to leave continues with its peers. If all peers are
+    asked to leave in this time, all stop at the same step boundary."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
     """Maximum duration of a collective before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)

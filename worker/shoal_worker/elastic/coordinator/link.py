@@ -56,8 +56,8 @@ _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
-"""Time in seconds that a member that must leave, and whose group has failed, waits for an
-unavailable coordinator. Batch systems kill a process 30 s after SIGTERM."""
+"""Maximum wait for an unavailable coordinator, in seconds, of a member that must leave and whose
+group has failed. Batch systems kill a process 30 s after SIGTERM."""
 _EXPLAIN_AFTER_S = 2.0
 """Time in seconds after which the link looks for the reason why the coordinator has not accepted
 this member."""

@@ -96,8 +96,8 @@ _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
 """Exceptions raised by c10d, including DistError and DistBackendError."""
 _LEAVE_WITHIN = timedelta(seconds=2)
-"""Time that a rank that has finished the run waits for the others, so that all can shut down
-together. Not long enough for ranks that still have to write or compute something."""
+"""Maximum time that a rank waits for the others after it has finished the run, so that all can shut
+down together. Not long enough for ranks that still have to write or compute something."""
 
 
 class Group:

@@ -534,9 +534,7 @@ def save_checkpoint(
             long.
     """
     if keep < 1:
-        raise ConfigurationError(
-            f"save_checkpoint(keep={keep}): expected a whole number of at least 1"
-        )
+        raise ConfigurationError(f"save_checkpoint(keep={keep}): expected a positive integer")
     if frozen not in ("write", "reference"):
         raise ConfigurationError(
             f'save_checkpoint(frozen={frozen!r}): expected "write" or "reference"'

@@ -378,7 +378,7 @@ class ObjectFolder:
                 if _is_refusal(error):
                     raise PermissionDeniedError(
                         f"{what} was refused ({_text(error)}); check the credentials of this "
-                        "process and what they permit",
+                        "process and their permissions",
                         reason="OBJECT_STORAGE_REFUSED",
                     ) from error
                 if isinstance(error, FileNotFoundError):

@@ -168,8 +168,8 @@ class Shards:
                 return
             except OSError as unsaid:
                 _log.error(
-                    "could not tell rank 0 that a part of %s is missing, so it will wait for %s: "
-                    "%s",
+                    "could not tell rank 0 that a part of %s is missing; rank 0 will wait up to "
+                    "%s for it: %s",
                     temporary,
                     _TIMEOUT,
                     unsaid,

@@ -60,7 +60,7 @@ def weight_of(batch: Any, weight_fn: WeightFn) -> float:
     weight = float(weight_fn(batch))
     if not math.isfinite(weight) or weight < 0:
         raise ConfigurationError(
-            f"weight_fn returned {weight}; expected a finite number of at least 0"
+            f"weight_fn returned {weight}; expected a finite, non-negative number"
         )
     return weight
 

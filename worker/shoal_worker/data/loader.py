@@ -709,7 +709,7 @@ def check_sizes(
     }
     for name, size in sizes.items():
         if size is not None and (type(size) is not int or size < 1):
-            raise ConfigurationError(f"{name}={size!r}: expected a whole number of at least 1")
+            raise ConfigurationError(f"{name}={size!r}: expected a positive integer")
     if (global_batch_size is None) == (batch_size is None):
         given = "both" if batch_size is not None else "neither"
         raise ConfigurationError(
@@ -731,9 +731,7 @@ def check_rest(
     if type(seed) is not int:
         raise ConfigurationError(f"seed={seed!r}: expected a whole number, the same on every rank")
     if type(num_workers) is not int or num_workers < 0:
-        raise ConfigurationError(
-            f"num_workers={num_workers!r}: expected a whole number of at least 0"
-        )
+        raise ConfigurationError(f"num_workers={num_workers!r}: expected a non-negative integer")
     if name is not None and (not isinstance(name, str) or not name):
         raise ConfigurationError(f"name={name!r}: expected a non-empty string, or None")
     if drop_last and not train:

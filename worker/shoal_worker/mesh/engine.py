@@ -182,7 +182,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def _laid_out(self) -> RankMesh:
         if self._mesh is None:
             raise PreconditionError(
-                "the model has not been divided over the ranks yet; that happens when the first "
+                "the model has not been split across the ranks yet; it is split when the first "
                 "step begins"
             )
         return self._mesh

@@ -151,7 +151,7 @@ class AsyncOptions:
             or not (math.isfinite(strength) and strength >= 0)
         ):
             raise ConfigurationError(
-                f"delay_compensation={strength!r}: expected a finite number of at least 0, such "
+                f"delay_compensation={strength!r}: expected a finite, non-negative number, such "
                 "as 0.04"
             )
         self._check_rounds()

@@ -392,8 +392,9 @@ class _LayeredPart(PartialModel):
         hidden = args[0] if slot is None else kwargs[slot]
         if received is None:
             raise ConfigurationError(
-                "the model's forward runs a layer of an earlier pipeline stage again after layers "
-                "of this stage; run each layer once, or give the model a method pipeline_blocks()"
+                "the model's forward runs a layer of an earlier pipeline stage after the first "
+                "layer of this stage; run each layer once, in order, or give the model a method "
+                "pipeline_blocks()"
             )
         if isinstance(hidden, torch.Tensor) and not isinstance(hidden, Placeholder):
             # the model's input, which every stage has
@@ -454,9 +455,9 @@ class _LayeredPart(PartialModel):
         run = self._state.run
         if run is None or run.received is None or not isinstance(stand_in, Placeholder):
             raise ConfigurationError(
-                f"no pipeline stage can begin with layer {name!r}, because it is called twice, or "
-                "with a value that no earlier module returned, or again in the backward pass by "
-                "reentrant checkpointing; use non-reentrant checkpointing, or give the model a "
+                f"no pipeline stage can begin with layer {name!r}: it is called twice, or its "
+                "input was not returned by an earlier module, or reentrant checkpointing calls it "
+                "again in the backward pass; use non-reentrant checkpointing, or give the model a "
                 "method pipeline_blocks()"
             )
         stand_in.received = run.received.tensors[0]

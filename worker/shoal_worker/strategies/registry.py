@@ -205,8 +205,8 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
     if config.compressor is not None and strategy.compressor is None:
         compress = _those(lambda other: other.compressor is not None)
         raise ConfigurationError(
-            f"gradient_compression={config.compressor.name!r} with strategy={name!r}, which does "
-            f"not support compression; use {compress}, or leave gradient_compression out"
+            f"strategy={name!r} does not support gradient_compression={config.compressor.name!r}; "
+            f"use {compress}, or leave gradient_compression out"
         )
     for field, instead in _INSTEAD.items():
         value = getattr(config, field)

@@ -40,13 +40,13 @@ class Checkpoints(Checkpoint):
                 one.
 
         Raises:
-            ConfigurationError: `every_n_steps` or `keep` is not a whole number of at least 1.
+            ConfigurationError: `every_n_steps` or `keep` is not a positive integer.
         """
         super().__init__()
         for name, value in {"every_n_steps": every_n_steps, "keep": keep}.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigurationError(
-                    f"Checkpoints({name}={value!r}): expected a whole number of at least 1"
+                    f"Checkpoints({name}={value!r}): expected a positive integer"
                 )
         self.directory = Path(directory)
         self.every_n_steps = every_n_steps

@@ -123,7 +123,7 @@ def _place(values: Sequence[Any]) -> Place:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"got {value!r}, but expected a whole number of at least 0")
+        raise ValueError(f"got {value!r}, but expected a non-negative integer")
     return value
 
 

@@ -396,10 +396,10 @@ class ShardSupply(StreamSupply):
         if not self._warned_of_length:
             self._warned_of_length = True
             _log.warning(
-                "the state_dict of the reader of shard %r has %d bytes, but at most %d are sent "
-                "to other ranks in each step. A rank that takes over the shard will skip the "
-                "items already trained on one by one; leave items, such as those of a shuffle "
-                "buffer, out of the state",
+                "the state_dict of the reader of shard %r has %d bytes, more than the %d that "
+                "can be sent to other ranks, so it is not sent. A rank that takes over the shard "
+                "must therefore skip, one at a time, the items that were already trained on; do "
+                "not store items, such as those of a shuffle buffer, in the state",
                 self._shards[self._order[place]],
                 len(state),
                 _LONGEST_STATE,

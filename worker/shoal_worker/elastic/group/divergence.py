@@ -121,8 +121,8 @@ def ends_apart(ended_after: int, step: int) -> PreconditionError:
     `ended_after`: the step after which a peer's script finished."""
     return PreconditionError(
         f"ranks diverged: a peer's script finished after step {ended_after}, but this rank is "
-        f"taking step {step}; every rank must take the same steps: leave the loop by a condition "
-        "that is equal on all ranks, such as loader.global_step or should_early_stop",
+        f"taking step {step}; all ranks must take the same steps: exit the loop on a condition "
+        "that is the same on all ranks, such as loader.global_step or should_early_stop",
         reason=REASON,
     )
 
@@ -132,10 +132,12 @@ def settings_apart(settings: object) -> PreconditionError:
     settings."""
     return PreconditionError(
         f"the ranks' optimizers have different settings; this rank has {settings}. "
-        "Hyper-parameters that change during training must change equally on all ranks, "
-        "including one that joins: use a scheduler, whose state is sent to joiners, or compute "
+        "Hyper-parameters that change during training must change identically on all ranks, "
+        "including ranks that join later: use a scheduler, whose state is sent to joiners, or "
+        "compute "
         "them from loader.global_step. 'parameters' is a digest of the parameter groups and of "
-        "requires_grad: all ranks must freeze the same parameters",
+        "requires_grad; if it differs, use the same groups and freeze the same parameters on all "
+        "ranks",
         reason=REASON,
     )
 

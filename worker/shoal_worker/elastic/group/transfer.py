@@ -328,8 +328,8 @@ def take_state(
         if len(alike) < len(parts):
             if len(alike) < sum(each.digest[1] == headers[0].digest[1] for each in headers):
                 _log.error(
-                    "ranks that should have the same state offer different contents (%s); using "
-                    "that of the first of them",
+                    "ranks that should have the same state offer different states (digests %s); "
+                    "using the state of the first rank listed",
                     [h.digest[0] for h in headers],
                 )
             stack.close()

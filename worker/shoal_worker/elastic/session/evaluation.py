@@ -56,7 +56,7 @@ def is_due(session: Session, every_steps: int, what: str) -> bool:
         PreconditionError: a batch was handed out, and its step has not finished."""
     if type(every_steps) is not int or every_steps < 1:
         raise ConfigurationError(
-            f"{what}(every_steps={every_steps!r}): expected a whole number of at least 1"
+            f"{what}(every_steps={every_steps!r}): expected a positive integer"
         )
     step = session.step
     if step is not None and step.source is not None and step.handed_out:

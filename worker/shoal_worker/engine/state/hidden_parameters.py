@@ -141,7 +141,7 @@ def _cannot_set(place: HiddenParameter) -> ConfigurationError:
     return ConfigurationError(
         f"cannot set the gradient of {place.name!r}: with "
         f"strategy={place.whereabouts.strategy!r}, gradients are summed into shards and "
-        "no rank holds a whole one; scale the loss, or use ddp"
+        "no rank has the full gradient; scale the loss instead, or use ddp"
     )
 
 
@@ -261,11 +261,11 @@ def _refusal(func: Any, hidden: _Absent) -> PreconditionError:
     place: HiddenParameter = hidden.__dict__[_ATTRIBUTE]
     return PreconditionError(
         f"{_name(func)} cannot be used on parameter {place.name!r}: with "
-        f"strategy={place.whereabouts.strategy!r}, this rank has its values only during passes. "
-        "Called on every rank, model.full_state_dict() and model.gather_full_parameters() return "
-        "copies of them, model.with_parameters(values) sets them, and model.clone() copies the "
-        "model. To call a method of the module that uses them, call "
-        "model.register_forward_method('NAME') and then model.NAME(...)"
+        f"strategy={place.whereabouts.strategy!r}, this rank has its values only during forward "
+        "and backward passes. On every rank, call model.full_state_dict() or "
+        "model.gather_full_parameters() to copy the values, model.with_parameters(values) to set "
+        "them, or model.clone() to copy the model. To call a method of the module that uses "
+        "parameters, call model.register_forward_method('NAME') once, and then model.NAME(...)"
     )
 
 

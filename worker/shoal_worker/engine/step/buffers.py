@@ -482,8 +482,8 @@ class CommittedBuffers:
                     raise ConfigurationError(
                         f"buffer {f'{prefix}.{name}' if prefix else name!r} was registered after "
                         "as_distributed (for example in forward()), so each rank would keep a "
-                        "separate value. Register it before as_distributed, with a value of its "
-                        "final shape, or with persistent=False",
+                        "separate value. Either register it before as_distributed, already in "
+                        "its final shape, or pass persistent=False to register_buffer",
                         reason="BUFFERS_DIFFER",
                     )
 

@@ -410,7 +410,7 @@ def register_state(**objects: Any) -> RunValues:
         The plain values; empty if none were given.
 
     Raises:
-        ConfigurationError: an object lacks one of the two methods, or a name that is already used.
+        ConfigurationError: an object lacks one of the two methods, or a name is already used.
     """
     session = current_session()
     values = values_in(objects)

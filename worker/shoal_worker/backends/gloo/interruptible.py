@@ -51,7 +51,8 @@ from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 
 _MOST_SCRATCH: Final = 2
-"""Number of memory blocks kept: because at most two collectives of the same kind overlap."""
+"""Number of memory blocks that are kept, because at most two collectives of the same kind
+overlap."""
 
 
 # -------------------------------------------------------------------------------- the process group

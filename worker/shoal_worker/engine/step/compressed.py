@@ -78,8 +78,8 @@ class GradientCompression:
             self._units = units
 
     def note_scaler(self, name: str) -> None:
-        """Records the GradScaler that has stepped this model's optimizer; empty: none. Before the
-        first call, all registered scalers are assumed to scale this model's loss."""
+        """Records the GradScaler that has stepped this model's optimizer; empty: no scaler. Before
+        the first call, all registered scalers are assumed to scale this model's loss."""
         if name != self._scaler:
             self._scaler = name
             self._units = self._session.registered.loss_scale(name) * self._divisor

@@ -1,4 +1,4 @@
-"""What an actor of a run on Ray starts, without Ray."""
+"""Commands of the actors of a run on Ray. Ray is not needed."""
 
 from __future__ import annotations
 

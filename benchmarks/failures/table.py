@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,13 +26,13 @@ _MODELS: Final = ("gpt", "cnn")
 _PROBE_STEPS: Final = 60
 _PROBE_LONGEST_S: Final = 900.0
 _FEWEST_STEPS: Final = 100
-SCHEDULE: Final = Schedule(mean_gap_s=8, shortest_gap_s=5, longest_absence_s=3)
-QUICK_SCHEDULE: Final = Schedule(mean_gap_s=4, shortest_gap_s=3, longest_absence_s=2)
+SCHEDULE: Final = Schedule(mean_gap_s=20, shortest_gap_s=12, longest_absence_s=4)
+QUICK_SCHEDULE: Final = Schedule(mean_gap_s=10, shortest_gap_s=7, longest_absence_s=3)
 LAUNCH_S: Final = 12.0
 """Seconds until torchrun's first step beyond which all times of the schedule grow in proportion."""
-NO_FAULTS_S: Final = 20.0
+NO_FAULTS_S: Final = 40.0
 """About how long torch DDP takes without faults, by which the number of steps is chosen."""
-QUICK_NO_FAULTS_S: Final = 5.0
+QUICK_NO_FAULTS_S: Final = 12.0
 _POINTS: Final = 400
 """Most points of a row's progress in the report."""
 
@@ -133,7 +134,7 @@ def interval(*, saving_s: float, step_s: float, mean_gap_s: float) -> int:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 15 minutes; quick: about 7."""
+    """Runs the benchmark described in the module. About half an hour; quick: about 15 minutes."""
     schedule = QUICK_SCHEDULE if options.quick else SCHEDULE
     lasting_s = QUICK_NO_FAULTS_S if options.quick else NO_FAULTS_S
     measured = [each for model in _MODELS for each in _of_model(model, schedule, seconds=lasting_s)]
@@ -228,11 +229,20 @@ def _measured(
         run_it = partial(run, measured.name, candidate.start, extent, longest_s=longest_s)
         if without is None:
             measured.without = run_it()
+            _say(f"{measured.name}: {measured.without.time_s:.1f} s without faults")
         if schedule is not None:
             measured.faulty = run_it(schedule.faults())
+            kills = len(measured.faulty.absences)
+            _say(f"{measured.name}: {measured.faulty.time_s:.1f} s with {kills} kills")
     except MeasurementError as error:
         measured.failure = str(error)
+        _say(f"{measured.name} failed: {error}")
     return measured
+
+
+def _say(line: str) -> None:
+    """Shows the progress, since the table takes half an hour."""
+    print(line, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------- the table

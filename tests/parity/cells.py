@@ -345,10 +345,7 @@ def refused_compression(row: str, compressor: str) -> str | None:
     """Returns the message of the ConfigurationError, or None if the strategy compresses."""
     strategy = ROWS[row].strategy
     if strategy not in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
-        return (
-            "which does not support compression; use ddp, zero1, zero2, zero3, fsdp or "
-            "async_sgd, or leave gradient_compression out"
-        )
+        return "use ddp, zero1, zero2, zero3, fsdp or async_sgd, or leave gradient_compression out"
     if compressor == "powersgd" and strategy != "ddp":
         return (
             "the compressor needs whole matrices on every rank, but this strategy shards "

@@ -94,16 +94,16 @@ _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfigurat
 
 
 def init() -> None:
-    """Joins the cluster that `shoal run` has started. Without one, this process becomes a world of
-    one. Further calls do nothing. A rank of `shoal.launch`, or a process under `mpiexec`, joins the
-    other ranks without a coordinator (docs/explanation/backends.md#mpi).
+    """Joins the cluster that `shoal run` has started. If `shoal run` did not start this process, it
+    becomes a world of one. Further calls do nothing. A rank of `shoal.launch`, or a process under
+    `mpiexec`, joins the other ranks without a coordinator (docs/explanation/backends.md#mpi).
 
     In a new job, blocks until this member has a rank.
 
     Raises:
-        ConfigurationError: the environment contradicts itself.
-        DeadlineError: no coordinator, or fewer than the job's minimum of workers, within
-            SHOAL_RENDEZVOUS_TIMEOUT_S.
+        ConfigurationError: environment variables contradict each other.
+        DeadlineError: the coordinator cannot be reached, or fewer workers than the job's minimum
+            arrive, within SHOAL_RENDEZVOUS_TIMEOUT_S.
     """
     if find_session() is None:
         open_session()
@@ -208,20 +208,20 @@ def as_distributed(
     config: ShardingConfiguration | None = None,
     **options: Any,
 ) -> Any:
-    """Distributes a model and its optimizer over the ranks of the job. Returns a pair for a pair,
-    and a model for a model alone.
+    """Distributes a model and its optimizer across the ranks of the job. Returns the distributed
+    model and optimizer, or only the model if `optimizer` is None.
 
     All ranks start with rank 0's weights; other ranks may pass a model on the `meta` device. The
     model is moved to `shoal.device()`.
 
-    Several models in one loop (a generator and a discriminator) are passed together, as tuples of
-    models and of optimizers, one for each model; the results are tuples too. For a batch, each
-    optimizer steps at most once, in any order. All their updates count, or are undone, as one step
-    of the run. `step()` returns PENDING until the last of them has stepped.
+    Several models in one loop (a generator and a discriminator) are passed together, as a tuple of
+    models and a tuple with one optimizer per model; the results are tuples too. Each optimizer may
+    step at most once per batch, in any order. All their updates are committed or undone together,
+    as one step of the run. `step()` returns PENDING until the last of them has stepped.
 
     Args:
-        model: the user's unsharded module; or several.
-        optimizer: made from `model.parameters()`; for several models, one for each. With
+        model: the user's unsharded module, or a tuple of modules.
+        optimizer: optimizer of `model.parameters()`, or a tuple with one for each model. With
             `GradientCompressionOptimizer(optimizer, compressor)`, gradients are sent compressed.
         strategy: how the ranks share the work; see the strategies' pages.
         backend: "gloo" or "nccl"; None: nccl if CUDA is available, otherwise gloo. In
@@ -230,9 +230,9 @@ def as_distributed(
         **options: fields of `ShardingConfiguration`, or options of the strategy.
 
     Raises:
-        ConfigurationError: an unknown strategy, backend or option, or values that cannot work
-            together.
-        PreconditionError: called a second time in this process.
+        ConfigurationError: an unknown strategy, backend or option, or values that exclude each
+            other.
+        PreconditionError: this process has already called this function.
     """
     several = isinstance(model, tuple | list)
     models, optimizers = _in_pairs(model, optimizer)
@@ -345,7 +345,7 @@ def as_distributed_for_high_bandwidth(
     """Calls `as_distributed` with `ShardingConfiguration.for_high_bandwidth()`: buckets of 100 MiB
     and no compression.
 
-    `options`: arguments of `as_distributed`, which override these settings. Measured in T9 and
+    `options`: arguments of `as_distributed`, which override these settings. For measurements, see
     docs/explanation/compression.md#presets.
     """
     return as_distributed(
@@ -374,7 +374,7 @@ def as_distributed_for_low_bandwidth(
     `gradient_compression` is "powersgd" (rank 4) with ddp, "topk" (1 %) if gradients are sharded or
     pushed (zero1, zero2, zero3, fsdp, async_sgd), and none with other strategies, which do not
     compress. An optimizer with a compressor (`GradientCompressionOptimizer`) keeps its compressor.
-    `options`: arguments of `as_distributed`, which override these settings. Measured in T9 and
+    `options`: arguments of `as_distributed`, which override these settings. For measurements, see
     docs/explanation/compression.md#presets.
     """
     chosen = (
@@ -392,25 +392,25 @@ def register_state(**objects: Any) -> RunValues:
 
     Objects must have state_dict and load_state_dict. Plain values (numbers, strings, None, tensors,
     and lists, tuples, sets and dictionaries of them) become attributes of the result. All ranks
-    read and write them there equally:
+    must read and write them in the same way:
 
         run = shoal.register_state(best=0.0)
         ...
         run.best = max(run.best, accuracy)
 
-    After a lost step, an object is restored to its state at the time when the script received that
-    step's batch. All changes that the script makes until the batch is repeated are undone. In a
-    loop without a Shoal loader, it is restored to its state at the beginning of the step, and
+    After an aborted step, an object is restored to its state when the script received that step's
+    batch. All changes that the script makes before the batch is repeated are undone. In a loop
+    without a Shoal loader, an object is restored to its state at the beginning of the step, and
     changes after `optimizer.step()` are kept. For this purpose `state_dict()` is called in every
     step of a job. Objects with more than 64 MiB of tensors, or 256 KiB of other values, are not
     restored, and a warning is logged. The `step` of registered schedulers and the `update` of
-    registered gradient scalers do nothing after a lost step.
+    registered gradient scalers do nothing after an aborted step.
 
     Returns:
         The plain values; empty if none were given.
 
     Raises:
-        ConfigurationError: an object without the two methods, or a name that is already used.
+        ConfigurationError: an object lacks one of the two methods, or a name is already used.
     """
     session = current_session()
     values = values_in(objects)
@@ -442,26 +442,28 @@ def evaluate(
     *,
     every_steps: int | None = None,
 ) -> dict[str, float] | None:
-    """Evaluates a model on all ranks together. Returns the sums of the results of `fn(model,
-    batch)` over all batches of `loader`, each counted once.
+    """Evaluates a model, with the batches distributed across all ranks. Returns the sums of the
+    results of `fn(model, batch)` over all batches of `loader`, each counted once.
 
     `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation
-    mode, without gradients. Called on every rank, between steps; every rank receives the result. If
-    a rank fails meanwhile, its batches are reassigned. Global random generators are seeded for each
-    batch by its number, so noise or dropout in `fn` does not depend on the number of ranks.
+    mode, without gradients. Must be called on every rank, between steps; every rank receives the
+    result. If a rank fails during the evaluation, its batches are reassigned. Global random
+    generators are seeded for each batch by its number, so noise or dropout in `fn` does not depend
+    on the number of ranks.
 
     Args:
-        model: from `as_distributed`, or any module that is equal on all ranks.
+        model: from `as_distributed`, or any module that is the same on all ranks.
         loader: an `ElasticDataLoader(train=False)`, or any loader with a length that gives the same
             batches on every rank.
         fn: called with the model and one batch.
         every_steps: evaluate only after a committed step whose number in the run is a multiple of
-            this, otherwise return None: for a call in every iteration, after `optimizer.step()`.
-            All ranks decide alike, including joiners, and never twice for one step.
+            this, otherwise return None. Use it if this function is called in every iteration, after
+            `optimizer.step()`. All ranks, including joiners, decide in the same way, and never
+            twice for one step.
 
     Raises:
         ConfigurationError: a loader whose batches cannot be distributed (it has no length, for
-            example), or that draws other samples on each rank; or an `fn` that does not return
+            example), or that draws different samples on each rank; or an `fn` that does not return
             sums.
         PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a
             step (STEP_NOT_FINISHED).
@@ -486,37 +488,37 @@ def save_checkpoint(
     every_steps: int | None = None,
     frozen: Literal["write", "reference"] = "write",
 ) -> None:
-    """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Called
-    on every rank, between steps.
+    """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Must be
+    called on every rank, between steps.
 
-    The state is copied before this returns. `directory/step-<n>` is written in the background, and
-    renamed into place once it is complete. An error of an earlier save is raised here. Joiners save
-    nothing. If a rank fails before its shard is written, this checkpoint is abandoned, and the one
-    before stays the newest. Rows of sparse tables are read from the servers; under ddp, all ranks
-    do so before this returns.
+    The state is copied before this function returns. `directory/step-<n>` is written in the
+    background, and renamed into place once it is complete. An error of an earlier save is raised
+    here. In a joiner, the call does nothing. If a rank fails before its shard is written, this
+    checkpoint is abandoned, and the previous one remains the newest. Rows of sparse tables are read
+    from the servers; under ddp, all ranks do so before this function returns.
 
     Args:
-        directory: shared by all ranks, or local to the first rank's machine. Or a URL of an object
-            storage, such as "s3://bucket/run": the checkpoint is written to a local directory
-            (SHOAL_STAGING_DIR) and uploaded in the background.
+        directory: a directory that all ranks share, or that is local to the first rank's machine;
+            or the URL of an object storage, such as "s3://bucket/run": in that case, the checkpoint
+            is written to a local directory (SHOAL_STAGING_DIR) and uploaded in the background.
         keep: number of the newest checkpoints to keep; >= 1.
         best: metric of the state, the same on every rank, such as the accuracy from
             `shoal.evaluate`. The run's checkpoint with the best metric is kept in addition to the
-            newest, whatever later saves report; of equal ones, the earliest is kept. NaN or None:
-            not measured. Infinite values are refused.
+            newest ones; if several have the same metric, the earliest is kept. NaN or None: not
+            measured. Infinite values are refused.
         mode: "min": smaller values of `best` are better; "max": larger. Required with `best`.
         sharded: True: if the state is sharded (zero1, zero2, zero3, fsdp, hsdp), each rank writes
-            its own part, and nothing is gathered; a directory that not all ranks see is an
-            error. None: the same, but if not all ranks see the directory, the first rank
+            its own part, and nothing is gathered; an error is raised unless all ranks see the
+            directory. None: the same, but if some ranks do not see the directory, the first rank
             gathers and writes everything. False: the first rank always does so.
-        every_steps: save only after a committed step whose number in the run is a multiple of
-            this; for a call in every iteration, after `optimizer.step()`. All ranks decide
-            equally, including joiners, and never twice for one step.
+        every_steps: save only after a committed step whose number in the run is a multiple of this;
+            use it if this function is called in every iteration, after `optimizer.step()`. All
+            ranks, including joiners, decide in the same way, and never twice for one step.
         frozen: for parameters that were not trained at `as_distributed`, such as the base model of
-            an adapter. "write": their values are in files that the checkpoints of the directory
-            share (hard links, or else copies), so that they are written once and every checkpoint
-            is complete. "reference": only their digests are saved; `resume` then needs a model
-            with the same values from the script, and `load_full_state` needs `base`.
+            an adapter. "write": their values are stored in files that the checkpoints in the
+            directory share (hard links, or copies where links are impossible), so every checkpoint
+            is complete. "reference": only their digests are saved; `resume` then needs a model with
+            the same values from the script, and `load_full_state` needs `base`.
 
     Raises:
         PreconditionError (STEP_NOT_FINISHED): `every_steps` inside a step.
@@ -532,9 +534,7 @@ def save_checkpoint(
             long.
     """
     if keep < 1:
-        raise ConfigurationError(
-            f"save_checkpoint(keep={keep}): expected a whole number of at least 1"
-        )
+        raise ConfigurationError(f"save_checkpoint(keep={keep}): expected a positive integer")
     if frozen not in ("write", "reference"):
         raise ConfigurationError(
             f'save_checkpoint(frozen={frozen!r}): expected "write" or "reference"'
@@ -574,13 +574,13 @@ def _metric(best: float | torch.Tensor | None, mode: str | None) -> float | None
 
 
 def resume(directory: str | Path) -> bool:
-    """Continues from the newest checkpoint in `directory`. Returns whether there was one. Called on
-    every rank, before the loop.
+    """Continues from the newest checkpoint in `directory`. Returns whether there was one. Must be
+    called on every rank, before the loop.
 
     The first rank reads the checkpoint (complete or in shards, saved under any strategy on any
-    number of ranks) and sends it to the others. In a joiner this does nothing, because the peers'
-    state is newer. The parameter servers receive the rows of sparse tables: always under ddp; under
-    async_sgd only rows that are still untrained there.
+    number of ranks) and sends it to the others. In a joiner, the call does nothing, because the
+    peers' state is newer. The parameter servers receive the rows of sparse tables: under ddp all
+    rows; under async_sgd only rows that have not been trained on the servers yet.
 
     Args:
         directory: the directory or URL passed to `save_checkpoint`.
@@ -588,10 +588,10 @@ def resume(directory: str | Path) -> bool:
     Raises:
         PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object storage refuses the credentials.
         UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the object storage has failed for too long.
-        CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release;
-            or it was saved with `frozen="reference"`, and the model's frozen parameters have other
-            values (BASE_MODEL_DIFFERS). Nothing is changed.
-        ConfigurationError: `directory` is itself one checkpoint, or a file.
+        CorruptDataError: the newest checkpoint is damaged, or belongs to a different model or a
+            newer release; or it was saved with `frozen="reference"`, and the model's frozen
+            parameters have different values (BASE_MODEL_DIFFERS). Nothing is changed.
+        ConfigurationError: `directory` is a checkpoint itself, or a file.
     """
     session = current_session()
     return load_newest(session, Place.of(directory, session.settings))
@@ -605,26 +605,27 @@ def load_full_state(
     average: int | None = None,
     base: nn.Module | Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the state of the model, or of an average of it, in a checkpoint, under the original
-    module's names, for `module.load_state_dict`. Needs no session and no ranks.
+    """Returns the state of the model, or of an average of it, from a checkpoint, for
+    `module.load_state_dict`: keys are the original module's names. Can be called without a session.
 
     Args:
-        path: a directory or URL passed to `save_checkpoint`, of which the newest checkpoint is
-            read, or one `step-<n>` in it.
+        path: a directory or URL passed to `save_checkpoint`, to read its newest checkpoint; or one
+            `step-<n>` in it.
         model: index of the model in a run that trained several, in the order of `as_distributed`.
         best: read the checkpoint with the best metric of the newest run in the directory, instead
-            of the newest: see `best` of `save_checkpoint`.
-        average: index of the `AveragedModel` to read instead of the model, in the order in which
-            the script created them: 0 for the only one.
+            of the newest checkpoint; see `best` of `save_checkpoint`.
+        average: index of the `AveragedModel` to read instead of the model, in order of creation; 0
+            if the script created only one.
         base: for a checkpoint saved with `frozen="reference"`: the model as it was before
             `as_distributed`, or its state dict. It provides the values of the frozen parameters.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or with `best` none with a metric; the
-            checkpoint has several models and `model` names none of them; it has no such average;
-            or both `model` and `average` are given.
-        CorruptDataError: the checkpoint is damaged, foreign or of a newer release; or it needs
-            values of frozen parameters that `base` lacks (BASE_MODEL_DIFFERS).
+        ConfigurationError: there is no checkpoint, or none with a metric if `best` is set; the
+            checkpoint has several models and `model` is not the index of one; it has no such
+            average; or both `model` and `average` are given.
+        CorruptDataError: the checkpoint is damaged, or was written by a different program or a
+            newer release; or it needs values of frozen parameters that `base` lacks
+            (BASE_MODEL_DIFFERS).
     """
     values = base.state_dict() if isinstance(base, nn.Module) else base
     with downloaded(path, WorkerSettings(), best=best) as found:
@@ -633,13 +634,13 @@ def load_full_state(
 
 
 def report(**numbers: float | torch.Tensor) -> None:
-    """Reports this rank's loss, and up to 16 numbers with other names, to `shoal status`, `shoal
-    top`, the status page, trackers (`track`) and the plot of the run (`shoal run --plot`):
+    """Reports this rank's loss, and up to 16 other numbers, to `shoal status`, `shoal top`, the
+    status page, trackers (`track`) and the plot of the run (`shoal run --plot`):
     `shoal.report(loss=loss, accuracy=0.98)`. The loss is also exported to Prometheus. `train_step`
     reports its loss itself.
 
-    Cheap enough for every step: a number on a GPU is copied once the GPU has computed it, and the
-    loop does not wait for that. Each name keeps its last value.
+    Can be called in every step: a number on a GPU is copied in the background once the GPU has
+    computed it. Each name keeps its last value.
 
     Raises:
         ConfigurationError: a value is not a single number, or there are too many names.
@@ -648,55 +649,56 @@ def report(**numbers: float | torch.Tensor) -> None:
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """Returns the sum of all ranks' values, or with another `op` their "mean", "max" or "min".
-    Every rank calls it, between steps.
+    """Returns the sum of all ranks' values, or their mean, maximum or minimum with `op="mean"`,
+    "max" or "min". Must be called on every rank, between steps.
 
     Values are numbers, tensors of one shape, and lists, tuples and dictionaries of them, with the
     same structure on all ranks. The result is bitwise the same on all ranks. The call survives
     faults, as `evaluate` does: if a rank fails, the result is the sum over the remaining ranks. In
-    a joiner that replays its script (`is_joining`), the result is the joiner's own value. Intended
-    for metrics and decisions, because all values are gathered on every rank. The strategy handles
-    gradients and other large tensors.
+    a joiner that is replaying its script (`is_joining`), the result is the joiner's own value.
+    Intended for metrics and decisions, because all values are gathered on every rank. The strategy
+    handles gradients and other large tensors.
 
     Raises:
-        ConfigurationError: another `op`, or a value that cannot be summed.
-        PreconditionError: inside a step (STEP_NOT_FINISHED); ranks gave values of different shapes;
-            async_sgd, whose workers do not meet.
+        ConfigurationError: an unknown `op`, or a value that cannot be summed.
+        PreconditionError: inside a step (STEP_NOT_FINISHED); ranks passed values of different
+            shapes; or under async_sgd, where workers do not run in step.
     """
     return collectives.all_reduce(current_session(), value, op)
 
 
 def gather(value: Any) -> list[Any]:
-    """Returns all ranks' values, in rank order, on every rank. Every rank calls it, between steps.
+    """Returns all ranks' values, in rank order, on every rank. Must be called on every rank,
+    between steps.
 
-    Values are tensors (on the CPU, of any shape each), numbers, strings, None, and lists, tuples
+    Values are tensors (on the CPU; shapes may differ), numbers, strings, None, and lists, tuples
     and dictionaries of them. The call survives faults: the list has one entry for each remaining
-    rank. In a joiner that replays its script, the list contains only the joiner's value.
+    rank. In a joiner that is replaying its script, the list contains only the joiner's value.
 
     Raises:
-        ConfigurationError: a value of another kind.
+        ConfigurationError: a value of an unsupported type.
         PreconditionError: see `all_reduce`.
     """
     return collectives.gather(current_session(), value)
 
 
 def broadcast(value: Any = None, *, from_rank: int = 0) -> Any:
-    """Returns the value of rank `from_rank` on every rank; other ranks' values are ignored. Every
-    rank calls it, between steps.
+    """Returns the value of rank `from_rank` on every rank; other ranks' values are ignored. Must be
+    called on every rank, between steps.
 
-    Types of values and errors are the same as for `gather`. In a joiner that replays its script,
-    the result is the joiner's own value. Use `register_state` for values that must be the same
-    there.
+    Types of values and errors are the same as for `gather`. In a joiner that is replaying its
+    script, the result is the joiner's own value. Use `register_state` for values that must be the
+    same on a joiner as on its peers.
     """
     return collectives.broadcast(current_session(), value, from_rank)
 
 
 def barrier() -> None:
-    """Waits until all ranks have called this function or failed. Called between steps; raises the
-    same errors as `all_reduce`.
+    """Waits until all ranks have called this function or failed. Must be called between steps;
+    raises the same errors as `all_reduce`.
 
-    For work that one rank does before the others, use `main_first`: its wait is not mistaken for a
-    hang.
+    For work that one rank does before the others, use `main_first`: waiting in it is not mistaken
+    for a hang.
     """
     collectives.barrier(current_session())
 
@@ -707,18 +709,19 @@ def process_group() -> ProcessGroup:
 
     The group supports all collectives of torch.distributed, including those of objects, with SUM,
     AVG, MAX, MIN and PRODUCT. After a fault, the remaining ranks repeat a call, provided that no
-    rank has asked for `get_rank(group)` or `get_world_size(group)`, and that the call needs
-    neither. Otherwise the first call after a change of ranks raises MembershipChanged
-    (RANKS_CHANGED) on all ranks and writes nothing: ask for both again, and repeat the call.
+    rank has called `get_rank(group)` or `get_world_size(group)`, and that the collective does not
+    depend on either. Otherwise the first collective after a change of ranks raises
+    MembershipChanged (RANKS_CHANGED) on all ranks without writing to its tensors: get rank and
+    world size again, and repeat the collective.
 
     The group becomes torch's default group, so that `torch.distributed.is_initialized()` is true
-    from then on. Without a job, and in a joiner that replays its script, the group is a world of
-    one. The joiner's `get_rank` is -1, so that the joiner is not mistaken for rank 0.
+    from then on. Without a job, and in a joiner that is replaying its script, the group is a world
+    of one. The joiner's `get_rank` is -1, so that the joiner is not mistaken for rank 0.
 
     Raises:
         PreconditionError: the script has called `torch.distributed.init_process_group`
-            (DEFAULT_GROUP_EXISTS). Its calls raise it inside a step (STEP_NOT_FINISHED), under
-            async_sgd, and for messages between two ranks.
+            (DEFAULT_GROUP_EXISTS). The group's collectives also raise it inside a step
+            (STEP_NOT_FINISHED), under async_sgd, and for messages between two ranks.
     """
     return torch_calls.process_group(current_session())
 
@@ -728,36 +731,37 @@ def whole_batch(tensor: torch.Tensor, /) -> torch.Tensor: ...
 @overload
 def whole_batch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
 def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Returns the rows of all ranks' samples in a step, in the order of the global batch. For
+    """Returns the rows of all ranks' samples in a step, in the order of the global batch. Used for
     losses that compare samples, such as contrastive losses.
 
-    Each rank computes the loss of the whole batch from these rows. The step then equals that of one
-    process, up to rounding, however the batch is divided over the ranks. Gradients are propagated
-    to each rank's own rows. Every rank calls it, in the same order and equally often, and later
-    computations must be the same on all ranks (no dropout there). Without other ranks, and outside
-    of steps, as in evaluation, it returns the rank's own rows.
+    Each rank computes the loss of the whole batch from these rows. The result of the step then
+    equals that of a single process, up to rounding, regardless of how the batch is split across
+    ranks. Gradients are propagated to each rank's own rows. Must be called on every rank, in the
+    same order and the same number of times. Later computations must be the same on all ranks (no
+    dropout). If there is only one rank, and outside of steps, as in evaluation, the function
+    returns the rank's own rows.
 
     Args:
-        tensors: one, or several with the same number of rows, of shapes (rows, ...): features,
-            labels. Ranks may have different numbers of rows.
+        tensors: one tensor, or several with the same number of rows, such as features and labels.
+            Shapes: (rows, ...). Ranks may have different numbers of rows.
 
     Returns:
-        A tensor of shape (all rows, ...), or a tuple of them for several.
+        A tensor of shape (all rows, ...), or a tuple of such tensors if several were passed.
 
     Raises:
-        ConfigurationError: tensors without rows, or with different numbers of them; loaders with
+        ConfigurationError: tensors without rows, or with different numbers of rows; loaders with
             micro_batch_size=; loss_reduction="sum"; tensor, pipeline, hybrid, local_sgd and
-            async_sgd, whose ranks do not meet in passes with samples of their own.
-        PreconditionError: before `as_distributed`; or ranks gave tensors of different kinds
-            (RANKS_DIVERGED).
+            async_sgd, where ranks do not run each pass together on their own samples.
+        PreconditionError: called before `as_distributed`; or ranks passed tensors of different
+            kinds (RANKS_DIVERGED).
     """
     whole = whole_batches.whole_batch(current_session(), tensors)
     return whole[0] if len(whole) == 1 else tuple(whole)
 
 
 def print_once(*values: Any, **options: Any) -> None:
-    """Calls `print` on only one rank: the first rank that has the run's state. No rank waits for
-    another."""
+    """Calls `print` on only one rank: the first rank that has the run's state. Does not wait for
+    other ranks."""
     if is_main_process():
         print(*values, **options)  # noqa: T201 - what it is for
 
@@ -766,8 +770,8 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
     """Context for work that one process of each machine does before the others, such as a download,
     filling a cache, or compiling an extension.
 
-    The first process to arrive runs the block alone and receives True. The others run it
-    afterwards, receive False, and find the work done. If the first process fails within the block,
+    The first process to arrive runs the block alone and receives True. The others run it afterwards
+    and receive False; the work is done by then. If the first process fails within the block,
     another takes its place. Under `shoal run`, a process that later replaces a failed one also
     receives False: the work is done once per machine and run. May be used anywhere, also before
     `init()`.
@@ -784,28 +788,29 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
 
 
 def track(*sinks: Sink, every_steps: int = 10) -> None:
-    """Writes loss, speed, ranks, faults and joins to `sinks`, once every `every_steps` steps:
+    """Writes loss, speed, ranks, faults and joins to `sinks`, every `every_steps` steps:
     `shoal.TensorBoard("runs/digits")`, `shoal.MLflow("digits")`, `shoal.WandB("digits")`,
     `shoal.OpenTelemetry()`.
 
-    Called once, before the loop, on every rank. The first rank writes, and if it fails, the next
-    rank continues in the same run; OpenTelemetry receives data of all ranks. After a resume,
+    Must be called once on every rank, before the loop. The first rank writes, and if it fails, the
+    next rank continues in the same run; OpenTelemetry receives data from all ranks. After a resume,
     repeated steps appear only once. The loss is the one reported by the writing rank
-    (`shoal.report`), or by `train_step`. Training never waits for a tracker: its reports are
-    buffered while it is away.
+    (`shoal.report`), or by `train_step`. Training never waits for a tracker: reports are buffered
+    while the tracker is unreachable.
 
     Raises:
-        ConfigurationError: `every_steps` below 1.
+        ConfigurationError: `every_steps` is below 1.
     """
     _track(current_session(), sinks, every_steps=every_steps)
 
 
 def is_main_process() -> bool:
-    """Returns True in the one process that writes files and reports for all: the first rank that
-    has the run's state. False in a joiner that replays its script (`is_joining`).
+    """Returns True in the one process that writes files and reports on behalf of all ranks: the
+    first rank that has the run's state. Returns False in a joiner that is replaying its script
+    (`is_joining`).
 
-    The process stays the same when other ranks join or fail. If it fails itself, another process
-    takes its place, so call this function each time:
+    The process stays the same when other ranks join or fail. If the process itself fails, another
+    one takes its place, so call this function each time:
 
         if shoal.is_main_process(): torch.save(state, "best.pt")
     """
@@ -813,8 +818,8 @@ def is_main_process() -> bool:
 
 
 def is_joining() -> bool:
-    """Returns True in a joiner until its first live batch, which it reaches by replaying its
-    script."""
+    """Returns True in a joiner that is still replaying its script and has not received its first
+    live batch."""
     return current_session().is_joining
 
 
@@ -822,15 +827,15 @@ def rank() -> int:
     """Returns this process's rank in its newest generation. The rank changes when members join and
     leave.
 
-    Returns -1 in a joiner that replays its script (`is_joining`): it has no rank yet, and must not
-    do what rank 0 does for all. After `shutdown()`, returns the rank that the process had.
+    Returns -1 in a joiner that is replaying its script (`is_joining`), which has no rank yet and
+    must not act as rank 0. After `shutdown()`, returns the rank that the process had.
     """
     return current_session().script_placement.rank
 
 
 def world_size() -> int:
-    """Returns the number of ranks in this process's newest generation; -1 in a joiner that replays
-    its script. After `shutdown()`, returns the last number."""
+    """Returns the number of ranks in this process's newest generation; -1 in a joiner that is
+    replaying its script. After `shutdown()`, returns the last number."""
     return current_session().script_placement.world_size
 
 
@@ -840,7 +845,7 @@ def generation() -> int:
 
 
 def device() -> torch.device:
-    """Returns the device of this rank: its own GPU with CUDA, otherwise the CPU."""
+    """Returns the device of this rank: its own GPU if CUDA is available, otherwise the CPU."""
     return current_session().device
 
 

@@ -1,5 +1,5 @@
-"""Data workers and helper threads of this process. Ensures that no process hangs because it waits
-for one of them that has failed."""
+"""Data workers and helper threads of this process. Ensures that no process waits forever for a data
+worker or thread that has failed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LONGEST: Final = 107
 """Maximum length of a Unix socket's path, in bytes."""
 _SOCKET: Final = len("/pymp-12345678/listener-12345678")
 """Number of characters that multiprocessing appends to the temporary directory."""
-# multiprocessing creates a directory of its own in it, with mode 0700
+# multiprocessing creates its own subdirectory in it, with mode 0700
 _SHORT: Final = "/tmp"  # noqa: S108
 
 
 def keep_socket_paths_short() -> None:
-    """Makes multiprocessing use /tmp if the name of the temporary directory is too long. Called
-    before data workers start, because they pass tensors through sockets in that directory. If a
-    socket's path is too long, multiprocessing loses each batch and only prints an error.
+    """Makes multiprocessing use /tmp if the name of the temporary directory is too long. Must be
+    called before data workers start, because they pass tensors through sockets in that directory.
+    If a socket's path is too long, multiprocessing loses each batch and only prints an error.
 
     Raises:
         ConfigurationError: /tmp cannot be written to."""
@@ -75,7 +75,7 @@ def explained_pickling(num_workers: int) -> Iterator[None]:
 
 def check_not_imported_again() -> None:
     """Raises ConfigurationError if this process is a data worker that is importing the script, as
-    happens with every start method except "fork". Otherwise the script would begin to train in the
+    happens with every start method except "fork". Otherwise the script would start training in the
     data worker."""
     process = multiprocessing.process.current_process()
     if getattr(process, "_inheriting", False):  # same test as in multiprocessing itself
@@ -119,12 +119,12 @@ _AWAITED: Final = frozenset(
     )
 )
 """Threads that live as long as the process is part of a job. The training thread or its peers wait
-for them."""
+for them, so an exception that ends one is reported."""
 
 
 def report_dead_threads(report: Callable[[str], object]) -> None:
-    """Sets the function that is called when one of Shoal's own threads has ended with an exception,
-    after the traceback was printed."""
+    """Sets the function to call with a message when one of Shoal's own threads has ended with an
+    exception, after the traceback was printed."""
     before = threading.excepthook
 
     def note(arguments: threading.ExceptHookArgs) -> None:

@@ -30,13 +30,12 @@ class ShardingConfiguration:
     bucket_cap_mb: int = 25
     """Maximum size of one all-reduce of gradients, in MiB; >= 1."""
     minimum_parameter_group_size: int = 1024
-    """Minimum number of elements sent together; >= 1. A smaller rest is added to the previous
-    bucket."""
+    """Minimum number of elements sent together; >= 1. If fewer elements remain, they are added to
+    the previous bucket."""
     gradient_compression: str | Mapping[str, Any] | GradientCompressor | None = None
     """Compression of gradients. None: no compression. Otherwise a compressor's name ("bf16",
     "topk", ...), a name with settings ({"name": "topk", "ratio": 0.001}), or a
-    `GradientCompressor`, to which the other forms are converted. See
-    docs/strategies/compression.md."""
+    `GradientCompressor`. See docs/strategies/compression.md."""
     loss_reduction: str = "mean"
     """Reduction of the loop's loss over a batch: "mean" or "sum"."""
     deterministic: bool = False
@@ -45,39 +44,38 @@ class ShardingConfiguration:
 
     consistency_check_every: int = 100
     """Number of steps between comparisons of the ranks' common values (replicas, mirrored shards)
-    by digests; 0: never. If values differ, ranks stop with the name of the tensor. The last step's
-    state is compared when ranks leave. A comparison reads all of a rank's state once."""
+    by digests; 0: never. If values differ, all ranks raise an error that names the tensor. The last
+    step's state is compared when ranks leave. A comparison reads a rank's state once."""
 
     param_dtype: torch.dtype | None = None
-    """Dtype in which parameters and inputs are used and parameters are fetched, such as
-    torch.bfloat16. Each rank updates its shards in the parameters' own dtype. None: the parameters'
-    own dtype. Not for ddp, where `torch.autocast` can be used."""
+    """Dtype of parameters and inputs during computation, and of gathered parameters, such as
+    torch.bfloat16. Each rank updates its shards in the parameters' own dtype. None: no conversion.
+    Not for ddp, where `torch.autocast` can be used."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are sent. Each gradient is summed in at least float32 and rounded
-    once. None: the dtype of the sum. For ddp, use `gradient_compression="bf16"`."""
+    """Dtype of gradients on the wire. Each gradient is summed in at least float32 and rounded once.
+    None: the dtype of the sum. For ddp, use `gradient_compression="bf16"`."""
     shard_modules: Sequence[type[nn.Module] | str] | None = None
-    """Units that zero3, fsdp and hsdp gather at once: classes of modules, or names of submodules.
-    None: the children of containers that repeat a class (the layers of a transformer), if they have
-    at least `minimum_parameter_group_size` elements."""
+    """Modules that zero3, fsdp and hsdp gather as one unit each: classes of modules, or names of
+    submodules. None: the children of containers that repeat a class (the layers of a transformer),
+    if they have at least `minimum_parameter_group_size` elements."""
     prefetch_blocks: int | None = None
-    """Number of blocks that zero3, fsdp and hsdp gather ahead of the computing block, each entirely
-    in memory meanwhile; 0: none. None: 1. Larger values hide slower links, or blocks that are
-    computed faster than the next one is fetched. The same on all ranks."""
+    """Number of blocks that zero3, fsdp and hsdp gather ahead of the block being computed. Each
+    takes its full size in memory. 0: none. None: 1. Larger values help if links are slow, or if
+    some blocks are computed faster than the next one is gathered. Must be the same on all ranks."""
     activation_checkpointing: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] = False
     """Modules that recompute their activations in the backward pass instead of keeping them:
-    modules of the given classes, or those selected by a function. True: the children of containers
-    that repeat a class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
+    modules of the given classes, or modules selected by a function. True: the children of
+    containers that repeat a class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
     offload: Literal["cpu"] | Path | None = None
-    """Location of shards and optimizer state, which are also updated there. "cpu": host memory
-    (without a GPU they are there anyway). A directory: files in it, mapped into memory as far as
-    there is room. None: on the parameters' device. For strategies with sharded state."""
+    """Location where shards and optimizer state are stored and updated. "cpu": host memory (no
+    effect without a GPU). A directory: files in it, mapped into memory. None: on the parameters'
+    device. For strategies with sharded state."""
 
     mirrors: Literal["device", "host"] | None = None
-    """Location between updates of the mirrors of zero1, zero2, zero3 and fsdp: copies of other
-    ranks' shards and their optimizer state. "device": on the device. "host": in the host's pinned
-    memory, from which they are copied to the device for each update. None: on the device, until
-    more than 80 % of its memory has been in use at once. Results are bitwise the same. No effect
-    without a GPU."""
+    """Location of the mirrors of zero1, zero2, zero3 and fsdp (copies of other ranks' shards and
+    optimizer state) between updates. "device": on the device. "host": in the host's pinned memory;
+    they are copied to the device for each update. None: on the device until peak usage of its
+    memory exceeds 80 %, then on the host. Results are bitwise the same. No effect without a GPU."""
 
     def __post_init__(self) -> None:
         for field, unit in (("bucket_cap_mb", "MiB"), ("minimum_parameter_group_size", "elements")):
@@ -168,7 +166,7 @@ class ShardingConfiguration:
 
     @property
     def compressor(self) -> GradientCompressor | None:
-        """Compressor selected by `gradient_compression`; None if there is none."""
+        """Compressor selected by `gradient_compression`; None if gradients are not compressed."""
         return (
             self.gradient_compression
             if isinstance(self.gradient_compression, GradientCompressor)
@@ -177,7 +175,7 @@ class ShardingConfiguration:
 
     @property
     def blocks_ahead(self) -> int:
-        """Value of `prefetch_blocks`, or its default."""
+        """Value of `prefetch_blocks`, or 1 if that is None."""
         return 1 if self.prefetch_blocks is None else self.prefetch_blocks
 
     @classmethod
@@ -189,14 +187,14 @@ class ShardingConfiguration:
     @classmethod
     def for_low_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
         """Returns settings for slow links (1 Gbit/s and less): `gradient_compression="powersgd"` of
-        rank 4. According to T9, it is among the fastest compressors and hardly increases the number
-        of steps with any optimizer. Buckets have the default size, because little is sent. For ddp:
-        strategies that shard gradients need another compressor, which
-        `as_distributed_for_low_bandwidth` selects."""
+        rank 4. In measurements (docs/explanation/compression.md#presets), it is among the fastest
+        compressors and hardly increases the number of steps with any optimizer. Buckets have the
+        default size, because little is sent. Suitable for ddp; strategies that shard gradients need
+        a different compressor, which `as_distributed_for_low_bandwidth` selects."""
         return cls(**({"gradient_compression": "powersgd"} | overrides))  # type: ignore[arg-type]
 
     @classmethod
     def for_offload(cls, **overrides: object) -> ShardingConfiguration:
-        """Returns settings for models with shards and optimizer state that do not fit on the
-        device. Both are kept in host memory or, with `offload=Path(...)`, in files."""
+        """Returns settings for models whose shards and optimizer state do not fit on the device.
+        Both are kept in host memory or, with `offload=Path(...)`, in files."""
         return cls(**({"offload": "cpu"} | overrides))  # type: ignore[arg-type]

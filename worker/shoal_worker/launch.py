@@ -23,10 +23,9 @@ T = TypeVar("T")
 
 _TIMEOUT: Final = timedelta(seconds=300)
 _INTERRUPTED: Final = timedelta(seconds=0.5)
-"""Time for which Ctrl-C waits until the ranks have reached a collective, which then raises an error
-and ends them."""
+"""Time that ranks have, after Ctrl-C, to reach a collective, which then raises an error in them."""
 _INTERRUPTED_COMPUTING: Final = timedelta(seconds=5)
-"""Time for which Ctrl-C then waits for ranks that are still computing, after interrupting them."""
+"""Additional time that Ctrl-C waits for ranks that are still computing, after interrupting them."""
 
 
 def launch(
@@ -40,13 +39,13 @@ def launch(
 
     Each rank can use the public API as in a job, except that no rank joins or leaves.
     torch.distributed is initialized too (`dist.get_rank()` is the rank). Each rank has its own
-    random generators, which start in the state of the caller's; the caller's generators do not
-    change. Ranks take turns, so two runs give the same results. Ranks share everything else in the
-    process: `arguments` are the same objects on all ranks, so each rank must create, or copy, the
-    model that it trains, and a change to a global is seen by all ranks. Launches that run at the
-    same time, in several threads of the caller, share the generators too.
+    random generators, which start as copies of the caller's; the caller's generators do not change.
+    Ranks take turns, so two runs give the same results. Ranks share everything else in the process:
+    `arguments` are the same objects on all ranks, so each rank must create, or copy, the model that
+    it trains, and a change to a global is seen by all ranks. Launches that run at the same time, in
+    several threads of the caller, share the generators too.
 
-    A rank should wait for other ranks only by collectives and transfers. While ranks run,
+    A rank should wait for other ranks only in collectives and transfers. While ranks run,
     functional collectives cannot use the caller's own process groups.
 
     Args:
@@ -54,15 +53,15 @@ def launch(
         *arguments: arguments of `fn`.
         world_size: number of ranks; >= 1.
         backend: "inmemory".
-        timeout: maximum duration of each wait for other ranks, and of the wait for the end of the
-            other ranks after one has failed.
+        timeout: maximum duration of each wait for other ranks, and of the wait for the other ranks
+            to end after one has failed.
 
     Raises:
         ConfigurationError: a backend whose ranks are processes, a world size below 1, or a timeout
             that is not positive.
         Exception: the exception of the first rank that failed, with a note that names the rank. The
-            collectives of the other ranks then fail, so that these ranks end too. A second note
-            names ranks that have not ended after `timeout`; they continue to run.
+            other ranks' collectives then fail too, which ends these ranks. A second note names
+            ranks that have not ended after `timeout`; they continue to run.
     """
     if backend != "inmemory":
         raise ConfigurationError(
@@ -114,8 +113,8 @@ class _Ranks:
         raise error
 
     def _wait(self) -> list[int]:
-        """Waits until all ranks have ended, or one has failed. Returns the ranks that still run
-        after the timeout."""
+        """Waits until all ranks have ended, or one has failed and `timeout` has passed. Returns the
+        ranks that are still running."""
         for ended in self._ended:
             while not ended.is_set() and not self._failing.is_set():
                 ended.wait(0.05)
@@ -123,7 +122,7 @@ class _Ranks:
 
     def _still_running(self, limit: timedelta) -> list[int]:
         """Waits until all ranks have ended, for at most `limit` in total. Returns the ranks that
-        still run."""
+        are still running."""
         deadline = time.monotonic() + limit.total_seconds()
         running = []
         for rank, ended in enumerate(self._ended):
@@ -138,8 +137,8 @@ class _Ranks:
         return running
 
     def _interrupt(self, interruption: BaseException) -> None:
-        """Ends all ranks, including those that compute. If a rank were still inside torch when the
-        interpreter finalizes, the process would end with SIGABRT."""
+        """Ends all ranks, including ranks that are computing. If a rank were still inside torch
+        when the interpreter shuts down, the process would end with SIGABRT."""
         self._turns.end_all(f"the launch was interrupted: {type(interruption).__name__}")
         for rank in self._still_running(_INTERRUPTED):
             ident = ctypes.c_ulong(self._threads[rank].ident or 0)

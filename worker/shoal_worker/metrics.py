@@ -1,6 +1,7 @@
-"""Prometheus metrics of the worker, each with its help text. There is one registry per session.
+"""Prometheus metrics of the worker, each with its help text. Each session has its own registry.
 
-Periods and calls to services are also passed to followers, which trace them.
+Finished periods (such as a recovery) and calls to services are also passed to followers, which
+trace them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.calls = FinishedCalls()
-        """Interceptor of the calls of this worker to services."""
+        """Interceptor that measures this worker's calls to services."""
         self._period_followers: tuple[PeriodFollower, ...] = ()
         self.generation = Gauge(
             "shoal_worker_generation",
@@ -193,18 +194,18 @@ class WorkerMetrics:
     def generation_formed(
         self, *, number: int, member_id: str, rank: int, world_size: int, seconds: float
     ) -> None:
-        """Records this worker's place in a generation and the time that its formation took."""
+        """Records this worker's place in a generation and how long the generation took to form."""
         self.entered(number=number, member_id=member_id, rank=rank, world_size=world_size)
         self.reform_seconds.observe(seconds)
         self._period("generation", seconds, {"number": number, "world_size": world_size})
 
     def recovered(self, seconds: float) -> None:
-        """Records the pause of training at a failure."""
+        """Records how long a failure paused training."""
         self.recovery_seconds.observe(seconds)
         self._period("recovery", seconds, {})
 
     def joined(self, seconds: float, *, count: int) -> None:
-        """Records the pause of training in which `count` joiners received their state."""
+        """Records how long training paused while `count` joiners received their state."""
         self.join_seconds.observe(seconds)
         self._period("join", seconds, {"count": count})
 
@@ -248,8 +249,8 @@ class WorkerMetrics:
         self.transfer_seconds.inc(seconds)
 
     def follow_periods(self, follower: PeriodFollower) -> None:
-        """Registers a callback for periods: generation, recovery, join and checkpoint. The thread
-        in which a period ends calls it."""
+        """Registers a callback for periods: generation, recovery, join and checkpoint. Called on
+        the thread in which the period ends."""
         self._period_followers = (*self._period_followers, follower)
 
     def _period(self, name: str, seconds: float, attributes: Mapping[str, str | int]) -> None:

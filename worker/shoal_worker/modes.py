@@ -1,6 +1,6 @@
 """Training and evaluation mode of modules. The mode is set by calling the modules' own `train()`
-and `eval()`, because some modules do more there than set `training`. LoRA layers, for example,
-merge their weights."""
+and `eval()`, because these methods do more than set `training` in some modules. LoRA layers, for
+example, merge their weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 Modes = Sequence[tuple[nn.Module, bool]]
-"""Modules, the outermost first, each with True if it is in training mode."""
+"""Pairs of a module and True if it is in training mode, outermost module first."""
 
 
 def modes_of(model: nn.Module) -> Modes:
-    """Returns `model` and all its submodules, each with True if it is in training mode."""
+    """Returns the modes of `model` and all its submodules."""
     return [(module, module.training) for module in model.modules()]
 
 
@@ -30,8 +30,8 @@ def set_modes(modes: Modes) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which `model` is in evaluation mode. Afterwards each submodule has its previous
-    mode again. `model.train()` would not restore it, because users put some submodules, such as
+    """Context in which `model` is in evaluation mode. On exit, restores each submodule's previous
+    mode. `model.train()` would not do that, because users may have put some submodules, such as
     BatchNorms, into evaluation mode permanently."""
     modes = modes_of(model)
     model.eval()

@@ -1,11 +1,11 @@
 """Objects under a URL (`s3://bucket/run`, `gs://`, `az://`), through fsspec.
 
-An object appears complete or not at all, but several objects do not appear together, and nothing
-can be renamed. Credentials and endpoints are those of the provider's own variables and files.
-Every call blocks and may be repeated: it retries failures that may pass until `patience` is over.
-A request that transfers nothing for a time is canceled and counts as failed, because the providers'
-clients do not limit every wait (aiohttp waits for "100 Continue" without a deadline). Objects have
-no thread; any thread may call. Requests run in the event loop of fsspec's own thread.
+Writing one object is atomic, but writing several objects is not, and objects cannot be renamed.
+Credentials and endpoints come from the provider's own environment variables and files. Every call
+blocks, and retries temporary failures for up to `patience`; its caller may retry it as well. A
+request that makes no progress for a time is canceled and counts as failed, because the providers'
+clients do not limit every wait (aiohttp waits for "100 Continue" without a deadline). All functions
+and methods may be called from any thread. Requests run in the event loop of fsspec's own thread.
 """
 
 from __future__ import annotations
@@ -44,38 +44,39 @@ _BACKENDS: Final = {
 }
 """Module that implements each kind of URL, and the extra that installs it."""
 _MEMORY: Final = "memory"
-"""fsspec's storage within one process, for tests and examples."""
+"""fsspec's file system in this process's memory, for tests and examples."""
 
 PATIENCE: Final = timedelta(minutes=5)
-"""Default time, from its first failure, for which a call repeats what may pass."""
+"""Default time that a call retries temporary failures, from the first failure on."""
 SILENCE: Final = timedelta(seconds=60)
-"""Default time without a transferred byte after which a request has failed."""
+"""Default time after which a request that transfers no bytes has failed."""
 _SLOWEST: Final = 64 << 10
-"""Bytes per second. Clients report progress only after each part, so the time for one part at this
-speed is added to the silence that a transfer may have."""
+"""Slowest transfer speed to expect, in bytes per second. Clients report progress only after each
+part, so the limit on silence is extended by the time that one part takes at this speed."""
 _SLOWEST_COPY: Final = 10 << 20
-"""The same within a storage, which reports no progress."""
+"""Slowest speed to expect of a copy within a storage, in bytes per second. Copies report no
+progress."""
 _CANCEL_S: Final = 5.0
-"""Seconds that a canceled request has to abort what it began."""
+"""Seconds that a canceled request may take to clean up."""
 _PART: Final = 8 << 20
-"""Bytes of one part of a large object in S3."""
+"""Size of one part of a large object in S3, in bytes."""
 _LARGEST_PART: Final = 50 << 20
-"""Bytes of the largest part that the clients of other storages send."""
+"""Size of the largest part that the clients of other storages send, in bytes."""
 _MOST_PARTS: Final = 9000
-"""S3 accepts at most 10 000 parts per object."""
+"""Maximum number of parts per object; S3 accepts at most 10 000."""
 _PARTS_AT_ONCE: Final = 4
-"""Parts of one object that are sent at the same time."""
+"""Number of parts of one object that are sent at the same time."""
 _LONGEST_DELAY_S: Final = 10.0
 _REFUSALS: Final = (401, 403)
-"""HTTP statuses of a missing or wrong credential."""
+"""HTTP statuses that indicate a missing or wrong credential."""
 
 
 def is_url(place: str | Path) -> bool:
     """Returns whether a place named by the user is a URL of an object storage.
 
     Raises:
-        ConfigurationError: the URL has another scheme, lacks a bucket or a path, or was made a
-            Path.
+        ConfigurationError: the URL has an unsupported scheme or lacks a bucket or a path, or
+            `place` is a Path made from a URL.
     """
     text = str(place)
     scheme, colon, rest = text.partition(":")
@@ -104,7 +105,7 @@ def is_url(place: str | Path) -> bool:
 
 def url_in(option: Path) -> str | None:
     """Returns the URL that a user passed as a path on the command line; None for a plain path.
-    pathlib removes one of the two slashes.
+    Restores the second slash, which pathlib has removed.
 
     Raises:
         ConfigurationError: as in `is_url`.
@@ -119,10 +120,10 @@ def url_in(option: Path) -> str | None:
 
 
 def local_path(place: str | Path) -> Path:
-    """Returns the path that a user named, as a path or as a `file://` URL.
+    """Returns the path named by the user, either directly or as a `file://` URL.
 
     Raises:
-        ConfigurationError: the URL names another machine.
+        ConfigurationError: the URL names a different machine.
     """
     if not str(place).startswith("file://"):
         return Path(place)
@@ -137,10 +138,10 @@ def local_path(place: str | Path) -> Path:
 class ThreadPerCall(ThreadPoolExecutor):
     """Runs each call on a new daemon thread.
 
-    Python's own pools refuse calls as soon as the interpreter begins to shut down, which is before
-    `atexit` functions run. The upload of a run's last checkpoint is waited for in such a function.
-    The clients of object storages look up host names in their event loop's pool. asyncio accepts
-    only subclasses of ThreadPoolExecutor.
+    Used as the event loop's pool, where clients of object storages look up host names. Python's own
+    pools refuse calls once the interpreter begins to shut down, which is before `atexit` functions
+    run, and one of these functions waits for the upload of a run's last checkpoint. A subclass of
+    ThreadPoolExecutor, because asyncio accepts no other executors.
     """
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -162,27 +163,28 @@ class ThreadPerCall(ThreadPoolExecutor):
 
 
 class _Progress(Callback):
-    """Notes when a transfer last reported progress. fsspec calls it in its loop."""
+    """Records when a transfer last reported progress. fsspec calls it on its event loop's
+    thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self.moved_at = time.monotonic()
 
     def call(self, hook_name: str | None = None, **kwargs: Any) -> None:
-        """Implements `Callback.call`, which follows each update."""
+        """Implements `Callback.call`, which fsspec calls after each update."""
         self.moved_at = time.monotonic()
 
 
 @dataclass(frozen=True)
 class ObjectFolder:
-    """The objects whose names begin with one URL.
+    """All objects under one URL.
 
     Every method raises:
-        ConfigurationError: the package for this kind of URL is missing, or the bucket is.
+        ConfigurationError: the package for this kind of URL, or the bucket, does not exist.
         PermissionDeniedError (OBJECT_STORAGE_REFUSED): a credential is missing or wrong, or does
             not permit the call.
-        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the storage did not do what was asked within
-            `patience`.
+        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the storage did not complete the request
+            within `patience`.
     """
 
     url: str
@@ -191,24 +193,20 @@ class ObjectFolder:
 
     @classmethod
     def at(cls, url: str, patience: timedelta = PATIENCE) -> ObjectFolder:
-        """Returns the folder at a URL for which `is_url` is true.
-
-        Raises:
-            ConfigurationError: the package for this kind of URL is missing.
-        """
+        """Returns the folder at `url`, which must be a URL according to `is_url`."""
         folder = cls(url.rstrip("/"), patience)
         _ = folder._files  # imported here, so that the error comes early
         return folder
 
     @staticmethod
     def check(url: str) -> None:
-        """Raises ConfigurationError if the package for this kind of URL is missing. Imports
-        nothing."""
+        """Raises ConfigurationError if the package for this kind of URL is missing. Does not import
+        the package."""
         scheme = url.partition(":")[0]
         module, extra = _BACKENDS.get(scheme, ("fsspec", ""))
         try:
             found = importlib.util.find_spec(module)
-        except ValueError:  # an import of it has failed
+        except ValueError:  # an import of the package has failed before
             found = None
         if found is None:
             raise _missing(url, module, extra)
@@ -232,7 +230,7 @@ class ObjectFolder:
         return self._retried("listing", "", names)
 
     def size(self, name: str) -> int | None:
-        """Returns the bytes of an object; None if there is no such object."""
+        """Returns the size of an object in bytes; None if there is no such object."""
 
         def size() -> int | None:
             with contextlib.suppress(FileNotFoundError):
@@ -242,8 +240,8 @@ class ObjectFolder:
         return self._retried("reading", name, size)
 
     def read(self, name: str, size: int = 0) -> bytes | None:
-        """Returns the content of an object; None if there is no such object. `size` is its bytes,
-        unless it is small."""
+        """Returns the content of an object; None if there is no such object. `size`: the object's
+        size in bytes; may be 0 for a small object."""
 
         def read() -> bytes | None:
             with contextlib.suppress(FileNotFoundError):
@@ -253,7 +251,7 @@ class ObjectFolder:
         return self._retried("reading", name, read)
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes or replaces an object with `content`, which is in memory."""
+        """Writes or replaces an object."""
         within = len(content) / _SLOWEST
         self._retried(
             "writing",
@@ -278,7 +276,7 @@ class ObjectFolder:
         self._retried("uploading", name, upload)
 
     def download(self, name: str, file: Path, size: int) -> None:
-        """Writes an object of `size` bytes to a file. The caller compares the digest.
+        """Writes an object of `size` bytes to a file. The caller must compare the digest.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -306,7 +304,7 @@ class ObjectFolder:
         self._retried("copying", name, copy, absent_is_error=True)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes objects, one after another. Absent objects are ignored."""
+        """Removes objects, one after another. Missing objects are ignored."""
         for name in names:
 
             def remove(name: str = name) -> None:
@@ -317,7 +315,7 @@ class ObjectFolder:
 
     @cached_property
     def _files(self) -> Any:
-        """fsspec's implementation. Each folder of one URL has the same."""
+        """fsspec's file system for this URL. All folders of one URL share it."""
         scheme = self.url.partition(":")[0]
         if scheme in _BACKENDS:
             module, extra = _BACKENDS[scheme]
@@ -334,8 +332,8 @@ class ObjectFolder:
         return f"{path}/{name}" if name else path
 
     def _in_parts(self, size: int) -> dict[str, Any]:
-        """Returns the arguments of s3fs that bound its memory. The other implementations send one
-        part at a time."""
+        """Returns the arguments that limit the memory used by s3fs for an object of `size` bytes;
+        empty for other clients, which send one part at a time."""
         if not self.url.startswith("s3:"):
             return {}
         return {
@@ -345,7 +343,7 @@ class ObjectFolder:
 
     def _request(self, method: str, *arguments: Any, _within: float = 0.0, **options: Any) -> Any:
         """Calls a method of fsspec's implementation. Raises TimeoutError if the request reports no
-        progress for `silence` and `_within` seconds more."""
+        progress for `silence` plus `_within` seconds."""
         files = self._files
         if not files.async_impl:  # memory://
             return getattr(files, method)(*arguments, **options)
@@ -374,13 +372,13 @@ class ObjectFolder:
         while True:
             try:
                 return work()
-            except Exception as error:  # of any kind: each provider's library has its own
+            except Exception as error:  # providers' libraries raise exceptions of any class
                 if absent_is_error and isinstance(error, FileNotFoundError):
                     raise
                 if _is_refusal(error):
                     raise PermissionDeniedError(
                         f"{what} was refused ({_text(error)}); check the credentials of this "
-                        "process and what they permit",
+                        "process and their permissions",
                         reason="OBJECT_STORAGE_REFUSED",
                     ) from error
                 if isinstance(error, FileNotFoundError):
@@ -426,7 +424,7 @@ def _missing(url: str, module: str, extra: str) -> ConfigurationError:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Returns whether an error of a provider's library means a missing or wrong credential."""
+    """Returns whether an error of a provider's library indicates a missing or wrong credential."""
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
         return True
     return any(

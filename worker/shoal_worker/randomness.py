@@ -2,13 +2,13 @@
 
 Each batch and micro-batch has a key: (seed, epoch, step, index). The global generators of torch,
 NumPy and Python are seeded from it before the batch is handed out. A repeated step therefore draws
-the same numbers, on any rank, and no generator state needs to be restored. (EasyScale, OSDI 2022,
+the same numbers on any rank, and no generator state has to be restored. (EasyScale, OSDI 2022,
 section 3: "EasyScaleThread".)
 
 Generators that the script creates are not seeded or restored, unless the script registers them. In
 a loop without a Shoal loader, there are no keys, and the global generators are not seeded either.
-There is one exception: ranks that together hold one model must draw the same numbers, and are
-seeded in each step."""
+There is one exception: ranks that share one replica of the model must draw the same numbers, so
+their generators are seeded in each step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def derive_seed(key: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Context at whose end the generators that `seed_generators` seeds get back their previous
-    states. Takes 0.1 ms, because NumPy's state is slow to save."""
+    """Context that restores the generators seeded by `seed_generators` to their previous states on
+    exit. Takes 0.1 ms, because NumPy's state is slow to save."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     device_state = torch.cuda.default_generators[device].get_state() if device is not None else None
     torch_state, numpy_state, python_state = (
@@ -50,7 +50,7 @@ def generators_kept() -> Iterator[None]:
 
 def seed_generators(key: Sequence[int]) -> None:
     """Seeds Python's and NumPy's generators, torch's CPU generator and, if CUDA is in use, the
-    current device's. Takes about 12 us.
+    current device's generator. Takes about 12 us.
 
     `torch.manual_seed` is not used, because it visits every device type of torch and takes 0.1 ms.
     """

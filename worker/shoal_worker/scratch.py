@@ -1,11 +1,11 @@
 """Reusable memory for collectives: buffers for sending and receiving that are kept from step to
 step.
 
-Newly allocated memory of this size costs a page fault for every 4 KiB, which takes longer than
+Newly allocated memory of this size causes a page fault for every 4 KiB, which takes longer than
 compressing data into it.
 
-Also selects between two implementations: for some operations the CPU has faster ones than torch's
-general operations, which a device needs."""
+`in_host_memory` also selects between two implementations of some operations: numpy is faster on the
+CPU, and other devices need torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class ScratchMemory:
     """Pool of memory blocks that are currently unused. Thread-safe."""
 
     def __init__(self, *, most: int | None = None) -> None:
-        """`most`: maximum number of blocks that the pool keeps; None: as many as were ever in use
-        at once."""
+        """`most`: maximum number of blocks that the pool keeps; None: no limit."""
         self._most = most
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
@@ -48,9 +47,9 @@ class ScratchMemory:
         return block[:size].view(dtype).view(shape)
 
     def give_back(self, *tensors: torch.Tensor) -> None:
-        """Returns blocks from `take` to the pool once nothing accesses them any more. Not allowed
-        after a failed collective, whose transport may still write to them. Excess blocks are freed,
-        the smallest first."""
+        """Returns blocks from `take` to the pool. Nothing may access them any more: must not be
+        called after a failed collective, whose transport may still write to them. Frees excess
+        blocks, the smallest first."""
         blocks = [
             torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage())
             for one in tensors

@@ -1,7 +1,8 @@
 """The worker's settings from environment variables. No other module of this distribution reads the
 environment.
 
-Launchers set these variables; a user's script never needs to. All other modules receive values.
+Launchers set these variables; users' scripts do not have to. All other modules receive the values
+as arguments.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ class WorkerSettings(CallerSettings):
     coordinator: str | None = None
     """host:port of the coordinator; None: this process is a world of one."""
     job_id: str = "default"
-    """Name of the job to join, which the launcher has created."""
+    """Name of the job to join. The launcher creates the job."""
     run: str = ""
-    """Run of the job to which the launcher belongs, as `number:milliseconds` (its start time);
-    empty: the newest run."""
+    """The launcher's run of the job, as `number:milliseconds` (its start time); empty: the newest
+    run."""
     member_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     """Id of this process as a member of the job."""
     member_key: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_hex(16)))
-    """Key by which the services distinguish this member from others with the same token. The
-    launcher creates it, so that it can report the end of its own process."""
+    """Key that distinguishes this member from others with the same token. The launcher creates it,
+    so that it can report the end of its own process."""
     launcher_id: str = ""
     """Id of the launcher that started this worker; empty if there is none."""
     local_index: int = Field(default=0, ge=0)
@@ -55,8 +56,8 @@ class WorkerSettings(CallerSettings):
     host: str = Field(default_factory=_default_host)
     """Name of this machine. Ranks on one host are adjacent."""
     local_addr: str | None = None
-    """Address at which peers and Prometheus reach this machine: an address, an interface or a host
-    name; None: the address of the route to the coordinator."""
+    """Address of this machine for peers and Prometheus: an address, an interface or a host name;
+    None: the address of the route to the coordinator."""
     listen_addr: str | None = None
     """Address to listen on, if it differs from `local_addr`: an address, an interface or a host
     name; 0.0.0.0 or :: for all."""
@@ -68,49 +69,50 @@ class WorkerSettings(CallerSettings):
     """CA certificates (PEM) for the rendezvous stores' server, if its URL is rediss://; None: the
     system's."""
     metrics_listen: str | None = None
-    """host:port on which /metrics is served (port 0: any); None: metrics are not served."""
+    """host:port where /metrics is served (port 0: any); None: metrics are not served."""
     member_file: Path | None = None
-    """File in which this process writes "joined" when it becomes a member of its job, and
-    "finished" when it reaches the end of its script as one. The launcher needs this even while the
+    """File where this process writes "joined" when it becomes a member of its job, and "finished"
+    when it reaches the end of its script as a member. The launcher needs this even while the
     coordinator is unreachable. None: not written."""
     tally_file: Path | None = None
-    """File in which this worker counts its commits for the launcher (shoal_common.formats.tally);
+    """File where this worker counts its commits, for the launcher (shoal_common.formats.tally);
     None: not counted."""
     allow_restart_from_scratch: bool = False
-    """True to restart at step 0 if every process with the state is gone and no checkpoint was
-    loaded. If False, that raises an error (PROGRESS_LOST)."""
+    """True to restart at step 0 if no process has the state any more and no checkpoint was loaded.
+    False: this raises an error (PROGRESS_LOST)."""
     server_transport: Transport = Transport.AUTO
     """Transport of tensors between this worker and parameter servers: auto, memory, tcp or grpc.
-    Values other than auto have no fallback if the transport is not available; they are for
+    Values other than auto have no fallback if the transport is not available; use them for
     measurements and debugging."""
     record_dir: Path | None = None
-    """Directory in which every sample index that is handed out and every commit are recorded as
-    JSON lines; None: not recorded."""
+    """Directory of files that record every sample index handed out, and every commit, as JSON
+    lines; None: not recorded."""
     staging_dir: Path | None = None
-    """Local directory for checkpoints on their way to an object storage, and from there; None:
-    `shoal` in XDG_CACHE_HOME, which is ~/.cache by default."""
+    """Local directory for checkpoints while they are uploaded to an object storage, or after they
+    are downloaded; None: `shoal` in XDG_CACHE_HOME, which is ~/.cache by default."""
     upload_timeout_s: float = Field(default=300.0, gt=0)
-    """Time for which each call to an object storage is repeated while the storage fails."""
+    """Time during which each call to an object storage is retried while the storage fails."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
     """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
     speed: float | None = Field(default=None, gt=0)
     """Speed of this worker relative to workers without this setting, for dealing micro-batches;
     None: measured, unless it is set for another worker."""
     drain_grace_s: float = Field(default=1.0, ge=0)
-    """Time for which a worker that was asked to leave continues with its peers. If all peers are
-    asked meanwhile, all stop at one step boundary."""
+    """Time during which a worker that was asked to leave continues with its peers. If all peers are
+    asked to leave in this time, all stop at the same step boundary."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
     """Maximum duration of a collective before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
     """Maximum time to connect the process group of a new generation."""
     nccl_split: bool = False
-    """True if the parts of a mesh over NCCL are split from the communicator of all ranks, if the
-    library supports it, instead of being connected separately. The same for all workers."""
+    """True to split the NCCL communicators of a mesh's axes from the communicator of all ranks, if
+    the library supports it, instead of connecting them separately. Must be the same for all
+    workers."""
     nccl_blocking: bool = False
-    """True if NCCL's communicators block while they connect; the same for all workers. For versions
-    of torch or NCCL that fail with non-blocking communicators. An attempt to connect then cannot be
-    aborted: if a peer fails meanwhile, the connecting thread and its memory remain until all ranks
-    arrive or the process exits."""
+    """True to let NCCL's communicators block while they connect; must be the same for all workers.
+    Use it for versions of torch or NCCL that fail with non-blocking communicators. An attempt to
+    connect then cannot be aborted: if a peer fails during it, the connecting thread and its memory
+    remain until all ranks arrive or the process exits."""
     away_timeout_s: float = Field(default=86400.0, gt=0)
     """Maximum wait for an unreachable coordinator while training cannot continue without it. Such
     time does not count as waiting for a rank."""
@@ -179,8 +181,8 @@ def mpi_world_size() -> int:
 
 
 def error_file() -> Path | None:
-    """Returns the file to which a process writes the exception that ended it, for torchrun and
-    similar launchers; None if the launcher has named no file."""
+    """Returns the file for the exception that ends this process, as set by torchrun and similar
+    launchers; None if the launcher has named no file."""
     value = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(value) if value else None
 
@@ -227,6 +229,6 @@ def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def environment_without_settings() -> dict[str, str]:
-    """Returns the environment for services of a cluster that this process starts. Omits the
-    settings of a cluster to which this process itself may belong."""
+    """Returns the environment for services of a cluster that this process starts. Omits settings of
+    the cluster that this process itself may belong to."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}

@@ -1,9 +1,9 @@
 """Registers Shoal's init methods (`redis://...`) and backends (`shoal_gloo`, ...) with torch,
 without importing torch. `import shoal` alone therefore suffices and stays fast.
 
-torch has no plug-in mechanism for either, so the names are registered in two of its modules: at
-once if the module is loaded, otherwise when it is loaded. The code behind a name is imported on
-first use.
+torch has no plug-in mechanism for either, so the names are registered in two of its modules:
+immediately if the module is loaded, otherwise when it is loaded. The code behind a name is imported
+on first use.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _EXTENSIONS: Final = {
 
 
 class _Deferred:
-    """A function that is imported when it is first called."""
+    """Function that is imported when it is first called."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -117,6 +117,6 @@ class _Finder(MetaPathFinder):
                 load(module)
                 tell(module)
 
-            # this loader loads only this module
+            # affects only this module, because each module has its own loader
             spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec

@@ -1,9 +1,9 @@
 """All names that Shoal's worker imports from non-public modules of torch, in one place.
 
 torch may rename or remove such names in any release. This module is imported before any of the
-names is used. A torch that lacks one therefore fails at the import, with an error that contains the
-name, and not in a step with an AttributeError. A torch newer than `TESTED` is accepted with a
-warning.
+names is used. If the installed torch lacks a name, the import therefore fails with an error that
+contains it, instead of a step with an AttributeError. A torch newer than `TESTED` is accepted with
+a warning.
 
 Each name exists in all of `TESTED` and has no public counterpart there, with these exceptions:
 
@@ -33,12 +33,12 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from shoal_worker.torch_extensions import BACKENDS
 
 TESTED: Final = ((2, 11), (2, 15))
-"""Oldest and newest version of torch with which Shoal's tests have run."""
+"""Oldest and newest version of torch that Shoal's tests have run with."""
 VERSION: Final = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def expected_versions() -> str:
-    """Returns `TESTED` for messages: "2.11 to 2.15"."""
+    """Returns the tested versions for messages: "2.11 to 2.15"."""
     return " to ".join(f"{major}.{minor}" for major, minor in TESTED)
 
 
@@ -103,7 +103,7 @@ try:
     """Names of collectives in the installed torch's own groups, by their names in torch 2.13."""
     for _name in (
         *_NATIVE_NAMES.values(),
-        # called where Shoal makes groups of torch's own
+        # called where Shoal creates torch's own process groups
         "_device_types",
         "_register_backend",
         "_set_default_backend",
@@ -119,7 +119,7 @@ try:
         # Since 2.15 torch attaches a flight recorder to groups whose backends do not record
         # themselves. That fails for a group written in Python ("ProcessGroup name not set"), since
         # its C++ half has no name. torch recognizes only groups without devices as such. Shoal's
-        # groups have devices, on which object collectives put their bytes.
+        # groups have devices, which hold the bytes of object collectives.
         getattr(c10d, "_FR_SELF_RECORDING_BACKENDS").update(BACKENDS)  # noqa: B009 - mypy has 2.13
 except (ImportError, AttributeError) as error:
     raise _unexpected(error) from error
@@ -164,8 +164,8 @@ types."""
 
 
 if VERSION < (2, 12):
-    # In these versions, the first use sets up something for the whole process. If several ranks in
-    # threads did so at once, torch would crash.
+    # In these versions, the first use initializes process-wide state. If several ranks in threads
+    # did so at the same time, torch would crash.
     with FakeTensorMode():
         pass
 

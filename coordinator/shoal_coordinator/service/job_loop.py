@@ -181,8 +181,8 @@ class JobLoop:
             return self.submit(event, done)
         refused = Submitted(event, done, time.monotonic())
         error = UnavailableError(
-            f"job {self.state.spec.job_id} already has {len(self._queue)} requests waiting for "
-            "Redis, the maximum; try again later",
+            f"job {self.state.spec.job_id} has reached the limit of {len(self._queue)} requests "
+            "waiting for Redis; try again later",
             reason=Refusal.QUEUE_LIMIT,
             retry_after=_RETRY_AFTER,
         )

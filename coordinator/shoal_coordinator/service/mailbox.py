@@ -64,8 +64,8 @@ class Mailbox:
         yet."""
         if self._undecided >= _MOST_UNDECIDED:
             raise UnavailableError(
-                f"this session already has {self._undecided} messages waiting for Redis, the "
-                "maximum; reconnect, and send each message only once",
+                f"this session has reached the limit of {self._undecided} messages waiting for "
+                "Redis; reconnect, and send each message only once",
                 reason=Refusal.QUEUE_LIMIT,
             )
         self._undecided += 1

@@ -113,7 +113,8 @@ class CommandActor:
             if self._stopped:
                 return PREEMPTED
             child = Child(
-                [sys.executable, "-m", command.module, *arguments],
+                # -P: the working directory has the user's files, which may be named like modules.
+                [sys.executable, "-P", "-m", command.module, *arguments],
                 environment={**os.environ, **command.environment, DIRECTORY: str(directory)},
                 stdout=1,
                 stderr=2,

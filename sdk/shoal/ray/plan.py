@@ -77,7 +77,8 @@ class Plan:
                 )
         if self.strategy not in _STRATEGIES:
             raise ConfigurationError(
-                f"strategy={self.strategy!r}: expected one of Ray's, {', '.join(_STRATEGIES)}"
+                f"strategy={self.strategy!r}: expected one of Ray's placement strategies "
+                f"({', '.join(_STRATEGIES)})"
             )
         if (
             self.servers < 0

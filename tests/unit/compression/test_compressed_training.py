@@ -327,7 +327,7 @@ def test_what_is_trained_may_change_between_steps() -> None:
         ),
         (
             {"gradient_compression": "bf16", "strategy": "local_sgd"},
-            "strategy='local_sgd', which does not support compression",
+            "strategy='local_sgd' does not support gradient_compression='bf16'",
         ),
         (
             {"gradient_compression": "powersgd", "strategy": "zero1"},

@@ -45,7 +45,7 @@ def test_requests_are_refused_when_too_many_wait(monkeypatch: pytest.MonkeyPatch
         outcomes: list[Outcome] = []
         waiting = [loop.request(DRAIN, outcomes.append) for _ in range(3)]
         with pytest.raises(
-            UnavailableError, match="job j already has 3 requests waiting for Redis"
+            UnavailableError, match="job j has reached the limit of 3 requests waiting for Redis"
         ) as refusal:
             await loop.ask(DRAIN, timeout_s=60)
         assert refusal.value.reason == "QUEUE_LIMIT"

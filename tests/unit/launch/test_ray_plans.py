@@ -81,7 +81,7 @@ def test_secrets_are_in_no_argument_and_in_no_repr() -> None:
         ),
         ({"resources": {}}, "resources={}: expected amounts above 0"),
         ({"resources": {"GPU": 0}}, "resources={'GPU': 0}"),
-        ({"strategy": "NEAR"}, "strategy='NEAR': expected one of Ray's, PACK"),
+        ({"strategy": "NEAR"}, "strategy='NEAR': expected one of Ray's placement strategies"),
         ({"server_backups": 1}, "servers=0, server_backups=1"),
         ({"flags": ("--rdzv_id=x",)}, "'--rdzv_id=x' is set by shoal.ray.run itself"),
         ({"flags": ("--no-fail-fast",)}, "'--no-fail-fast' is set by"),

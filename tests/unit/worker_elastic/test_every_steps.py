@@ -157,7 +157,7 @@ def test_a_number_of_steps_is_a_whole_number(tmp_path: Path, every: Any) -> None
     model, *_ = start()
     with pytest.raises(
         ConfigurationError,
-        match=re.escape(f"evaluate(every_steps={every!r}): expected a whole number of at least 1"),
+        match=re.escape(f"evaluate(every_steps={every!r}): expected a positive integer"),
     ):
         shoal.evaluate(model, validation(), count, every_steps=every)
     with pytest.raises(ConfigurationError, match="save_checkpoint"):

@@ -126,7 +126,7 @@ def test_a_damaged_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_donors_that_differ_are_not_mixed(caplog: pytest.LogCaptureFixture) -> None:
     zeros, ones = {"x": torch.zeros(3_000_000)}, {"x": torch.ones(3_000_000)}
     assert torch.equal(taken_from(zeros, ones, zeros)["x"], zeros["x"])
-    assert "ranks that should have the same state offer different contents" in caplog.text
+    assert "ranks that should have the same state offer different states" in caplog.text
 
 
 def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
@@ -155,7 +155,7 @@ def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
     monkeypatch.setattr(transfer, "_encode_header", encode)
     monkeypatch.setattr(transfer, "_send_part", send_part)
     assert torch.equal(taken_from(same, same, same)["x"], same["x"])
-    assert "offer different contents" not in caplog.text
+    assert "offer different states" not in caplog.text
     assert sorted(part for part in served if part[1] == 2) == [(0, 2), (1, 2)]
 
 

@@ -1,5 +1,5 @@
-"""Engine of async_sgd. Values are pulled from the parameter servers, and each iteration pushes this
-worker's gradients.
+"""Engine of async_sgd. Each iteration pushes this worker's gradients to the parameter servers and
+pulls the latest values.
 
 With inner steps, an iteration is a round of steps (`outer_steps.py`): the optimizer runs on this
 worker, and the servers run the outer optimizer. This module combines the other modules of the
@@ -57,18 +57,18 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncEngine(Engine):
-    """Engine for a worker's copy of the model, with values from the parameter servers."""
+    """Engine that trains a worker's copy of the model with values from the parameter servers."""
 
     asynchronous: ClassVar[bool] = True
     keeps_parameters_whole = True
 
-    # ------------------------------------------------------------------------------------ beginning
+    # ---------------------------------------------------------------------------------------- start
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         check_configuration(self.config, self.backend_name)
         self._own = cast(Session, setup.session)
-        """The full session: this engine also needs its membership, metrics and shutdown."""
+        """The complete session: this engine also needs its membership, metrics and shutdown."""
         self._async_options = AsyncOptions(**self._options)
         # otherwise the parameters are updated by this worker itself, in inner steps
         self.updates_parts = not self._async_options.inner_steps
@@ -77,24 +77,24 @@ class AsyncEngine(Engine):
         self._optimizers: Optimizers | None = None
         self._leases: LeaseSource = LocalLeases()
         self._outer: OuterSteps | None = None
-        """Rounds of inner steps, if there are inner steps; rounds are then leased instead of
-        batches. Otherwise None."""
+        """Rounds of inner steps, in which case rounds are leased instead of batches; None without
+        inner steps."""
         self._job: Job | None = None
         self._own_cluster: OwnCluster | None = None
         self._tensors: list[HostTensor] = []
         self._started = False
         self._writes = WrittenParameters((), self.strategy)
-        """Detects values that the script writes to parameters, because values from the servers
-        would overwrite them."""
+        """Detects values that the script writes to parameters, which the servers' values would
+        overwrite."""
         self._clock = 0
-        """Number of finished iterations, which is reported to the servers."""
+        """Number of finished iterations, as reported to the servers."""
         self._handover: Handover | None = None
         self._joins_late = False
-        """True if the job had already begun when this worker joined."""
+        """True if the job was already running when this worker joined."""
         self._resumed = False
         """True if a checkpoint was loaded."""
         self._placed = False
-        """True if the first loader was moved to the epoch of the other workers."""
+        """True once the first loader has been moved to the epoch of the other workers."""
         self._tables = Tables(self.module)
         if self._tables and self._async_options.in_step:
             raise ConfigurationError(
@@ -214,7 +214,7 @@ class AsyncEngine(Engine):
         return job
 
     def _outer_steps(self, optimizers: Optimizers, *, steps: int) -> OuterSteps:
-        """Creates the rounds of inner steps. From now on this engine leases rounds instead of
+        """Creates the rounds of inner steps. Also makes this engine lease rounds instead of
         batches."""
         self._leases = leases = RoundLeases(self._leases, steps=steps)
         return OuterSteps(
@@ -228,8 +228,8 @@ class AsyncEngine(Engine):
         )
 
     def _start(self) -> None:
-        """Starts training with the servers' values. If the servers have none, first initializes
-        them with rank 0's values."""
+        """Starts training with the servers' values. If the servers are uninitialized, first
+        initializes them with rank 0's values."""
         if self._started:
             return
         has_values = self.has_values()
@@ -259,8 +259,8 @@ class AsyncEngine(Engine):
             tensor.parameter = parameters[tensor.name]
 
     def _leave(self) -> None:
-        """Signs this worker off at the servers, and stops servers that this process has started.
-        Idempotent."""
+        """Deregisters this worker from the servers, and stops servers that this process has
+        started. Idempotent."""
         atexit.unregister(self._leave)
         if self._outer is not None:
             self._outer.close()
@@ -283,8 +283,8 @@ class AsyncEngine(Engine):
         return self._compute(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Trains on this worker's batch and returns its loss. The loss is this worker's own; there
-        is no mean over workers."""
+        """Runs the forward and backward passes on this worker's batch. Returns this worker's loss,
+        which is not averaged across workers."""
         step = self._session.lifecycle.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         step.loss = float(loss.detach())
@@ -302,7 +302,7 @@ class AsyncEngine(Engine):
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
     def groups_are_read(self) -> None:
-        """Records changes in the optimizer's settings. Called whenever the script reads
+        """Records changes to the optimizer's settings. Must be called whenever the script reads
         `optimizer.param_groups`."""
         if self._optimizers is not None:
             self._optimizers.look()
@@ -310,9 +310,9 @@ class AsyncEngine(Engine):
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """Ends an iteration of this worker, or a step of its round. Returns COMMITTED, or LOST in
-        two cases: the run ended while the job was on hold for lack of workers, or the step's loop
-        was left within a round. Raises the same errors as `exchange`."""
+        """Finishes an iteration of this worker, or a step of its round. Returns COMMITTED, or LOST
+        in two cases: the run ended while the job was on hold for lack of workers, or the script
+        left the step's loop in the middle of a round. Raises the same errors as `exchange`."""
         if (scaled or inspected) and self._tables:
             raise ConfigurationError(
                 "a GradScaler cannot be used with sparse tables, because it does not see the "
@@ -335,8 +335,8 @@ class AsyncEngine(Engine):
             self._writes.note()
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """Pushes the gradients, with which the servers step the optimizer. With inner steps, this
-        worker steps its own optimizer, and the servers step at the end of a round."""
+        """Pushes the gradients; the servers then step the optimizer. With inner steps, this worker
+        steps its own optimizer instead, and the servers step theirs at the end of a round."""
         if self._outer is None:
             self.exchange(
                 self._gradients() if usable else {}, self._tables.pushes() if usable else {}
@@ -362,8 +362,8 @@ class AsyncEngine(Engine):
         return self.steps_in_round > 0
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the optimizer's settings and sends them to the servers. Momentum and moments of a
-        synchronous run are not loaded, except with inner steps."""
+        """Loads the optimizer's settings and sends them to the servers. Without inner steps,
+        momentum and moments, which only a synchronous run saves, are not loaded."""
         kept = self._require_optimizers().kept_here(state)
         if state.get("state") and not kept["state"]:
             _log.warning(
@@ -373,12 +373,13 @@ class AsyncEngine(Engine):
         super().load_optimizer_state_dict(kept)
 
     def synchronize_parameters(self) -> None:
-        """Pulls the latest values between steps. Within a round of a loop without leased batches,
-        ends the round with a push instead.
+        """Pulls the latest values between steps. In the middle of a round whose batches are not
+        leased, pushes the round early instead.
 
         Raises:
-            PreconditionError: called within a step, whose gradient belongs to the current values,
-                or within a round of leased batches, which commits as a unit.
+            PreconditionError: called within a step, because the step's gradient belongs to the
+                current values, or within a round of leased batches, because such a round commits as
+                a unit.
         """
         step = self._session.step
         if step is not None and step.handed_out:
@@ -397,8 +398,8 @@ class AsyncEngine(Engine):
         sent: Mapping[str, torch.Tensor],
         rows: Mapping[int, PushedRows] = MappingProxyType({}),
     ) -> None:
-        """Ends an iteration: pushes gradients (by tensor name) and rows of tables (by partition),
-        if any, and pulls the latest values.
+        """Finishes an iteration: pushes gradients (by tensor name) and rows of tables (by
+        partition), if any, and pulls the latest values.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for longer than `server_timeout`.
@@ -434,8 +435,8 @@ class AsyncEngine(Engine):
         self._require_participation().pushed()
 
     def pull(self) -> None:
-        """Pulls the latest values between steps, unless this worker is within a round. With bsp, a
-        participating worker already has the values of its iteration and keeps them."""
+        """Pulls the latest values between steps. Does nothing in the middle of a round, or under
+        bsp while this worker participates, because it already has its iteration's values."""
         if (
             self._started
             and not self.within_round
@@ -446,7 +447,7 @@ class AsyncEngine(Engine):
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Context in which values arrive between steps. On entry, checks whether the script has
+        """Context for receiving values between steps. On entry, checks whether the script has
         written to parameters; raises the same errors as `_refuse_writes_between`."""
         self._refuse_writes_between()
         try:
@@ -472,7 +473,7 @@ class AsyncEngine(Engine):
             with self._receiving():
                 self._require_servers().take_prefetched()
                 if source is None:
-                    # otherwise there may be no batch for this worker
+                    # otherwise the coordinator may have no batch for this worker
                     self._require_participation().enter(self._clock)
             if source is None:
                 self._writes.begin()
@@ -482,13 +483,13 @@ class AsyncEngine(Engine):
             raise
 
     def batch_begins(self) -> None:
-        """Begins to detect the script's writes to parameters. By now, values that arrived together
-        with the lease of the batch are in place."""
+        """Starts detecting the script's writes to parameters. By now, values that arrived together
+        with the batch's lease are in the module."""
         self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
-        """Moves a joiner's first loader to the epoch in which the other workers are. Does this only
-        once."""
+        """Moves a joiner's first loader to the other workers' current epoch. Later calls do
+        nothing."""
         if self._job is not None:
             if self._job.entered():
                 self._own.metrics.entered(
@@ -535,26 +536,26 @@ class AsyncEngine(Engine):
                 participation.rest()
                 self.pull()
             elif self._leases.is_idle(loader):
-                # Other workers may be waiting for this worker to finish an iteration, while it
-                # finds no batch before they have finished theirs.
+                # Other workers may be waiting for this worker to finish an iteration, while this
+                # worker cannot get a batch until they have finished theirs.
                 participation.rest()
         elif answer.batches:
             with self._receiving():
                 participation.enter(self._clock)
         elif not want:
-            # The loop was left: from now on no worker should wait for this one, except for the
+            # The script left the loop: no worker should wait for this one any more, except for the
             # batch in progress.
             has_batch = at_hand is not None and not answer.took_back_at_hand
             participation.rest_after_push(has_batch)
             if not has_batch:
                 with suppress(ShoalError, StopTraining):
-                    # no worker waits for one that leaves for good either
+                    # no worker should wait for a worker that leaves for good
                     participation.rest()
         return answer
 
     def capture(self) -> dict[str, Any]:
-        """Returns the state for checkpoints. The state of the servers' optimizer is not part of it;
-        the servers write snapshots of their own. The state of an inner optimizer is included."""
+        """Returns the state for checkpoints. Includes the state of an inner optimizer, but not of
+        the servers' optimizer, because the servers write their own snapshots."""
         if self._started:
             self._require_servers().write_snapshots()
         return {
@@ -562,9 +563,13 @@ class AsyncEngine(Engine):
             "optimizer": self._require_optimizers().own.state_dict(),
         }
 
+    @override
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        self._check_fits(state["model"])
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a checkpoint before the first step. Servers that already have values keep them;
-        servers without values receive those of the checkpoint."""
+        uninitialized servers receive the checkpoint's values."""
         self._check_not_started("shoal.resume")
         optimizers = self._require_optimizers()
         optimizers.check_checkpoint(state["optimizer"])
@@ -585,7 +590,7 @@ class AsyncEngine(Engine):
         return not any(tensor.is_meta for tensor in ModuleState(self.module).tensors.values())
 
     def micro_batch_begins(self) -> None:
-        """Does nothing: loaders with micro-batches are refused at the start of a step."""
+        """Does nothing: a loader with micro-batches is rejected at the start of a step."""
 
     @override
     def micro_batch_ends(self, weight: float) -> None:
@@ -639,9 +644,9 @@ class AsyncEngine(Engine):
 
     @contextmanager
     def _with_values_of_servers(self) -> Iterator[None]:
-        """Context in which the module has the servers' current values. They must be in the module
-        itself, because its hooks may compute entries of `state_dict()` from them. Restores this
-        worker's values afterwards."""
+        """Context in which the module has the servers' current values; afterwards, this worker's
+        values are restored. The values must be in the module itself, because its hooks may compute
+        entries of `state_dict()` from them."""
         values = self.gather_full_parameters()
         own = {name: parameter.data for name, parameter in self.module.named_parameters()}
         try:
@@ -653,8 +658,8 @@ class AsyncEngine(Engine):
                 parameter.data = own[name]
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """Replaces the module's parameters. Possible only before the first step, because later the
-        servers determine the model's values.
+        """Replaces the module's parameters. Possible only before the first step; later, the servers
+        determine the model's values.
 
         Raises:
             PreconditionError: called after the first step.
@@ -671,14 +676,13 @@ class AsyncEngine(Engine):
     # ----------------------------------------------------------------------------------- invariants
 
     def _stopped(self, stop: StopTraining) -> None:
-        """Ends this worker's part in the run if it is stopped while it waits for rows of a
-        table."""
+        """Ends this worker's participation in the run if the run is stopped while it waits for rows
+        of a table."""
         self._own.lifecycle.give_up_step(stop)
 
     def _refuse_writes_between(self) -> None:
-        """Checks that the script has not written parameters since the last step or arrival of
-        values; otherwise raises ConfigurationError. Within a round, such writes count as part of
-        the round's change."""
+        """Raises ConfigurationError if the script has written to parameters since the last step or
+        pull. Within a round, such writes count as part of the round's change."""
         if not self.within_round:
             _refuse(self._writes.overwritten(), "between two steps")
 
@@ -703,8 +707,8 @@ class AsyncEngine(Engine):
 
 
 def _refuse(written: Sequence[str], when: str) -> None:
-    """Raises ConfigurationError if a parameter was written. `written`: names of written parameters.
-    `when`: time of the writes, for the error."""
+    """Raises ConfigurationError if the script has written to parameters. `written`: their names.
+    `when`: when it wrote to them, for the error."""
     if written:
         raise ConfigurationError(
             f"parameter {written[0]!r} was written {when}: with strategy='async_sgd' the next "
@@ -716,8 +720,8 @@ def _refuse(written: Sequence[str], when: str) -> None:
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:
-    """Moves a joiner to the epoch of the other workers. Batches of that epoch that it may have
-    missed are leased to any worker that requests them."""
+    """Moves a joiner's loader to the epoch of the other workers. The joiner need not catch up on
+    that epoch's batches, which are leased to any worker that requests them."""
     state = source.state_dict()
     if state["epoch"] < epoch:
         source.load_state_dict({**state, "epoch": epoch, "samples": 0, "step": 0})

@@ -1,17 +1,18 @@
-"""Worker state for joiners that is not on the servers: registered objects, the optimizers' settings
-and position in the schedule, buffers, and the module's extra state.
+"""The state that joiners receive from a worker because it is not on the servers: registered
+objects, the optimizers' settings and position in the schedule, buffers, and the module's extra
+state.
 
-In synchronous training, state is transferred at step boundaries, while all ranks are stopped. Here
-ranks never stop together, and with ssp a member may be waiting for the joiner that requests its
-state. Each worker therefore keeps an offer available: a copy made at one of its last step
-boundaries. Its donor threads serve the offer regardless of the training thread
+Synchronous training transfers state at step boundaries, while all ranks are stopped. Under
+async_sgd, ranks never stop together, and with ssp a member may be waiting for the very joiner that
+requests its state. Each worker therefore keeps an offer available: a copy made at one of its last
+step boundaries. Its donor threads serve the offer regardless of the training thread
 (elastic/group/transfer.py). An offer is identified by the donor's key, which the coordinator
 reveals only to members.
 
 The model's values are not included, because they are on the servers. Buffers are not synchronized
 either: each worker changes its own from its first step on. But all workers start with the same
-buffers and values, whatever each script has drawn. Initial workers receive rank 0's buffers, and a
-joiner receives a peer's. Owned by the training thread.
+buffers and values, even if their scripts have initialized them at random: initial workers receive
+rank 0's buffers, and a joiner receives a peer's. Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ from shoal_worker.parameter_servers.job import Job
 _log = logging.getLogger(__name__)
 
 _REST: Final = 50
-"""Reciprocal of the maximum fraction of the training thread's time that is spent on copying (1/50).
-The state of a scheduler is therefore copied at nearly every step boundary. A large state, such as
-an average of the parameters, is copied only occasionally."""
+"""Minimum ratio of the pause after a copy to the time that the copy took, so that the training
+thread spends at most about 1/50 of its time on copying. A small state, such as a scheduler's, is
+copied at nearly every step boundary; a large one, such as an average of the parameters, only
+occasionally."""
 _PATIENCE: Final = timedelta(seconds=5)
-"""Maximum time for which a joiner waits for one peer's state. A peer's offer is already available,
+"""Maximum time that a joiner waits for one peer's state. A peer's offer is already available,
 unless the peer has not reached its first step."""
 _GONE: Final = timedelta(seconds=10)
-"""Time for which rank 0 may refuse connections before its process counts as ended. If it was
-killed, a generation without it forms in about that time; if its script has finished, no such
-generation forms."""
+"""Time after which a rank 0 that refuses connections counts as ended. If it was killed, a
+generation without it forms in about that time; if its script has finished, no such generation will
+form."""
 _PAUSE_S: Final = 0.1
-"""Pause in seconds before rank 0 is asked again after it had no offer."""
+"""Pause before rank 0 is asked again if it had no offer, in seconds."""
 
 
 class Handover:
@@ -62,8 +64,8 @@ class Handover:
         optimizers: Optimizers,
         module: nn.Module,
     ) -> None:
-        """`registered`, `optimizers`, `module`: this worker's objects, whose state is offered to
-        joiners and loaded from peers."""
+        """`registered`, `optimizers`, `module`: this worker's objects. Their state is offered to
+        joiners, and replaced by a peer's state when this worker joins."""
         self._donor = donor
         self._job = job
         self._registered = registered
@@ -73,8 +75,8 @@ class Handover:
         self._due_at = 0.0
 
     def refresh(self) -> None:
-        """Copies the current state into the offer, if a new copy is due. Called at each step
-        boundary."""
+        """Copies the current state into the offer, if a new copy is due. Must be called at each
+        step boundary."""
         begun = time.monotonic()
         if begun < self._due_at:
             return
@@ -106,9 +108,9 @@ class Handover:
         return False
 
     def take_first_buffers(self) -> None:
-        """Loads rank 0's buffers into this worker, which has been in the job from the start. Waits
-        until rank 0 reaches its first step. If that takes longer than the job's patience, or rank
-        0's process has ended, logs a warning and keeps this worker's own buffers.
+        """Loads rank 0's buffers and extra state into this worker, which has been in the job from
+        the start. Waits until rank 0 reaches its first step. If that takes longer than the job's
+        patience, or rank 0's process has ended, logs a warning and keeps this worker's own.
 
         Raises:
             StopTraining: this worker should leave.

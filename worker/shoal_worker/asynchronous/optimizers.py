@@ -1,10 +1,10 @@
-"""A worker's two optimizers: the user's, and the one that the servers run. Without inner steps,
-both are the same.
+"""A worker's two optimizers: the user's, and the one that the servers run. They are the same object
+without inner steps.
 
 Each worker controls the settings of both (learning rates, and the position in a schedule). This
-module passes these settings to the servers, to joiners and to checkpoints. The state of an
+module provides these settings to the servers, to joiners and to checkpoints. The state of an
 optimizer (momentum, moments) stays where the optimizer steps: on the servers or, with inner steps,
-on the worker. This module takes no steps and sends nothing.
+on the worker. This module neither takes steps nor sends anything.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal_worker.parameter_servers.options import AsyncOptions, Revision, Serve
 
 
 class Optimizers:
-    """The two optimizers of a worker, which have the same parameters: the user's optimizer, and the
-    one that the servers run."""
+    """A worker's user optimizer, and the optimizer that the servers run. Both have the same
+    parameters."""
 
     def __init__(
         self, own: torch.optim.Optimizer, options: AsyncOptions, names: Mapping[int, str]
@@ -33,7 +33,7 @@ class Optimizers:
         """
         self.own = own
         self.on_servers = own if options.outer_optimizer is None else options.outer_optimizer
-        """The outer optimizer with inner steps, otherwise the user's optimizer."""
+        """The outer optimizer if there are inner steps, otherwise the user's optimizer."""
         self._steps_here = options.outer_optimizer is not None
         check_same_parameters(own, self.on_servers, names)
         self._refuse_outer_hooks()
@@ -43,8 +43,8 @@ class Optimizers:
         )
 
     def look(self) -> Revision:
-        """Records changes that schedulers have made to the servers' optimizer, and returns its
-        revision.
+        """Records changes that schedulers have made to the settings of the servers' optimizer, and
+        returns the revision of these settings.
 
         Raises:
             ConfigurationError: the outer optimizer has step hooks.
@@ -64,8 +64,8 @@ class Optimizers:
             )
 
     def schedules(self) -> dict[str, Any]:
-        """Returns the optimizers' settings and their position in the schedule, for joiners. The
-        moments of an inner optimizer are not included; a joiner starts with new ones."""
+        """Returns the optimizers' settings and schedule positions, for joiners. Moments of an inner
+        optimizer are not included: a joiner starts from zero."""
         state = {"groups": self.own.state_dict()["param_groups"], "revision": self.look().number}
         if self._steps_here:
             state["outer_groups"] = self.on_servers.state_dict()["param_groups"]
@@ -79,15 +79,15 @@ class Optimizers:
         self.schedule.adopt(state["revision"])
 
     def kept_here(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the part of a state dict that this worker loads. Momentum and moments of a
-        synchronous run are omitted, except with inner steps."""
+        """Returns the part of a state dict that this worker loads. Without inner steps, omits
+        momentum and moments, which only a synchronous run has."""
         return (
             state if self._steps_here else {"state": {}, "param_groups": state.get("param_groups")}
         )
 
     def check_checkpoint(self, state: Mapping[str, Any] | None) -> None:
-        """Checks that `state` is a state dict of the user's optimizer; otherwise raises
-        CorruptDataError (OPTIMIZER_DIFFERS)."""
+        """Raises CorruptDataError (OPTIMIZER_DIFFERS) unless `state` is a state dict of the user's
+        optimizer."""
         groups = state["param_groups"] if state is not None else []
         own = self.own.param_groups
         if len(groups) != len(own) or any(
@@ -102,7 +102,7 @@ class Optimizers:
             )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state that `check_checkpoint` has accepted."""
+        """Restores a state that has passed `check_checkpoint`."""
         if self._steps_here and state["state"]:
             self.own.load_state_dict(dict(state))
         else:  # workers do not use momentum and moments of a synchronous run
@@ -110,16 +110,16 @@ class Optimizers:
 
 
 def _load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Loads the settings of parameter groups. The optimizer's state is kept, because some
-    optimizers create it in their constructor."""
+    """Loads the settings of parameter groups. Keeps the optimizer's state, because some optimizers
+    create it in their constructor."""
     optimizer.load_state_dict({"state": optimizer.state_dict()["state"], "param_groups": groups})
 
 
 def check_same_parameters(
     inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> None:
-    """Checks that both optimizers have the same parameters; otherwise raises ConfigurationError.
-    `names`: id(parameter) -> its name."""
+    """Raises ConfigurationError unless both optimizers have the same parameters. `names`:
+    id(parameter) -> its name."""
     here, there = (
         {id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer)
     )

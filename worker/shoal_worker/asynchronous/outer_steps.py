@@ -6,9 +6,9 @@ algorithm 1; Liu et al., "Asynchronous Local-SGD Training for Language Modeling"
 that do not wait for one another.)
 
 A *round* consists of the inner steps between two pushes. This module manages a round and its
-values. A round begins with a step, and is either pushed after its last step, or undone when its
-batches are returned. `round_leases.py` leases the batches, and the engine pushes the gradient.
-Everything runs on the training thread.
+values. A round begins with a step. It is either pushed after its last step, or undone if its
+batches are returned to the coordinator. `round_leases.py` leases the batches, and the engine pushes
+the gradient. Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class OuterSteps:
-    """Runs a worker's rounds, one after another. Decides which step ends a round, and when a round
-    is undone."""
+    """Runs a worker's rounds, one after another. Decides which step ends a round, and when to undo
+    one."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class OuterSteps:
         push: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
         """`leases`: leases of rounds with `steps` batches each. `outer`: optimizer that the servers
-        run. `push`: ends an iteration with gradients by tensor name; without gradients, the
-        iteration ends without a push."""
+        run. `push`: finishes an iteration, pushing gradients by tensor name; if there are none,
+        nothing is pushed."""
         self._session = session
         self._leases = leases
         self._tensors = tuple(tensors)
@@ -63,9 +63,9 @@ class OuterSteps:
         self._round.check_source(source)
 
     def take(self, *, usable: bool) -> None:
-        """Takes an inner step, and pushes the round after its last step. After a failed push,
-        another call repeats the push without taking a step. `usable`: False if a GradScaler found
-        the gradients unusable; the step then changes nothing."""
+        """Takes an inner step, and pushes the round after its last step. If the push fails, the
+        next call retries it without taking another step. `usable`: False if a GradScaler found the
+        gradients unusable; the step then leaves the parameters unchanged."""
         step = self._session.step
         source = step.source if step is not None else None
         left_out = False
@@ -81,10 +81,10 @@ class OuterSteps:
         self._push_round(left_out=left_out)
 
     def push_now(self) -> None:
-        """Ends the round early and pushes it.
+        """Pushes the round before its last step.
 
         Raises:
-            PreconditionError: the batches of the round are leased and commit together.
+        PreconditionError: the batches of the round are leased, so they must commit together.
         """
         if self._round.is_leased:
             raise PreconditionError(
@@ -107,8 +107,8 @@ class OuterSteps:
             step.pushed = self._leases.round_of(step.source.name)
 
     def check_step(self) -> None:
-        """Checks, before a step is finished, that its round is still valid. If the round's batches
-        were given back, aborts the step.
+        """Checks, before a step is finished, that its round is still valid. Aborts the step if the
+        round's batches were returned to the coordinator.
 
         Raises:
             PreconditionError: the script received the batch again.
@@ -131,9 +131,9 @@ class OuterSteps:
         )
 
     def has_leased(self, loader: str) -> bool:
-        """Called after batches were leased. Undoes the round if its batches were given back,
-        because its loop was left or continues with other batches. Returns whether there was such a
-        round."""
+        """Must be called after batches have been leased. Undoes the round if its batches were
+        returned, because the script left its loop or the loop continues with other batches. Returns
+        whether a round was undone."""
         if not self._round.has_gone_back(loader, self._leases.round_of(loader)):
             return False
         if not self._round.is_over:
@@ -148,7 +148,7 @@ class OuterSteps:
         return True
 
     def close(self) -> None:
-        """Stops pushing, at the end of the run. Warns if inner steps that were not pushed are
+        """Stops pushing when the run ends. Warns if inner steps that were not pushed are
         discarded."""
         if self.steps and not self._round.is_leased:
             _log.warning(
@@ -159,19 +159,19 @@ class OuterSteps:
 
 
 class Round:
-    """The inner steps since the last push, with the values at the round's beginning and the change
-    so far."""
+    """The inner steps since the last push, with the values before them and their total change so
+    far."""
 
     def __init__(self, tensors: Sequence[HostTensor], *, steps: int) -> None:
-        """`tensors`: trained tensors. `steps`: number of steps per round. The first round allocates
+        """`tensors`: trained tensors. `steps`: number of steps per round. The first step allocates
         host memory for a copy of the tensors."""
         self._most = steps
         self.steps = 0
-        """Number of inner steps taken; 0: the current values are the ones that were pulled last."""
+        """Number of inner steps taken. 0: the current values are the ones pulled last."""
         self._tensors = tuple(tensors)
         self._kept: dict[str, torch.Tensor] = {}
-        """Name -> flat values of the tensor at the beginning of the round. Once the round is over,
-        the outer gradients take the place of the values of trained tensors."""
+        """Name -> flat values of the tensor at the beginning of the round. Once the round has
+        ended, the outer gradients replace the values of trained tensors."""
         self._trained: set[str] = set()
         """Names of the tensors that had a gradient in any step of this round."""
         self._source: StepSource | None = None
@@ -181,7 +181,7 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """True if the round's last step was taken, so that only the push remains."""
+        """True if the round's last step has been taken, so that only the push remains."""
         return self._outer is not None
 
     @property
@@ -190,7 +190,7 @@ class Round:
         return self._source is not None
 
     def has_gone_back(self, loader: str, batches: range | None) -> bool:
-        """Returns whether the round's batches were given back. That is the case if they come from
+        """Returns whether the round's batches were returned to the coordinator: they come from
         `loader`, but the loader's current round, `batches`, is a different one or None."""
         return (
             self.steps > 0
@@ -203,7 +203,7 @@ class Round:
         """Checks that a step of `source` belongs to this round.
 
         Raises:
-            PreconditionError: the round has steps of another loader.
+            PreconditionError: the round has steps of a different loader.
         """
         if self.steps and source is not self._source:
             raise PreconditionError(
@@ -223,7 +223,7 @@ class Round:
     ) -> bool:
         """Takes one inner step of the round with these batches. Returns whether it was the round's
         last step. `usable`: False if a GradScaler found the gradients unusable; the step then
-        changes nothing."""
+        leaves the parameters unchanged."""
         if self.steps == 0:
             self._source, self._batches = source, batches
             for tensor in self._tensors:
@@ -239,8 +239,8 @@ class Round:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Ends the round: computes the outer gradients and restores the values at its beginning, to
-        which the servers apply their update.
+        """Ends the round: computes the outer gradients and restores the values from the beginning
+        of the round, because the servers apply their update to those values.
 
         A tensor that had no gradient in any step of the round is omitted, because torch's
         optimizers skip such tensors.
@@ -273,8 +273,8 @@ class Round:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restores the values at the round's beginning, because its batches will be assigned to
-        workers again."""
+        """Restores the values from the beginning of the round, because its batches will be leased
+        again."""
         if not self.is_over:
             for tensor in self._tensors:
                 tensor.target().copy_(self._kept[tensor.name])

@@ -1,9 +1,9 @@
-"""Participation of this worker. With ssp and bsp, other workers wait for each worker that
-participates, and not for one that rests.
+"""Participation of this worker. With ssp and bsp, workers wait for every worker that participates,
+but not for one that rests.
 
-A worker participates while it has a batch, which the engine tracks. The servers keep the clocks
-that determine which workers wait. With asp no worker waits, and this module sends nothing to a
-server. Owned by the training thread.
+A worker participates while it has a batch; the engine tracks its batches. The servers keep the
+clocks that determine which workers wait. With asp no worker waits, so this module does not call the
+servers. Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from shoal_worker.parameter_servers.servers import ParameterServers
 
 
 class Participation:
-    """Tracks whether this worker participates. At first it rests."""
+    """Tracks whether this worker participates. It rests until its first batch."""
 
     def __init__(self, servers: ParameterServers, *, waited_for: bool) -> None:
         """`waited_for`: True if other workers wait for this one (ssp and bsp)."""
         self._servers = servers
         self._waited_for = waited_for
         self._rests = True
-        """True if the worker rests, so that no other worker waits for it. It participates from its
-        next batch on."""
+        """True if the worker rests, so that no other worker waits for it. Its next batch makes it
+        participate."""
         self._rests_after_push = False
-        """True if the loop was left while a batch was in progress. The worker then rests after its
-        next push."""
+        """True if the script left the loop while a batch was in progress. The worker then rests
+        after its next push."""
 
     @property
     def rests(self) -> bool:
@@ -31,27 +31,27 @@ class Participation:
         return self._rests
 
     def rest(self) -> None:
-        """Reports to the servers that no worker needs to wait for this one. Repeated at every
-        opportunity, because a server may have restarted without its data."""
+        """Reports to the servers that no worker needs to wait for this one. Every call sends the
+        report again, because a server may have restarted without its data."""
         if self._waited_for:
             self._servers.rest()
             self._rests = True
 
     def rest_after_push(self, at_hand: bool) -> None:
-        """Makes the worker rest after its next push if it has a batch in progress, otherwise at
-        once. `at_hand`: True if it has one."""
+        """Makes the worker rest after its next push if it has a batch in progress, and immediately
+        otherwise. `at_hand`: True if it has one."""
         self._rests_after_push = at_hand
 
     def pushed(self) -> None:
-        """Records the end of an iteration. The worker then rests if `rest_after_push` was called
-        before."""
+        """Records the end of an iteration, and makes the worker rest if `rest_after_push` was
+        called before."""
         if self._rests_after_push:
             self._rests_after_push = False
             self.rest()
 
     def enter(self, clock: int) -> None:
-        """Makes the worker participate from the iteration that other workers are about to begin.
-        `clock`: number of iterations that this worker has finished."""
+        """Makes the worker participate, starting with the iteration that other workers are about to
+        begin. `clock`: number of iterations that this worker has finished."""
         if self._rests and self._waited_for:
             self._servers.enter(clock)
             self._rests = False

@@ -6,7 +6,7 @@ a failed worker's round trains on the same batches and pushes under the same key
 counts once on each partition (docs/explanation/parameter-servers.md#outer-steps).
 
 This module does not access the model's values. Everything runs on the training thread, except for
-the threads of `CoordinatorLeases`.
+`CoordinatorLeases`, which has threads of its own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class _Dealt:
 
     epoch: int
     round: range | None = None
-    """Batches of the round that is leased and not yet pushed."""
+    """The current round's batches, which are leased and not yet pushed."""
     coming: deque[int] = field(default_factory=deque)
-    """Batches of the round that the loader has not received yet."""
+    """Batches of the current round that the loader has not received yet."""
 
 
 class RoundLeases:
-    """Source of leased batches whose underlying source leases whole rounds: one batch of the
-    underlying source is a round here."""
+    """Leases a round's batches one at a time. The underlying source leases the rounds: what it
+    considers a batch is a round here."""
 
     def __init__(self, rounds: LeaseSource, *, steps: int) -> None:
         """`rounds`: source of rounds. `steps`: number of batches in a round; an epoch's last round
@@ -52,8 +52,8 @@ class RoundLeases:
         at_hand: int | None = None,
     ) -> Leases:
         """Leases batches, possibly fewer than wanted (`LeaseSource.lease`). They all belong to the
-        same round until that round is pushed. If the loop is left within a round, the entire round
-        is returned, including the batch in progress."""
+        same round until that round is pushed. If the script leaves the loop in the middle of a
+        round, the entire round is returned, including the batch in progress."""
         dealt = self._dealt.get(loader)
         if dealt is None or dealt.epoch != epoch:
             dealt = self._dealt[loader] = _Dealt(epoch=epoch)
@@ -95,8 +95,8 @@ class RoundLeases:
         return Leases(batches=batches, epoch_done=False, retry_after_s=0.0)
 
     def round_of(self, loader: str) -> range | None:
-        """Returns the batches of the loader's current round, the same object throughout the round.
-        None if the loader is in no round, or its round was reassigned."""
+        """Returns the batches of the loader's current round; the object stays the same throughout
+        the round. Returns None if the loader is not in a round, or its round was reassigned."""
         dealt = self._dealt.get(loader)
         return None if dealt is None else dealt.round
 

@@ -1,16 +1,16 @@
-"""The interface of communication backends: collectives over a process group that can be ended at
-any moment.
+"""Interface of communication backends: collectives over a process group that can be aborted at any
+time.
 
 A backend is a thin layer over a real `torch.distributed.ProcessGroup` (`process_group`), so torch's
 own parallel code runs on it. It does not touch torch's default group. A process can have several
-backends, one per generation, and can drop any of them without side effects.
+backends, such as one per generation, and can drop any of them without side effects.
 
-The backend does not decide about membership. A group lasts until its first failure. Then the group
-is aborted, and a new group is initialized.
+Backends make no membership decisions. A group lasts until its first failure; then it is aborted,
+and a new group is initialized.
 
 Threads: one thread issues the collectives, in the same order on all ranks. `abort` may be called
-from any thread at any time, and frees that thread. `initialize` and `shutdown` are called by the
-issuing thread.
+from any thread at any time, and releases the issuing thread if it is waiting. `initialize` and
+`shutdown` are called by the issuing thread.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 # ------------------------------------------------------------------------------------------- errors
 #
-# The error that a collective raises when its group is over: Shoal's error that is also torch's. And
-# a short form of the errors of libraries.
+# The error that a collective raises when its group has ended, which is an error of Shoal and of
+# torch, and a short form of libraries' errors.
 
 _WHERE: Final = re.compile(
     r"^(Got the following error when running the callback: \w+: )?(\[[^\]]*\] )?"
@@ -78,7 +78,7 @@ class ReduceOp(enum.Enum):
 
     SUM = "sum"
     AVERAGE = "average"
-    """The mean over ranks; floating-point and complex tensors only."""
+    """Mean across ranks; floating-point and complex tensors only."""
     PRODUCT = "product"
     MIN = "min"
     MAX = "max"
@@ -95,19 +95,18 @@ _TORCH_OPS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Amount of data sent on a connection, and time spent sending it, since the connection was
-    opened."""
+    """Amount of data sent on a connection since it was opened, and time spent sending it."""
 
     acknowledged_bytes: int
     busy_s: float
-    """Seconds during which the connection had unsent or unacknowledged data."""
+    """Time in seconds that the connection has had unsent or unacknowledged data."""
 
 
 class Handle:
     """Handle of an issued collective.
 
-    A collective is never retried: if it fails on the wire, its group ends. Only the thread that
-    issued the collective may use the handle.
+    A collective is never retried: if it fails, its group ends. Only the thread that issued the
+    collective may use the handle.
     """
 
     def __init__(
@@ -117,8 +116,8 @@ class Handle:
         finish: Callable[[], None] | None,
         failed: Callable[[RuntimeError], None],
     ) -> None:
-        """`finish`: function called once `work` has completed. `failed`: function called first when
-        `work` fails; it may raise another error instead."""
+        """`finish`: function called once `work` has completed. `failed`: function called if `work`
+        fails; it may raise a different error."""
         self._work: dist.Work | None = work
         self._failure: str | None = None
         self._finish = finish
@@ -129,14 +128,14 @@ class Handle:
         group has failed."""
         if self._failure is not None:
             raise PreconditionError(f"this collective failed at an earlier wait: {self._failure}")
-        # Drops the work in any case, because it would keep the sockets of its group open.
+        # The handle always drops the work, which would keep the sockets of its group open.
         work, self._work = self._work, None
         if work is not None:
             try:
                 work.wait()
             except RuntimeError as error:
-                # Only the text is kept: the error itself refers, by its traceback, to this handle
-                # and to the group.
+                # Only the text is kept: through its traceback, the error itself would refer to this
+                # handle and to the group.
                 self._failure = str(error)
                 del work
                 self._failed(error)
@@ -146,31 +145,31 @@ class Handle:
             finish()
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return or raise immediately."""
         return self._work is None or bool(self._work.is_completed())
 
 
 def _nothing() -> None:
-    """Does nothing. It stands for the orderly end of a group in libraries that need none."""
+    """Does nothing. Used as the result of `finalize` by backends whose library needs no orderly
+    shutdown."""
 
 
 class CommunicationBackend(abc.ABC):
-    """Collectives of one group of ranks.
+    """Collectives within one group of ranks.
 
     All ranks of the group must issue the same collectives in the same order, with tensors of the
     same shape and dtype. Tensors must be contiguous; results are written in place. Each collective
     returns a `Handle`, which is already complete unless `async_op` is True.
 
     Collectives raise MembershipChanged if the group has failed or was aborted, PreconditionError if
-    the backend is not initialized, and InvalidRequestError for arguments that cannot work (before
-    anything is sent).
+    the backend is not initialized, and InvalidRequestError for invalid arguments (before anything
+    is sent).
     """
 
     name: ClassVar[str]
-    """Name by which users select the backend: "gloo", "nccl"."""
+    """Name of the backend for users: "gloo", "nccl"."""
     device_type: ClassVar[str] = "cpu"
-    """Type of the device on which the tensors of collectives must be. `sum_numbers` creates its own
-    tensor there."""
+    """Type of device that the tensors of collectives must be on."""
     averages_natively: ClassVar[bool]
     """True if the library supports AVERAGE. Otherwise the backend sums and then divides."""
     finalizes: ClassVar[bool] = False
@@ -178,8 +177,7 @@ class CommunicationBackend(abc.ABC):
 
     def __init__(self) -> None:
         self.waits = Waits()
-        """Recorder of the time that this rank waits for collectives. May be replaced before
-        `initialize`."""
+        """Records how long this rank waits for collectives. May be replaced before `initialize`."""
         self._process_group: dist.ProcessGroup | None = None
         self._rank = -1
         self._world_size = 0
@@ -192,7 +190,7 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def rank(self) -> int:
-        """This process's rank in the group, from 0; -1 before `initialize`."""
+        """Rank of this process in the group, from 0; -1 before `initialize`."""
         return self._rank
 
     @property
@@ -207,9 +205,9 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The underlying torch process group.
+        """Underlying torch process group.
 
-        Do not keep the group longer than the backend: the group's sockets close with the last
+        References to it must not outlive the backend: the group's sockets close with the last
         reference. When the group is aborted, all waits on it raise MembershipChanged.
         """
         if self._reason is not None:
@@ -223,7 +221,7 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """The process group for CPU tensors. It is `process_group` itself, or a second group if
+        """Process group for CPU tensors. It is `process_group` itself, or a second group if
         `process_group` works on device tensors."""
         return self.process_group
 
@@ -242,18 +240,18 @@ class CommunicationBackend(abc.ABC):
         hostname: str | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Connects to the other ranks over `store`, which no other group may have used. All ranks
-        call this method. It returns when all ranks are connected.
+        """Connects to the other ranks through `store`, which no other group may have used. Must be
+        called once on every rank. Returns when all ranks are connected.
 
         `timeout`: time limit of each later collective. `connect_timeout`: time limit of connecting.
-        `hostname`: address or name under which peers reach this process; None: the address of the
+        `hostname`: this process's address or host name for its peers; None: the address of the
         interface that reaches the store. `members`: for a group of only some of the run's ranks,
-        these ranks in the order of their ranks in the group; used by MPI alone, which forms its
-        groups from its own world. A backend is initialized once.
+        these ranks in the order of their ranks in the group; used only by MPI, which forms its
+        groups from its own world.
 
         Raises MembershipChanged if the group was abandoned (`abort` here or on the store) or a peer
         disconnected, DeadlineError if a peer did not connect within `connect_timeout`,
-        ConfigurationError for values that cannot work.
+        ConfigurationError for invalid values.
         """
         if self._process_group is not None or self._reason is not None:
             raise PreconditionError(
@@ -279,14 +277,14 @@ class CommunicationBackend(abc.ABC):
 
     def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027
         # most libraries cannot split groups
-        """Declares this group to be part number `part` of a division of the group `whole`, all of
-        whose ranks take part in the division. Called before `initialize`. A library that can split
-        groups then splits `whole` instead of connecting anew."""
+        """Declares that this group is part number `part` of a division of the group `whole`, which
+        contains all ranks of `whole`. Must be called before `initialize`. A library that can split
+        groups then splits `whole` instead of connecting a new group."""
 
     def abort(self, reason: str) -> None:
-        """Ends the group: pending and later collectives raise GroupEndedError(reason), here at once
-        and soon on all peers. Callable from any thread; returns at once. Later calls do not change
-        the reason. `shutdown` releases the group's resources."""
+        """Aborts the group: pending and later collectives raise GroupEndedError(reason), here
+        immediately and soon on all peers. Callable from any thread; returns immediately. Later
+        calls do not change the reason. Does not release the group's resources; see `shutdown`."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -294,34 +292,33 @@ class CommunicationBackend(abc.ABC):
         self._break()
 
     def shutdown(self) -> None:
-        """Ends the group and releases its sockets and threads. Waits only for a device that still
-        uses the group's memory. Idempotent."""
+        """Aborts the group and releases its sockets and threads. Waits only if a device still uses
+        the group's memory. Idempotent."""
         self.abort(f"backend {self.name!r} was shut down")
         self._release()
 
     def all_leave(self, within: timedelta) -> bool:
         """Waits for at most `within` until all ranks of the group have called this method, with no
-        pending work. Returns whether they have. A rank that does not hear from all others returns
-        False, although others may return True."""
+        pending work. Returns whether they have. If a rank does not hear from all others in time, it
+        returns False, although others may return True."""
         return False
 
     def finalize(self) -> Callable[[], None]:
-        """Starts to shut down the group in the orderly way that the library provides. Called after
-        `all_leave`. Returns at once, with a function that waits until this is complete or was given
-        up. Call `shutdown` after that function."""
+        """Starts the library's orderly shutdown of the group, after `all_leave`. Returns
+        immediately, with a function that waits until the orderly shutdown is complete or has been
+        abandoned. `shutdown` must be called after that function."""
         return _nothing
 
     @abc.abstractmethod
     def _connect(
         self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
     ) -> dist.ProcessGroup:
-        """Creates the process group of `rank` and `world_size`. Must return or raise soon after
-        `abort`."""
+        """Creates this rank's process group. Must return or raise soon after `abort`."""
 
     @abc.abstractmethod
     def _break(self) -> None:
-        """Makes every wait on the group fail, at any stage of the group's life. Called from any
-        thread; must not block."""
+        """Makes all waits on the group fail, even while it connects. Called from any thread; must
+        not block."""
 
     @abc.abstractmethod
     def _release(self) -> None:
@@ -329,15 +326,15 @@ class CommunicationBackend(abc.ABC):
 
     @abc.abstractmethod
     def _is_broken(self, error: RuntimeError) -> bool:
-        """Returns whether an error of a collective means that the group is lost. Returns False if
-        an argument was wrong."""
+        """Returns whether an error of a collective means that the group has failed. Returns False
+        if the error was caused by an invalid argument."""
 
     # --- collectives
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle:
-        """Reduces `tensor` over all ranks, in place, on every rank."""
+        """Reduces `tensor` across all ranks, in place, on every rank."""
         group = self._checked("all_reduce", tensor, op=op)
         options = AllreduceOptions()
         options.reduceOp = self._torch_op(op)
@@ -349,17 +346,17 @@ class CommunicationBackend(abc.ABC):
         )
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Sums a tensor of a few hundred bytes over all ranks, in place. Blocks. The result is
+        """Sums a tensor of a few hundred bytes across all ranks, in place. Blocks. The result is
         bitwise the same on every rank.
 
         The training thread waits for such a sum in each step, so the backend uses its fastest path.
-        Also raises PreconditionError (RANKS_DIVERGED) if another rank issued a different sum; the
-        group then remains until the caller ends it.
+        Also raises PreconditionError (RANKS_DIVERGED) if another rank has issued a different sum;
+        the caller must then abort the group.
         """
         self.all_reduce(tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Sums a few dozen numbers over all ranks, in float64, and returns the sums. Blocks, and
+        """Sums a few dozen numbers across all ranks, in float64, and returns the sums. Blocks, and
         raises the same errors as `all_reduce_short`."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device_type)
         self.all_reduce_short(tensor)
@@ -387,8 +384,8 @@ class CommunicationBackend(abc.ABC):
         *,
         async_op: bool = False,
     ) -> Handle:
-        """Reduces `tensor` over all ranks and writes this rank's part of the result into `output`.
-        `tensor` consists of world_size parts in rank order."""
+        """Reduces `tensor` across all ranks and writes this rank's part of the result into
+        `output`. `tensor` consists of world_size parts in rank order."""
         group = self._checked("reduce_scatter", output, tensor, op=op)
         self._check_parts("reduce_scatter", "tensor", tensor, "output", output)
         options = ReduceScatterOptions()
@@ -461,8 +458,8 @@ class CommunicationBackend(abc.ABC):
     def send(
         self, tensor: torch.Tensor, destination: int, tag: int = 0, *, async_op: bool = False
     ) -> Handle:
-        """Sends `tensor` to one rank, which calls `recv` with the same tag. The peer must receive
-        blocking sends in the order in which they were sent."""
+        """Sends `tensor` to one rank, which must call `recv` with the same tag. The peer must
+        receive blocking sends in the order of sending."""
         group = self._checked("send", tensor)
         peer = self._checked_peer("send", "destination", destination)
         return self._handle("send", lambda: group.send([tensor], peer, tag), async_op)
@@ -470,7 +467,7 @@ class CommunicationBackend(abc.ABC):
     def recv(
         self, tensor: torch.Tensor, source: int, tag: int = 0, *, async_op: bool = False
     ) -> Handle:
-        """Receives into `tensor` a message that rank `source` sent with the same tag."""
+        """Receives into `tensor` a message that rank `source` sends with the same tag."""
         group = self._checked("recv", tensor)
         peer = self._checked_peer("recv", "source", source)
         return self._handle("recv", lambda: group.recv([tensor], peer, tag), async_op)
@@ -483,29 +480,30 @@ class CommunicationBackend(abc.ABC):
     # --- results in the order of a device
 
     def order(self, work: dist.Work) -> None:
-        """Orders the calling thread's later computations after `work`, which belongs to this group.
+        """Makes the calling thread's later computations run after `work`, a collective of this
+        group.
 
         The thread itself waits only if it computes on the host. Otherwise it continues, and the
-        operations that it queues on the device run after the collective, even after a collective
-        that an abort ended with undefined results. So until `settle` has returned, nothing derived
-        from the result may be kept, sent to another rank or used as an index. Raises the same
+        operations that it queues on the device run after the collective, even if the collective was
+        aborted and its result is undefined. Until `settle` has returned, values derived from the
+        result must therefore not be kept, sent to another rank or used as indices. Raises the same
         errors as `Handle.wait`.
         """
         work.wait()
 
     @property
     def unsettled(self) -> bool:
-        """True if some works passed to `order` have not been checked by `settle` yet."""
+        """True if there are works passed to `order` that `settle` has not checked yet."""
         return False
 
     def settle(self) -> None:
         """Blocks until all works passed to `order` have completed. Raises MembershipChanged if one
-        failed; the group then no longer writes into memory."""
+        has failed; the group then no longer writes to memory."""
         if self._reason is not None:
             raise GroupEndedError(self._reason)
 
     def rest(self) -> None:  # noqa: B027
-        # on the host, it suffices to wait for the end of each collective
+        # on the host, waiting for each collective suffices
         """Blocks until a group that has ended no longer reads or writes memory on a device."""
 
     # --- checks

@@ -1,8 +1,8 @@
-"""Describes one rank's part in a collective as a data structure: its inputs and outputs, with a
-check that the parts of all ranks match.
+"""Describes one rank's part in a collective as data, checks that the parts of all ranks match, and
+executes the collective.
 
-All of torch's forms of a collective (lists, single tensors, coalesced) become lists of parts here.
-Parts are usually views of the caller's tensors. This module sends nothing between processes:
+All of torch's variants of a collective (lists, single tensors, coalesced) are represented as lists
+of parts. Parts are usually views of the caller's tensors. This module does not communicate:
 `execute` needs the parts of all ranks in one address space.
 
 Reductions always add in rank order, so every backend that reduces here produces the same bits.
@@ -31,7 +31,7 @@ _COMBINATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tens
     "BXOR": torch.bitwise_xor,
 }
 _EXACT: Final = frozenset({"MIN", "MAX", "BAND", "BOR", "BXOR"})
-"""Reductions that do not round, so half precision needs no wider dtype for them."""
+"""Reductions that do not round, so that half precision needs no wider dtype."""
 
 
 def op_name(op: Any) -> str:
@@ -44,7 +44,7 @@ def op_name(op: Any) -> str:
 
 
 def check_op(op: Any, dtype: torch.dtype) -> None:
-    """Raises ValueError when values of `dtype` cannot be reduced with torch's `op`."""
+    """Raises ValueError if values of `dtype` cannot be reduced with torch's `op`."""
     name = op_name(op)
     if name in ("AVG", "PREMUL_SUM") and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(
@@ -61,7 +61,7 @@ def check_op(op: Any, dtype: torch.dtype) -> None:
 
 
 def premultiplier(op: Any) -> float | torch.Tensor:
-    """Returns the factor by which PREMUL_SUM multiplies each rank's part."""
+    """Returns the factor of PREMUL_SUM, which multiplies each rank's part."""
     factor: float | torch.Tensor = op.__getstate__()[1]
     return factor
 
@@ -97,7 +97,8 @@ def _combine(
     *,
     widened: bool,
 ) -> None:
-    """Reduces the parts into the tensor `sofar`, in rank order."""
+    """Reduces the parts into the tensor `sofar`, in rank order. `widened`: True if half precision
+    must be converted to `sofar`'s wider dtype."""
     if len(parts) == 1 or widened:
         sofar.copy_(parts[0])
         others = parts[1:]
@@ -109,15 +110,15 @@ def _combine(
 
 
 class UnmatchedCollectiveError(InvalidRequestError, DistBackendError):
-    """Ranks of one group issued mismatched collectives: they differ in kind, op, root, dtype, size
-    or order."""
+    """Raised if ranks of one group have issued mismatched collectives: they differ in kind, op,
+    root, dtype, size or order."""
 
     default_reason = "COLLECTIVES_UNMATCHED"
 
 
 class Kind(enum.Enum):
     """Kind of collective, which determines the layout of `Collective.inputs` and
-    `Collective.outputs`. The members are described for k tensors and w ranks."""
+    `Collective.outputs`. The descriptions below are for k tensors and w ranks."""
 
     ALL_REDUCE = "all_reduce"
     """k tensors, reduced in place: the inputs are the outputs."""
@@ -152,10 +153,10 @@ class Collective:
     inputs: Sequence[torch.Tensor] = ()
     outputs: Sequence[torch.Tensor] = ()
     op: Any = None
-    """torch's ReduceOp; None if the collective reduces nothing."""
+    """torch's ReduceOp; None if the collective is not a reduction."""
     root: int | None = None
     result: list[Any] = field(default_factory=list)
-    """Value of the work's future: the tensors in the form in which the caller passed them."""
+    """Value of the work's future: the output tensors, structured as the caller passed them."""
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
@@ -163,8 +164,8 @@ class Collective:
         return frozenset(one.dtype for one in (*self.inputs, *self.outputs))
 
     def check(self) -> None:
-        """Checks that the inputs can be reduced and that the outputs have their dtype. Raises
-        ValueError or InvalidRequestError otherwise."""
+        """Checks that the inputs can be reduced and that the outputs have their dtype. Otherwise
+        raises ValueError or InvalidRequestError."""
         for one in self.inputs if self.op is not None else ():
             check_op(self.op, one.dtype)
         if (
@@ -175,14 +176,12 @@ class Collective:
             raise InvalidRequestError(f"{self}: the outputs differ in dtype from the inputs")
 
     def matches(self, other: Collective) -> bool:
-        """Returns whether `other`, issued by another rank, can be the same collective as this
-        one.
-        """
+        """Returns whether `other`, a rank's call, can belong to the same collective as this one."""
         return self.signature == other.signature
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Properties of the collective that must be equal on all ranks."""
+        """Properties of the call that must be the same on all ranks."""
         sizes = tuple(one.numel() for one in self.inputs) if self.kind in _LIKE_EVERYWHERE else ()
         return (
             self.kind,
@@ -202,9 +201,9 @@ class Collective:
 
 
 def execute(calls: Sequence[Collective]) -> None:
-    """Runs a collective for all ranks at once: computes and writes the outputs of every rank.
+    """Runs a collective on behalf of all ranks: computes and writes every rank's outputs.
 
-    `calls`: the collectives in rank order; all have the same signature.
+    `calls`: the ranks' calls, in rank order; all must have the same signature.
 
     Raises UnmatchedCollectiveError if the size of a part differs from what its receiver expects,
     and ValueError for an impossible op.
@@ -301,7 +300,8 @@ def _transfer(
 
 def _copy(output: torch.Tensor, given: torch.Tensor) -> None:
     if output.is_sparse:
-        # a sparse tensor's .data is another tensor, which has rows of its own once it is written to
+        # a sparse tensor's .data is a different tensor, which gets separate rows when it is written
+        # to
         output.copy_(given)
         return
     # Through .data, as other backends write: this leaves autograd's version counters unchanged.

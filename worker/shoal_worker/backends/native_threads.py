@@ -1,10 +1,10 @@
-"""Threads of this process that run inside torch and must end before the interpreter finalizes.
+"""Threads of this process that run inside torch and must end before the interpreter shuts down.
 
-While the interpreter finalizes, it ends every thread that returns from C++ to Python or that C++
-calls back into Python. torch's stack frames do not permit that: the process is then ended by
-SIGABRT (std::terminate), whatever its exit status would have been. So the interpreter's exit waits
-for the threads started here. It also waits until none of Gloo's threads runs, since such a thread
-may call a callback of a script or of this package.
+While the interpreter shuts down, it terminates every thread that enters Python from C++. torch's
+stack frames do not support that: the process then dies from SIGABRT (std::terminate), regardless of
+its exit status. The interpreter's exit therefore waits for the threads started here. It also waits
+until none of Gloo's threads is running, because such a thread may call a callback of a script or of
+this package.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from typing import Final
 
 # ----------------------------------------------------------------------------------- Gloo's threads
 #
-# State of the threads in which torch runs Gloo's collectives: running or asleep.
+# Determines whether the threads that torch runs Gloo's collectives on are running or asleep.
 #
-# Only the kernel knows the state: torch only names these threads. Used once a group's connections
-# are broken, to distinguish operations that are about to end from operations that sleep until their
-# timeout. Groups are not distinguished: the threads of all groups must be asleep.
+# The kernel reports the state, and torch gives these threads a name. Used once a group's
+# connections are broken, to distinguish operations that are about to end from operations that sleep
+# until their timeout. Groups cannot be distinguished, so the threads of all groups must be asleep.
 
 _NAME: Final = "pt_gloo_runloop"
 _TASKS: Final = Path("/proc/self/task")
 _APART_S: Final = 0.003
 _FAR_APART_S: Final = 0.1
-"""Time that suffices for a thread that was just woken to get a core of a busy machine."""
+"""Time in seconds that a thread that was just woken needs at most to get a core, even on a busy
+machine."""
 
 _Sample = dict[str, str]
 """Number of times that each thread has been scheduled, by thread id."""
@@ -61,14 +62,14 @@ def wait_until_still(at_most_s: float) -> None:
 
 
 def _sample() -> _Sample | None:
-    """Returns how often each of Gloo's threads has been scheduled. Returns None if one of these
-    threads is running, and an empty sample if Gloo has no thread."""
+    """Returns how many times each of Gloo's threads has been scheduled. Returns None if one of
+    these threads is running, and an empty sample if Gloo has no thread."""
     sample: _Sample = {}
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         try:
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
         except OSError:
-            continue  # ended since it was listed
+            continue  # the thread has ended since it was listed
         if fields["Name"].strip() == _NAME:
             if not fields["State"].strip().startswith("S"):
                 return None
@@ -84,11 +85,11 @@ _MOST: Final = timedelta(seconds=5)
 
 _lock = threading.Lock()
 _running: set[_Call] = set()
-"""Started calls that have not ended. Guarded by the lock."""
+"""Calls that have started and not ended. Guarded by `_lock`."""
 
 
 class _Call:
-    """A function that one of this module's threads calls."""
+    """A function that is called on one of this module's threads."""
 
     def __init__(
         self,
@@ -97,8 +98,8 @@ class _Call:
         *,
         destroys: tuple[list[object], threading.Event] | None = None,
     ) -> None:
-        """`most_s`: time for which the interpreter's exit waits for the call. `destroys`: objects
-        that the call releases, and the event after which it releases them.
+        """`most_s`: maximum time that the interpreter's exit waits for the call, in seconds.
+        `destroys`: objects that the call releases, and the event after which it releases them.
         """
         self._call = call
         self.most_s = most_s
@@ -115,8 +116,8 @@ class _Call:
 
 
 def start(call: Callable[[], object], *, name: str, most_s: float = _MOST.total_seconds()) -> None:
-    """Runs `call`, which may take long inside torch, on a thread called `name`. The interpreter's
-    exit waits at most `most_s` seconds for the call."""
+    """Runs `call`, which may block inside torch, on a thread called `name`. The interpreter's exit
+    waits at most `most_s` seconds for the call."""
     one = _Call(call, most_s)
     if not _start(one, name):
         _reserve.put(one)
@@ -124,9 +125,9 @@ def start(call: Callable[[], object], *, name: str, most_s: float = _MOST.total_
 
 def drop(references: list[object], *, when: threading.Event) -> None:
     """Clears the list `references`, which must hold the last references to its objects, on a new
-    thread once `when` is set. Returns at once.
+    thread once `when` is set. Returns immediately.
 
-    Meant for process groups: their destructors join threads, which takes some 10 ms, or wait for
+    Used for process groups, whose destructors join threads, which takes some 10 ms, or wait for
     unfinished work.
     """
 
@@ -138,19 +139,19 @@ def drop(references: list[object], *, when: threading.Event) -> None:
         _Call(destroy, _MOST.total_seconds(), destroys=(references, when)), "shoal-group-end"
     ):
         for reference in references:
-            # their connections are closed, and the process is about to end
+            # their connections are closed, and the process is about to exit
             keep(reference)
 
 
 def keep(reference: object) -> None:
-    """Keeps an object alive until the process ends, because its destructor would wait for
-    unfinished work or end the process."""
+    """Keeps an object alive until the process exits, because its destructor would wait for
+    unfinished work or terminate the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference))
 
 
 def wait(timeout: timedelta) -> bool:
     """Waits for all running calls, but not for the destruction of unfinished groups. Returns False
-    if some still run after `timeout`."""
+    if some are still running after `timeout`."""
     started = time.monotonic()
     with _lock:
         running = [call for call in _running if call.destroys is None or call.destroys[1].is_set()]
@@ -164,11 +165,11 @@ def wait(timeout: timedelta) -> bool:
 
 
 def _start(call: _Call, name: str) -> bool:
-    """Starts a thread for `call`. Returns False if no thread can be started. A call that destroys
-    nothing counts as running even then, because the reserve thread runs it."""
+    """Starts a thread for `call`. Returns False if no thread can be started. Even then, a call that
+    does not destroy objects counts as running, because a reserve thread runs it."""
     # Daemons: a call that never ends must not keep the process alive.
     thread = threading.Thread(target=call, name=name, daemon=True)
-    with _lock:  # a call that ends at once must wait for this lock
+    with _lock:  # a call that ends immediately must wait for this lock
         try:
             thread.start()
         except RuntimeError:
@@ -181,10 +182,10 @@ def _start(call: _Call, name: str) -> bool:
     return True
 
 
-# Python 3.12.0 to 3.12.2 cannot start threads once the interpreter finalizes (gh-113964), which is
-# when the groups of a script without shoal.shutdown() end. For these versions some threads are
-# started beforehand. Four: one waits for torch while a group is finalized, another enforces the
-# time limit, and the group may have parts.
+# Python 3.12.0 to 3.12.2 cannot start threads once the interpreter shuts down (gh-113964), which is
+# when the groups of a script without shoal.shutdown() end. For these versions, four threads are
+# started in advance: one waits for torch while a group is finalized, another enforces the time
+# limit, and the group may have parts.
 
 STARTS_NONE_AT_EXIT: Final = (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2)
 _reserve: Final[queue.SimpleQueue[_Call]] = queue.SimpleQueue()
@@ -204,9 +205,9 @@ _before_waiting: Final[list[Callable[[], None]]] = []
 
 
 def before_exit(call: Callable[[], None]) -> None:
-    """Registers a function that ends threads at the interpreter's exit. It runs after the exit
-    handlers of this module's users, whenever it is registered: a session that leaves its job at
-    exit still needs its group."""
+    """Registers a function that stops threads at the interpreter's exit. Regardless of when it is
+    registered, it runs after the exit handlers of this module's users, because a session that
+    leaves its job at exit still needs its group."""
     _before_waiting.append(call)
 
 

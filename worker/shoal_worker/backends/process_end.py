@@ -1,4 +1,4 @@
-"""Ends this process at once if it must not continue and its interpreter might never exit."""
+"""Exits this process immediately if it must not continue and its interpreter might never exit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NoReturn
 
 
 def end_now(status: int, why: str) -> NoReturn:
-    """Writes `why` to standard error instead of a traceback and ends the process with `status`. No
-    exit handler runs."""
+    """Writes `why` to standard error instead of a traceback, and exits the process with `status`
+    without running exit handlers."""
     print(f"shoal: {why}", file=sys.stderr)  # noqa: T201 - where a traceback would have been
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -1,12 +1,12 @@
 """Process groups that torch calls and that are written in Python.
 
-A `NamedGroup` has a name. A `ForwardingGroup` issues collectives on a native group under their
-native names. A `PythonGroup` converts every call into a `Collective` (collective.py) or a transfer
-between two ranks.
+`NamedGroup` provides the names that torch asks for. `ForwardingGroup` passes collectives to a
+native group under their native names. `PythonGroup` converts every call into a `Collective`
+(collective.py) or a transfer between two ranks.
 
-torch calls a process group by many names: C++ code (DDP's reducer, functional collectives) uses the
+torch calls collectives by many names: C++ code (DDP's reducer, functional collectives) uses the
 names that its trampoline supports, and Python code (dist.*, FSDP2) uses all of them. A subclass
-implements `_issue`, `_send` and `_receive`. This module does not depend on any transport."""
+only implements `_issue`, `_send` and `_receive`. This module does not depend on any transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import GroupName
 from shoal_worker.backends.collective import Collective, Kind
 
 if TYPE_CHECKING:
-    # The stub declares other overloads of the constructor and the collectives than C++ calls and
+    # The overloads in the stub differ from the constructor and the collectives that C++ calls and
     # these classes implement.
     _ProcessGroup: TypeAlias = Any
 else:
@@ -30,11 +30,11 @@ else:
 
 
 class NamedGroup(_ProcessGroup):
-    """Process group of one rank among `size` ranks."""
+    """Process group of rank `rank` among `size` ranks."""
 
     backend_name: ClassVar[str]
-    """Name under which torch registers the backend. Must differ from the names of torch's own
-    backends: torch would look for their C++ part in this group."""
+    """Name of the backend in torch's registry. Must differ from the names of torch's own backends,
+    because torch would look for their C++ part in this group."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
@@ -46,7 +46,7 @@ class NamedGroup(_ProcessGroup):
 
     @property
     def group_name(self) -> GroupName:
-        """The name under which torch's functional collectives know the group."""
+        """Name of the group in torch's functional collectives."""
         return self._name
 
     def _set_group_name(self, name: GroupName) -> None:
@@ -72,7 +72,7 @@ def _collective(name: str) -> Any:
 
 
 class ForwardingGroup(NamedGroup):
-    """Process group that passes each collective to a native process group, by the name that the
+    """Process group that passes each collective to a native process group, under the name that the
     installed torch uses for it."""
 
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
@@ -116,11 +116,11 @@ class PythonGroup(NamedGroup):
         raise NotImplementedError
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Starts to send a tensor to rank `peer`."""
+        """Starts sending a tensor to rank `peer`."""
         raise NotImplementedError
 
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
-        """Starts to receive a tensor from rank `peer`; None: from the first rank that sends."""
+        """Starts receiving a tensor from rank `peer`; None: from the first rank that sends."""
         raise NotImplementedError
 
     @property
@@ -159,8 +159,8 @@ class PythonGroup(NamedGroup):
     def allgather_coalesced(
         self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None
     ) -> Work:
-        """Implements `ProcessGroup.allgather_coalesced`: one list per rank, with one tensor per
-        input."""
+        """Implements `ProcessGroup.allgather_coalesced`: the outputs are one list per rank, with
+        one tensor per input."""
         by_input = [list(parts) for parts in zip(*output_lists, strict=True)]
         return self.allgather(by_input, input_list)
 
@@ -255,7 +255,7 @@ class PythonGroup(NamedGroup):
         opts: Any = None,
     ) -> Work:
         """Implements `ProcessGroup.all_to_all_single`. Sizes are numbers of rows (first dimension)
-        per rank; without sizes the parts are equal."""
+        per rank; if they are empty, all parts have the same size."""
         outputs, inputs = (
             self._parts(output, output_sizes, "output"),
             self._parts(input, input_sizes, "input"),
@@ -306,8 +306,8 @@ class PythonGroup(NamedGroup):
         return list(parts)
 
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
-        """Splits the tensor into one part per rank, in rank order, with the same number of elements
-        each."""
+        """Splits the tensor into one part per rank, in rank order, all with the same number of
+        elements."""
         if tensor.numel() % self.size():
             raise InvalidRequestError(
                 f"{field} has {tensor.numel()} elements; expected a multiple of {self.size()} ranks"
@@ -335,8 +335,8 @@ class PythonGroup(NamedGroup):
 
 
 def _op(opts: Any) -> Any:
-    """Returns the reduction in torch's options. `options` may also be a reduction itself, or None
-    for the default, SUM."""
+    """Returns the reduction from torch's options. `opts`: options, a reduction itself, or None for
+    the default, SUM."""
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

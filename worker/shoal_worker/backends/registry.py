@@ -1,5 +1,5 @@
-"""The backends by name. Each is imported on first use. A new backend needs a module and a line
-here."""
+"""Registry of the backends by name. Each is imported on first use. A new backend needs a module and
+an entry here."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BACKENDS: Final = {
 
 
 def backend_names() -> list[str]:
-    """Returns the accepted values of `backend=`."""
+    """Returns the names of all backends, which are the values that `backend=` accepts."""
     return sorted(_BACKENDS)
 
 
 def backend_class(name: str) -> type[CommunicationBackend]:
-    """Returns the backend class called `name`. Raises ConfigurationError, naming the known
+    """Returns the backend class called `name`. Raises ConfigurationError, which lists the known
     backends, for any other name."""
     try:
         module, _, attribute = _BACKENDS[name].partition(":")

@@ -1,8 +1,8 @@
-"""Records how long a rank waits for its peers. Every wait for a collective is recorded; heartbeats
-and the explanation of a stalled step read the record.
+"""Records how long a rank waits for its peers. Every wait for a collective is recorded, for
+heartbeats and for the explanation of a stalled step.
 
-The training thread waits; any thread may read. There is no lock, because only single values are
-read: a reader may see a wait that has just ended.
+The training thread writes the record, and any thread may read it. There is no lock, because only
+single values are read: a reader may see a wait that has just ended.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ _PART_OF_ANOTHER: Final = nullcontext()
 
 
 class Waits:
-    """Record of the waits of one rank. A wait nested in another counts as part of the outer
-    wait."""
+    """Record of the waits of one rank. A nested wait counts as part of the outer wait."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: function that returns the time in seconds, from an arbitrary origin."""
+        """`clock`: function that returns the time in seconds since an arbitrary moment."""
         self._clock = clock
         self._since: tuple[float, str] | None = None
         self._total_s = 0.0
@@ -28,12 +27,12 @@ class Waits:
         self._held = False
 
     def of(self, what: str) -> AbstractContextManager[object]:
-        """Records a wait of this rank while the returned context is open. `what`: description of
-        the wait."""
+        """Returns a context that records a wait of this rank. `what`: what the rank is waiting
+        for."""
         return _Wait(self, what) if self._since is None else _PART_OF_ANOTHER
 
     def begin(self, what: str) -> None:
-        """Begins a wait. `what`: description of the wait."""
+        """Records the beginning of a wait. `what`: what the rank is waiting for."""
         self._since = (self._clock(), what)
 
     def end(self) -> None:
@@ -44,8 +43,8 @@ class Waits:
             self._total_s += self._last_s
 
     def hold(self, what: str | None) -> None:
-        """Begins a wait that lasts until `hold(None)` is called, regardless of other waits in
-        between. A repeated call changes nothing."""
+        """Begins a wait for `what` that lasts until `hold(None)` is called, regardless of other
+        waits in between. A repeated call changes nothing."""
         if (what is not None) == self._held:
             return
         self._held = what is not None
@@ -56,29 +55,29 @@ class Waits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """Returns how many seconds the training thread has been waiting, and the description of the
-        wait; (0, "") if it does not wait."""
+        """Number of seconds that the training thread has been waiting, and what it is waiting for;
+        (0, "") if it is not waiting."""
         since = self._since
         return (self._clock() - since[0], since[1]) if since is not None else (0.0, "")
 
     @property
     def last_s(self) -> float:
-        """Duration of the last finished wait in seconds."""
+        """Duration of the last finished wait, in seconds."""
         return self._last_s
 
     @property
     def last(self) -> str:
-        """Description of the last finished wait; empty if there was none."""
+        """Purpose of the last finished wait; empty if there was none."""
         return self._last
 
     @property
     def total_s(self) -> float:
-        """Total duration of all finished waits in seconds."""
+        """Total duration of all finished waits, in seconds."""
         return self._total_s
 
 
 class _Wait:
-    """Context of an outermost wait."""
+    """Context that records an outermost wait."""
 
     __slots__ = ("_waits", "_what")
 

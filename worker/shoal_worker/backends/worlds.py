@@ -1,17 +1,18 @@
-"""A torch.distributed world for each thread that is a rank, and for the threads started by that
-thread.
+"""Gives each thread that is a rank, and the threads that it starts, their own torch.distributed
+world.
 
 torch keeps its default group and its registry of groups in one global per process. While threads
-are ranks, that global forwards to the calling thread's world; other threads keep using the
-process's world. The same applies to the C++ registry by which functional collectives find groups
+are ranks, that global forwards to the calling thread's world; other threads continue to use the
+process's world. The same applies to the C++ registry that functional collectives use to find groups
 (through a switch of torch's own), and to DeviceMesh: the meshes of two ranks must not be equal,
 because DTensor caches by mesh.
 
 A thread started by a rank, such as a thread that saves a checkpoint, uses the rank's world, as it
-would in a process, but not the C++ registry. A thread shared by several ranks, such as a thread of
-a global executor, uses the world of the rank that started it.
+would in a separate process, but not its C++ registry. A thread shared by several ranks, such as a
+thread of a global executor, uses the world of the rank that started it.
 
-Threads: `installed` may be nested and run in several threads; the rank's thread uses `entered`.
+Threads: `installed` may be nested and used in several threads; the rank's own thread uses
+`entered`.
 """
 
 from __future__ import annotations
@@ -41,25 +42,25 @@ _identities: Final = itertools.count(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A rank's place in a fixed set of ranks: the ranks of a launch, or of MPI's world."""
+    """A rank's place in a fixed set of ranks: a launch, or MPI's world."""
 
     rank: int
     world_size: int
     store: Store
     """Store shared by all ranks, if the backend needs one. In a launch, waiting on the store would
-    keep the rank's turn, so use it only for calls that return at once."""
+    keep the rank's turn, so it may be used only for calls that return immediately."""
     timeout: timedelta
     """Time limit of a wait for other ranks."""
     backend: str = "inmemory"
-    """Backend that connects the ranks."""
+    """Name of the backend that connects the ranks."""
 
 
 class World:
-    """torch's record of process groups in one rank: the attributes of c10d's own world."""
+    """torch's record of process groups for one rank, with the attributes of c10d's own world."""
 
     def __init__(self) -> None:
         self.identity = next(_identities)
-        """Identifier that is never reused, unlike a thread's."""
+        """Identifier that, unlike a thread's, is never reused."""
         self.default_pg: Any = None
         self.pg_map: dict[Any, Any] = {}
         self.pg_names: dict[Any, Any] = {}
@@ -74,11 +75,12 @@ class World:
         # attributes of a rank in addition to torch's
         self.seat: Seat | None = None
         self.session: Any = None
-        """Shoal's session, kept here so that the rank's own threads find it."""
+        """Shoal's session, stored here so that the threads started by the rank find it."""
 
 
 class WorldOfThread:
-    """Forwards every attribute to the calling thread's world, or to the process's."""
+    """Forwards every attribute to the calling thread's world or, for other threads, to the
+    process's world."""
 
     def __init__(self, processes: Any) -> None:
         object.__setattr__(self, "_processes", processes)
@@ -94,15 +96,15 @@ class WorldOfThread:
 
 
 def own_world() -> World | None:
-    """Returns the world of the rank to which the calling thread belongs."""
+    """Returns the world of the calling thread's rank; None if the thread belongs to no rank."""
     world: World | None = getattr(_thread, "world", None)
     return world
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Context in which threads can be ranks: torch's global record of process groups forwards to a
-    separate record for each such thread."""
+    """Context in which threads can be ranks, because torch's global record of process groups
+    forwards to a separate record for each of them."""
     global _users
     with _lock:
         _users += 1
@@ -119,9 +121,9 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered(seat: Seat | None = None) -> Iterator[None]:
-    """Makes the calling thread a rank while the context is open. `seat`: the rank's place in a
-    launch, if any. At the end of the context the thread leaves all its groups."""
-    # Backward passes run in this thread, also for CUDA tensors, so that collectives in autograd
+    """Context in which the calling thread is a rank. `seat`: the rank's place in a launch, if any.
+    On exit, the thread leaves all its groups."""
+    # Backward passes run on this thread, even for CUDA tensors, so that collectives in autograd
     # hooks find this world.
     with installed(), torch.autograd.set_multithreading_enabled(False):
         world = _thread.world = World()
@@ -168,6 +170,6 @@ def _install() -> contextlib.ExitStack:
 
     threading.Thread.start = start_in_world  # type: ignore[method-assign]
     undo.callback(setattr, threading.Thread, "start", start)
-    # init_process_group wraps it again in each call
+    # each call of init_process_group wraps it again
     undo.callback(setattr, sys, "excepthook", sys.excepthook)
     return undo

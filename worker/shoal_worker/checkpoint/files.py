@@ -1,7 +1,7 @@
-"""Checkpoints on disk: a checkpoint is either complete or absent, and is read only if every byte is
-unchanged.
+"""Checkpoints on disk: a checkpoint is either complete or absent, and can be read only if every
+byte is unchanged.
 
-One checkpoint is a directory. In the layout "whole", which one process writes:
+A checkpoint is a directory. In the layout "whole", which one process writes:
 
     step-1200/
       checkpoint.json         description of the checkpoint, structure of the state, and size and
@@ -12,9 +12,9 @@ One checkpoint is a directory. In the layout "whole", which one process writes:
       frozen-...              the values of frozen parameters (`frozen.py`)
       rows-...                the rows of sparse tables (`rows.py`)
 
-`shards.py` implements the layout "sharded", which the ranks write together. In both layouts the
-directory is created under a name that starts with a dot, flushed to the disk, and renamed. Nothing
-is pickled. This module does not decide which rank saves, or when.
+`shards.py` implements the layout "sharded", which the ranks write together. In both layouts, the
+directory is created under a name that starts with a dot, flushed to the disk, and then renamed.
+Nothing is pickled. `saving.py` decides which rank saves, and when.
 """
 
 from __future__ import annotations
@@ -57,30 +57,29 @@ Place = TypeVar("Place")
 STEP = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _AVERAGED = "module."
-"""Prefix of the names in the state of an `AveragedModel`, besides `_COUNT`."""
+"""Prefix of all names in the state of an `AveragedModel` except `_COUNT`."""
 _COUNT = "n_averaged"
 _WHOLE = "~whole"
-"""Name of a tensor in its file if the tensor is itself a top-level entry. Names made by the state
-tree never contain "~w" or "~m"."""
+"""Name, in its file, of a tensor that is itself a top-level entry of the state. Names made by the
+state tree never contain "~w" or "~m"."""
 _RESERVED = {"__metadata__": "~metadata"}
 """Names reserved by safetensors, and their replacements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was read completely and is undamaged."""
+    """A checkpoint that has been read completely and verified."""
 
     info: CheckpointInfo
     state: Any
     """The state. Its tensors are on the CPU and own their memory."""
     rows: SavedRows
-    """Rows of sparse tables; their files exist but were not read."""
+    """Rows of sparse tables. Their files exist, but have not been read."""
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Creates the temporary directory in which the checkpoint of `step` is written; `finish`
-    publishes it. First removes leftovers of killed processes on this host, since these may fill the
-    disk.
+    """Creates a temporary directory for writing the checkpoint of `step`; `finish` publishes it.
+    First removes leftovers of killed processes on this host, because they may fill the disk.
 
     Raises:
         ConfigurationError: the directory cannot be created.
@@ -99,22 +98,22 @@ def begin(directory: Path, step: int) -> Path:
 def finish(temporary: Path, info: CheckpointInfo, *, fence: Callable[[], None], keep: int) -> Path:
     """Publishes `temporary`, which contains all of checkpoint `info`, as `step-<n>` in the same
     parent directory, and returns the new path. Replaces an older checkpoint of the same step. Then
-    removes older steps of the same run, except for the newest `keep` checkpoints and the best one.
+    removes older steps of the same run, except the newest `keep` checkpoints and the best one.
 
     Args:
         fence: raises if this process may no longer publish.
         keep: >= 1; the one published here is never removed.
 
     Raises:
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is failing. As after any error of
-            `fence`, existing checkpoints remain, and no new one is added.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is failing. After this error, and after
+            any error of `fence`, existing checkpoints remain, and no new one is added.
     """
     directory = temporary.parent
     target = directory / f"step-{info.step}"
     fence()
     with disk_errors(target):
         publish(temporary, target)
-    remove(temporary)  # an existing checkpoint of the step now has this name
+    remove(temporary)  # an existing checkpoint of the step has swapped places with the new one
     _prune(directory, target, info.run, keep)
     return target
 
@@ -130,22 +129,23 @@ def write_checkpoint(
     rows: Callable[[Path], Mapping[str, Any]] = lambda temporary: {},
     frozen: Frozen = NOTHING,
 ) -> Path:
-    """Writes a checkpoint in the layout "whole" and returns its path. Publishes the checkpoint and
-    removes older ones as `finish` does.
+    """Writes a checkpoint in the layout "whole" and returns its path. Publishes the checkpoint, and
+    removes older ones, like `finish`.
 
     Args:
         snapshot: snapshot of a mapping; its top-level keys name the tensor files.
-        temporary: the directory from `begin`, which may already contain some of the files. None:
-            create a directory.
+        temporary: directory returned by `begin`, which may already contain some of the files. None:
+            a new directory is created.
         rows: ensures that the rows of sparse tables are in a directory, and returns their entry for
             the manifest.
         frozen: frozen parameters of the state. The snapshot contains their values only if these are
             to be written.
 
     Raises:
-        ConfigurationError: `keep` below 1, a directory that cannot be created, or a top-level key
-            that cannot be a file's name.
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing; nothing has changed.
+        ConfigurationError: `keep` is less than 1, the directory cannot be created, or a top-level
+            key cannot be a file's name.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing; existing checkpoints
+            are unchanged.
     """
     if keep < 1:
         raise ConfigurationError(f"keep={keep}: expected at least 1")
@@ -169,8 +169,8 @@ def write_sharded(
     fence: Callable[[], None],
     keep: int,
 ) -> Path | None:
-    """Completes a checkpoint that the ranks write in `temporary`, once all shards are there, and
-    publishes it as `finish` does. Called on the first rank.
+    """Waits for all ranks' shards in `temporary`, completes the checkpoint and publishes it, like
+    `finish`. Must be called on the first rank.
 
     Returns None, and removes `temporary`, if a rank left without writing its shard: the previous
     checkpoint remains the newest.
@@ -181,7 +181,7 @@ def write_sharded(
 
     Raises:
         UnavailableError (CHECKPOINT_NOT_WRITTEN): a disk is full or failing, or shards did not
-            arrive in time; nothing has changed.
+            arrive in time; existing checkpoints are unchanged.
     """
     try:
         with disk_errors(temporary.parent / f"step-{info.step}"):
@@ -210,7 +210,8 @@ def mark_stopped_early(path: Path, loader: str) -> None:
 
     Raises:
         CorruptDataError: as in `read_checkpoint`.
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing; nothing has changed.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing; the checkpoint is
+            unchanged.
     """
     content = read_manifest(path)
     info, layout = CheckpointInfo(**content.pop("info")), content.pop("layout")
@@ -220,9 +221,9 @@ def mark_stopped_early(path: Path, loader: str) -> None:
 
 def latest(directory: Path, *, run: str | None = None) -> Path | None:
     """Returns the checkpoint of the highest step in `directory`, or None if there is no checkpoint
-    or no such directory. `run`: run to which the checkpoint must belong; None: any run.
+    or no such directory. `run`: only a checkpoint of this run counts; None: any run.
 
-    A checkpoint without a readable run counts as belonging to `run`.
+    A checkpoint whose run cannot be read counts as belonging to `run`.
     """
     newest_first = sorted(_checkpoints(directory), reverse=True)
     return next(
@@ -243,8 +244,8 @@ def best(directory: Path) -> Path | None:
 
 
 def check_place(directory: Path, step: int, run: str) -> None:
-    """Raises ConfigurationError if `directory` contains a checkpoint of another run with a step
-    after `step`, since that checkpoint would remain the newest."""
+    """Raises ConfigurationError if `directory` contains a checkpoint of a different run with a step
+    after `step`, because that checkpoint would remain the newest."""
     for other, path in sorted(_checkpoints(directory), reverse=True):
         if run and other > step and _run_of(path) not in (run, ""):
             raise ConfigurationError(
@@ -256,13 +257,14 @@ def check_place(directory: Path, step: int, run: str) -> None:
 
 def read_checkpoint(path: Path, given: Given = dict, *, needed: str = "") -> Checkpoint:
     """Reads one checkpoint (`.../step-<n>`) of either layout, and verifies every file. `given`:
-    called if the checkpoint lacks the values of frozen parameters. `needed`: prefix of the names of
-    those that the caller needs; the state has meta tensors in place of the others.
+    provides the values of frozen parameters, if the checkpoint only refers to them. `needed`:
+    prefix of the names of the frozen parameters that the caller needs; the state has meta tensors
+    in place of the others.
 
     Raises:
         CorruptDataError: the checkpoint is damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or
-            from a newer release (FILE_NEWER); or it needs values that differ from those of `given`
-            (BASE_MODEL_DIFFERS).
+            from a newer release (FILE_NEWER); or the values of `given` are not the ones that it
+            refers to (BASE_MODEL_DIFFERS).
     """
     content = read_manifest(path)
     try:
@@ -290,8 +292,8 @@ def read_checkpoint(path: Path, given: Given = dict, *, needed: str = "") -> Che
 
 
 def rows_of(path: Path) -> SavedRows:
-    """Returns the rows of sparse tables in one checkpoint (`.../step-<n>`). Their files exist but
-    were not read.
+    """Returns the rows of sparse tables in one checkpoint (`.../step-<n>`). Their files exist, but
+    have not been read.
 
     Raises:
         CorruptDataError: as in `read_checkpoint`.
@@ -311,9 +313,9 @@ def read_model(
     base: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
     """Returns the model's state from one checkpoint, or from the newest checkpoint in a directory.
-    `number`: index among several models. `of_best`: reads the best checkpoint of a directory
-    instead. `average`: index of the averaged model to return instead of the model. `base`: the
-    model's values of frozen parameters that the checkpoint refers to.
+    `number`: index among several models. `of_best`: True to read the best checkpoint of a directory
+    instead of the newest. `average`: index of the averaged model to return instead of the model.
+    `base`: values of the frozen parameters that the checkpoint only refers to.
 
     Raises:
         ConfigurationError: there is no checkpoint, it has several models and `number` selects none
@@ -377,7 +379,7 @@ def _average(
         if isinstance(each, Mapping)
         and _COUNT in each
         and len(each) > 1
-        # besides the count, all names of an AveragedModel have its prefix
+        # apart from the count, all names of an AveragedModel have its prefix
         and all(name == _COUNT or str(name).startswith(_AVERAGED) for name in each)
     ]
     if type(number) is not int or not 0 <= number < len(averages):
@@ -392,7 +394,7 @@ def _average(
         for name, tensor in averages[number].items()
         if name != _COUNT
     }
-    # an average of the model that as_distributed returned has the prefix twice
+    # an average of a model returned by as_distributed has the prefix twice
     inner = {name.removeprefix(_AVERAGED): tensor for name, tensor in tensors.items()}
     return inner if any(set(names) == inner.keys() for names in models) else tensors
 
@@ -401,7 +403,7 @@ def _average(
 
 
 def _by_part(snapshot: Snapshot, frozen: Frozen) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the tensors of each top-level key that are not frozen, by their name in that key's
+    """Returns, for each top-level key, the tensors that are not frozen, by their name in that key's
     file."""
     if not isinstance(snapshot.structure, Mapping) or not all(
         _PART.fullmatch(key) for key in snapshot.structure
@@ -451,8 +453,8 @@ def _fill(
 
 
 def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
-    """Removes checkpoints of a run that need not be kept. A failure here does not affect the
-    checkpoint that was written."""
+    """Removes checkpoints of a run that need not be kept. A failed removal is not an error for the
+    save."""
     for path in superseded(_own(directory, run), written, keep):
         if (path / manifest.NAME).is_file():
             remove(path)
@@ -461,15 +463,15 @@ def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
 def superseded(
     newest_first: Sequence[tuple[Place, CheckpointInfo | None]], written: Place, keep: int
 ) -> list[Place]:
-    """Returns the checkpoints of a run that need not be kept: all except for the newest `keep`, the
+    """Returns the checkpoints of a run that need not be kept: all except the newest `keep`, the
     best one and `written`."""
     spared = written, best_of(newest_first)
     return [place for place, _ in newest_first[keep:] if place not in spared]
 
 
 def _own(directory: Path, run: str) -> list[tuple[Path, CheckpointInfo | None]]:
-    """Returns a run's checkpoints, newest first, each with its description or None if the
-    description is not readable."""
+    """Returns a run's checkpoints, newest first, each with its description, or None if the
+    description cannot be read."""
     found = [(path, _info_of(path)) for _, path in sorted(_checkpoints(directory), reverse=True)]
     return [(path, info) for path, info in found if info is None or info.run in (run, "")]
 
@@ -478,8 +480,8 @@ def best_of(
     newest_first: Sequence[tuple[Place, CheckpointInfo | None]],
 ) -> Place | None:
     """Returns the checkpoint with the best metric (the earliest if several are equal), or None if
-    no checkpoint has a metric. Considers only checkpoints with the same mode as the newest one that
-    has a metric."""
+    no checkpoint has a metric. Considers only checkpoints whose mode is the same as that of the
+    newest checkpoint with a metric."""
     measured = [
         (path, info.metric, info.mode)
         for path, info in newest_first
@@ -495,7 +497,7 @@ def best_of(
 
 def _with_known_metric(directory: Path, info: CheckpointInfo) -> CheckpointInfo:
     """Returns `info`. If it has no metric, adds the metric of the checkpoint that it replaces,
-    which was measured on the same state."""
+    because that metric was measured on the same state."""
     replaced = _info_of(directory / f"step-{info.step}")
     if info.metric is not None or replaced is None or replaced.run != info.run:
         return info
@@ -509,7 +511,7 @@ def _run_of(checkpoint: Path) -> str:
 
 
 def _info_of(checkpoint: Path) -> CheckpointInfo | None:
-    """Returns the description of a checkpoint; None if the description is not readable."""
+    """Returns the description of a checkpoint; None if the description cannot be read."""
     try:
         return manifest.read_info(checkpoint)
     except CorruptDataError:

@@ -1,8 +1,8 @@
 """Frozen parameters in checkpoints: their values are written once, or not at all.
 
-A parameter without `requires_grad` at `as_distributed` is frozen for a checkpoint if its values did
-not change since the previous save. Digests of all its values decide this at each save, since a
-script may write to such a parameter too (a target network, a moving average).
+A parameter that did not require gradients at `as_distributed` is frozen for a checkpoint if its
+values have not changed since the previous save. A script may write to such a parameter too (a
+target network, a moving average), so each save compares digests of all values.
 
     step-1200/
       checkpoint.json                                  under "frozen": dtype, shape and digest of
@@ -10,10 +10,10 @@ script may write to such a parameter too (a target network, a moving average).
       frozen-3f0c...-00001-of-00003.safetensors        their values, in the form of `shards.py`
 
 With "write", the files are named by a digest of everything in them. The next checkpoint with the
-same frozen values has hard links to the same files, or copies if the file system has no links.
-Each checkpoint is therefore complete, and the last one that is removed frees the space. With
-"reference", there are no such files: whoever reads the checkpoint provides the values, and their
-digests must match.
+same frozen values has hard links to the same files, or copies if the file system has no links. Each
+checkpoint is therefore complete, and the disk space is freed when the last of them is removed. With
+"reference", there are no such files: the reader of the checkpoint must provide the values, and
+their digests must match.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from shoal_worker.state.digest import describe_values
 
 FrozenMode = Literal["write", "reference"]
 Described = Mapping[str, Any]
-"""Dtype, shape and digest of a tensor: the result of `describe_values`."""
+"""Dtype, shape and digest of a tensor, as returned by `describe_values`."""
 Files = Mapping[str, Mapping[str, Any]]
-"""The manifest's entry of each file, by the file's name without its suffix."""
+"""The manifest's entry for each file, by the file's name without its suffix."""
 
 KEY: Final = "frozen"
 """Key of the frozen parameters in a manifest."""
@@ -49,13 +49,13 @@ KEY: Final = "frozen"
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """The frozen parameters of one checkpoint, and where their values are."""
+    """The frozen parameters of one checkpoint, and the location of their values."""
 
     mode: FrozenMode = "write"
     tensors: Mapping[str, Described] = field(default_factory=dict)
-    """Their descriptions, by the tensors' names in the state."""
+    """Their descriptions, by their names in the state."""
     source: Path | None = None
-    """An earlier checkpoint whose files contain the values."""
+    """An earlier checkpoint whose files contain the values; None if there is none."""
 
     @property
     def written(self) -> frozenset[str]:
@@ -63,11 +63,12 @@ class Frozen:
         return frozenset(self.tensors if self.mode == "write" and self.source is None else ())
 
     def file_name(self, number: int, count: int) -> str:
-        """Returns the name of a file, without its suffix. `number`: from 0."""
+        """Returns the name of a file, without its suffix. `number`: number of the file, counted
+        from 0."""
         return f"frozen-{_identity(self.tensors)}-{number + 1:05d}-of-{count:05d}"
 
     def sent(self) -> bytes:
-        """Returns this as a message to the other ranks."""
+        """Serializes this object into a message to the other ranks."""
         source = None if self.source is None else str(self.source)
         return json.dumps([self.mode, self.tensors, source]).encode()
 
@@ -78,12 +79,12 @@ class Frozen:
         return cls(mode=mode, tensors=tensors, source=None if source is None else Path(source))
 
     def entry(self, temporary: Path, files: Files) -> dict[str, Any]:
-        """Returns the manifest's entries for the frozen parameters. First links the files of the
-        earlier checkpoint, if any, into the directory `temporary`. `files`: the new files.
+        """Returns the manifest's entries for the frozen parameters. First links the earlier
+        checkpoint's files, if there is one, into the directory `temporary`. `files`: the new files.
 
         Raises:
             OSError: the disk is full or failing.
-            CorruptDataError: a file of the earlier checkpoint was removed or cut meanwhile.
+            CorruptDataError: a file of the earlier checkpoint has been removed or truncated.
         """
         if not self.tensors:
             return {}
@@ -98,16 +99,16 @@ NOTHING: Final = Frozen()
 
 
 class FrozenValues:
-    """Decides at each save which parameters are frozen. Each session's saver has one."""
+    """Decides at each save which parameters are frozen. Each session's checkpoint saver has one."""
 
     def __init__(self) -> None:
         self._last: Mapping[str, Described] | None = None
-        """Descriptions at the previous save; None before the first."""
+        """Descriptions at the previous save; None before the first save."""
         self._changing: set[str] = set()
         """Names of parameters whose values have changed between two saves."""
 
     def state_replaced(self) -> None:
-        """Accepts the values of the loaded checkpoint as frozen, whatever the script built."""
+        """Accepts the loaded checkpoint's values as frozen, whatever values the script built."""
         self._last = {}
 
     def decide(
@@ -143,8 +144,8 @@ def given_values(
     given: Mapping[str, torch.Tensor],
     needed: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Returns copies of the values that a checkpoint refers to. `given`: the values that the caller
-    has. `needed`: prefix of the names of the values to copy; the others are meta tensors.
+    """Returns copies of the values that a checkpoint refers to. `given`: the caller's values.
+    `needed`: prefix of the names to copy; the result has meta tensors for all other names.
 
     Raises:
         CorruptDataError (BASE_MODEL_DIFFERS): values are missing or differ.
@@ -177,7 +178,7 @@ def _identity(tensors: Mapping[str, Described]) -> str:
 
 
 def _has(checkpoint: Path | None, tensors: Mapping[str, Described]) -> bool:
-    """Returns whether a checkpoint has files with exactly these values."""
+    """Returns whether a checkpoint's files contain exactly these values."""
     if checkpoint is None or not tensors:
         return False
     try:
@@ -206,9 +207,10 @@ def link(source: Path, target: Path) -> None:
 def describe_all(
     tensors: Mapping[str, torch.Tensor], names: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the descriptions of those of the tensors `names` that exist."""
+    """Returns the descriptions of the tensors in `names` that exist."""
     return {name: describe_values(tensors[name]) for name in names if name in tensors}
 
 
 Given = Callable[[], Mapping[str, torch.Tensor]]
-"""Returns the caller's values of frozen parameters, by the tensors' names in the state."""
+"""Function that returns the caller's values of frozen parameters, by the tensors' names in the
+state."""

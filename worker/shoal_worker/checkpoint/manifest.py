@@ -1,8 +1,8 @@
-"""`checkpoint.json`: the description of a checkpoint, and the mark that the checkpoint is complete.
+"""`checkpoint.json`: describes a checkpoint, and marks it as complete.
 
 The file is written last, contains a digest of itself, and records the size and digest of every
-other file. The meaning of its fields depends on the layout: `files.py` implements "whole",
-`shards.py` "sharded".
+other file. The meaning of its fields depends on the layout: "whole" (`files.py`) or "sharded"
+(`shards.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from shoal_worker.state.serial import stored
 
 # ------------------------------------------------------------------------------ one file of tensors
 #
-# One safetensors file of a checkpoint: written with its size and digest recorded, and read only if
-# both match.
+# One safetensors file of a checkpoint. Its size and digest are recorded when it is written, and
+# must match when it is read.
 
 SUFFIX: Final = ".safetensors"
 _READ_BLOCK = 8 << 20
@@ -46,15 +46,15 @@ _READ_BLOCK = 8 << 20
 def write_tensors(
     file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Writes contiguous CPU tensors and waits until these are on the disk. Returns {"bytes",
-    "xxh3_64"} of the file.
+    """Writes contiguous CPU tensors to `file` and waits until they are on the disk. Returns the
+    file's entry for the manifest: {"bytes", "xxh3_64"}.
 
     Raises:
         OSError, SafetensorError: the disk is full or failing.
     """
     file.touch()
-    # with the permissions of the umask; safetensors replaces this file by one that only its owner
-    # may read
+    # with the permissions of the umask; safetensors would create a file that only its owner may
+    # read
     mode = file.stat().st_mode
     safetensors.torch.save_file(
         {name: stored(tensor) for name, tensor in tensors.items()}, file, metadata
@@ -64,15 +64,15 @@ def write_tensors(
 
 
 def describe_file(file: Path) -> dict[str, Any]:
-    """Waits until a file is on the disk and returns the file's entry for the manifest: {"bytes",
+    """Waits until a file is on the disk and returns its entry for the manifest: {"bytes",
     "xxh3_64"}. Raises OSError."""
     sync_file(file)
     return {"bytes": file.stat().st_size, "xxh3_64": _file_digest(file)}
 
 
 def verify_file(path: Path, name: str, about: Mapping[str, Any]) -> Path:
-    """Returns the path `path/name.safetensors` if the file's digest matches the result of
-    `describe_file`.
+    """Returns the path `path/name.safetensors` if the file's size and digest match `about`, the
+    result of `describe_file`.
 
     Raises:
         CorruptDataError: the file does not match or cannot be read.
@@ -87,7 +87,7 @@ def verify_file(path: Path, name: str, about: Mapping[str, Any]) -> Path:
 
 
 def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
-    """Returns the path `path/name.safetensors` if the file's size matches the result of
+    """Returns the path `path/name.safetensors` if the file's size matches `about`, the result of
     `write_tensors`.
 
     Raises:
@@ -108,8 +108,8 @@ def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
 def read_tensors(
     path: Path, name: str, about: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns the tensors and the metadata of `path/name.safetensors` if the file matches the
-    result of `write_tensors`.
+    """Returns the tensors and the metadata of `path/name.safetensors` if the file matches `about`,
+    the result of `write_tensors`.
 
     Raises:
         CorruptDataError: the file does not match or cannot be read.
@@ -117,8 +117,8 @@ def read_tensors(
     file = verify_file(path, name, about)
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
-            # Copied: the library maps the file, and a mapping must not outlive it.
-            # no mapping: it has only keys()
+            # Copied: the library maps the file, and the tensors must outlive the mapping. It is not
+            # a mapping type: it has only keys().
             tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
             return tensors, opened.metadata() or {}
     except (OSError, SafetensorError, ValueError) as error:
@@ -130,7 +130,7 @@ def disk_errors(target: Path) -> Iterator[None]:
     """Converts disk errors within the context to UnavailableError (CHECKPOINT_NOT_WRITTEN)."""
     try:
         yield
-    except (OSError, SafetensorError) as error:  # the library reports a full disk as its own error
+    except (OSError, SafetensorError) as error:  # the library has its own error for a full disk
         failure = UnavailableError(
             f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN"
         )
@@ -156,21 +156,21 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9
 # --------------------------------------------------------------- directories that appear atomically
 #
 # Directories that appear and disappear atomically, even if the process is killed or the machine
-# loses power in between. An unfinished directory has a name `.<name>.<host>.<pid>.<random>.tmp`. A
-# dead process may leave one; the next writer on that host removes it.
+# loses power in between. An unfinished directory has a name `.<name>.<host>.<pid>.<random>.tmp`. If
+# a process dies, it may leave one behind; the next writer on that host removes it.
 
 
 def make_temporary(parent: Path, name: str) -> Path:
-    """Creates an empty temporary directory for a directory `parent/name` that is to be written or
-    removed. Raises OSError."""
+    """Creates an empty temporary directory, used for writing or removing the directory
+    `parent/name`. Raises OSError."""
     path = _temporary_path(parent, name)
     path.mkdir()
     return path
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames `temporary` to `target`, replacing an existing `target`, and waits until the change
-    is on the disk. Raises OSError."""
+    """Renames `temporary` to `target`, and waits until the change is on the disk. If `target`
+    exists, the two swap names. Raises OSError."""
     if target.exists():
         _exchange(temporary, target)
     else:
@@ -179,11 +179,11 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory atomically: no process sees the directory incomplete. Logs files that
-    cannot be removed. Does nothing if the directory does not exist.
+    """Removes a directory atomically: no process sees it incomplete. Logs files that cannot be
+    removed. Does nothing if the directory does not exist.
 
-    The directory is renamed first: a process that is still writing to the old name fails
-    immediately and adds nothing to the removed files.
+    The directory is renamed first, so that a process that is still writing to the old name fails
+    immediately and cannot add files during the removal.
     """
     under_way = _TEMPORARY.fullmatch(path.name)
     doomed = _temporary_path(path.parent, under_way["name"] if under_way else path.name)
@@ -278,7 +278,8 @@ NAME: Final = "checkpoint.json"
 _FORMAT = "shoal-checkpoint"
 _VERSION = 1
 _VERSION_WITH_FROZEN = 2
-"""Version of checkpoints with frozen parameters apart, which earlier releases cannot read."""
+"""Version of checkpoints that store frozen parameters separately. Earlier releases cannot read
+them."""
 WHOLE: Final = "whole"
 SHARDED: Final = "sharded"
 _LAYOUTS = (WHOLE, SHARDED)
@@ -296,28 +297,28 @@ class CheckpointInfo:
     """Number of optimizer steps that the run had committed; part of the directory's name."""
     strategy: str
     world_size: int
-    """Number of ranks when the checkpoint was saved. A checkpoint can be loaded into any number of
-    ranks."""
+    """Number of ranks when the checkpoint was saved. It can be loaded with any number of ranks."""
     generation: int
     """Generation that saved the checkpoint."""
     run: str = ""
-    """Run to which the checkpoint belongs. A run starts from nothing, and includes later changes of
-    membership and resumes."""
+    """The checkpoint's run. A run starts without a checkpoint, and includes later membership
+    changes and resumes."""
     metric: float | None = None
-    """Quality of the state, used to choose the best checkpoint; None if none was given."""
+    """Quality of the state, used to choose the best checkpoint; None if the script gave no
+    metric."""
     mode: str = ""
     """Direction of `metric`: "min" if smaller values are better, "max" if larger values are; empty
     if there is no metric."""
     stopped_early: str = ""
-    """Loader whose `epochs()` the script left after this step because of `should_early_stop`; empty
-    if it did not."""
+    """Name of the loader whose `epochs()` loop ended after this step because of
+    `should_early_stop`; empty if no loop did."""
     shoal_version: str = field(default_factory=lambda: version("shoal-worker"))
     """Release of Shoal that wrote the checkpoint."""
 
 
 def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content: Any) -> None:
-    """Writes or replaces the manifest atomically, and waits until the manifest and everything else
-    in the directory are on the disk. Raises OSError."""
+    """Writes or replaces the manifest atomically, and waits until it and everything else in the
+    directory are on the disk. Raises OSError."""
     content = {"info": asdict(info), "layout": layout, **content}
     version = _VERSION_WITH_FROZEN if "frozen" in content else _VERSION
     document = {"format": _FORMAT, "version": version, "xxh3_64": _digest_of(content), **content}
@@ -354,8 +355,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(manifest: bytes, path: Path | str) -> dict[str, Any]:
-    """Returns the content of an undamaged manifest, given its bytes. `path`: the checkpoint, for
-    errors. Raises the same errors as `read_manifest`."""
+    """Returns the content of an undamaged manifest from its bytes. `path`: path of the checkpoint,
+    for errors. Raises the same errors as `read_manifest`."""
     try:
         document = json.loads(manifest)
     except (ValueError, RecursionError) as error:
@@ -384,7 +385,8 @@ def parse_manifest(manifest: bytes, path: Path | str) -> dict[str, Any]:
 
 
 def info_in(content: Mapping[str, Any], path: Path | str) -> CheckpointInfo:
-    """Returns the description in the content of a manifest. Raises CorruptDataError."""
+    """Returns the checkpoint's description from the content of its manifest. Raises
+    CorruptDataError."""
     try:
         return CheckpointInfo(**content["info"])
     except (KeyError, TypeError) as error:
@@ -392,9 +394,8 @@ def info_in(content: Mapping[str, Any], path: Path | str) -> CheckpointInfo:
 
 
 def digest_of(path: Path) -> str:
-    """Returns a digest that distinguishes the checkpoint in `path` from all others, since its
-    manifest contains the digests of all files. Returns an empty string if the manifest cannot be
-    read."""
+    """Returns a digest that identifies the checkpoint in `path`, because its manifest contains the
+    digests of all files. Returns an empty string if the manifest cannot be read."""
     try:
         return _file_digest(path / NAME)
     except OSError:
@@ -402,7 +403,8 @@ def digest_of(path: Path) -> str:
 
 
 def damaged(path: Path | str, what: str) -> CorruptDataError:
-    """Returns the error for a checkpoint that has changed since it was written."""
+    """Returns the error for a checkpoint that has changed since it was written. `what`: how it has
+    changed."""
     return CorruptDataError(
         f"checkpoint {path} is damaged: {what}; use an older checkpoint, or a copy of this one",
         reason="FILE_CORRUPT",

@@ -1,9 +1,9 @@
-"""Places of a script's checkpoints: a directory, or an object storage with a local directory for
-staging.
+"""Places for a script's checkpoints: a directory, or an object storage with a local staging
+directory.
 
-Checkpoints for `s3://bucket/run` are written to `<staging>/<digest of the URL>/run-<id>/` first,
-and read from there after a download. The object storage decides which checkpoints exist: a local
-one that is missing there is never read by `resume`.
+A checkpoint for `s3://bucket/run` is first written to `<staging>/<digest of the URL>/run-<id>/`,
+and downloaded to that directory before it is read. The object storage determines which checkpoints
+exist: `resume` never reads a local one that is missing in the object storage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A directory or URL that a script names."""
+    """Directory or URL for checkpoints, as named by a script."""
 
     named: str
     """Path or URL, as the script passed it."""
@@ -38,11 +38,11 @@ class Place:
     """The directory; for a URL, the staging directory of all runs."""
     url: str | None = None
     patience: timedelta = PATIENCE
-    """Time for which each call to the storage is repeated."""
+    """Maximum time to retry each call to the object storage."""
 
     @classmethod
     def of(cls, named: str | Path, settings: WorkerSettings) -> Place:
-        """Returns the place that a script named. Nothing is created.
+        """Returns the place that a script named, without creating it.
 
         Raises:
             ConfigurationError: an invalid URL, or the package for it is missing.
@@ -60,28 +60,29 @@ class Place:
         )
 
     def local(self, run: str) -> Path:
-        """Returns the directory in which the checkpoints of a run are written."""
+        """Returns the directory for the checkpoints of a run."""
         return self.directory if self.url is None else self.directory / folder_of(run)
 
     def text(self, name: str) -> str:
-        """Returns the name of a checkpoint for people."""
+        """Returns the path or URL of the checkpoint `name`, for messages."""
         return f"{self.named}/{name}" if self.url is not None else str(Path(self.named) / name)
 
     def remote(self) -> RemoteCheckpoints:
-        """Returns the checkpoints of a place with a URL."""
+        """Returns the checkpoints in the object storage. Only for a place with a URL."""
         assert self.url is not None, self.named
         return RemoteCheckpoints(ObjectFolder.at(self.url, self.patience))
 
     def check(self, step: int, run: str) -> None:
-        """Raises ConfigurationError if the object storage contains a checkpoint of another run with
-        a step after `step`, and the errors of `ObjectFolder`. Does nothing for a directory."""
+        """Raises ConfigurationError if the object storage contains a checkpoint of a different run
+        with a step after `step`. Also raises the errors of `ObjectFolder`. Does nothing for a
+        directory."""
         if self.url is not None:
             self.remote().check_place(step, run)
 
     def readable(self, run: str | None = None) -> Path:
         """Returns a directory whose newest checkpoint is the newest one in this place. Downloads
-        that checkpoint if this place has a URL. `run`: run to which the checkpoint must belong;
-        None: any run.
+        that checkpoint if this place has a URL. `run`: only a checkpoint of this run counts; None:
+        any run.
 
         Raises the errors of `RemoteCheckpoints.fetch`, and ConfigurationError if the URL names a
         single checkpoint.
@@ -92,7 +93,7 @@ class Place:
         name = remote.newest(run)
         own = None if run is None else latest(self.local(run), run=run)
         if own is not None and (name is None or _step(own.name) > _step(name)):
-            return own.parent  # this run has saved it, and not yet uploaded it
+            return own.parent  # this run has saved it, and has not uploaded it yet
         if name is None and remote.folder.read(NAME) is not None:
             raise ConfigurationError(
                 f"resume({self.named!r}): expected the URL passed to save_checkpoint, whose newest "
@@ -109,9 +110,9 @@ class Place:
 def downloaded(
     named: str | Path, settings: WorkerSettings, *, best: bool = False
 ) -> Iterator[Path]:
-    """Yields the path of a checkpoint, or of a directory of checkpoints, within which it may be
-    read. For a URL, downloads one checkpoint: the one that the URL names, or else the newest one or
-    the best one.
+    """Yields the local path of a checkpoint, or of a directory of checkpoints, which can be read
+    within the context. For a URL, downloads one checkpoint: the one that the URL names, or else the
+    newest or, with `best`, the best one.
 
     Raises:
         ConfigurationError: there is no such checkpoint.
@@ -150,8 +151,8 @@ def _step(name: str) -> int:
 
 
 def _set_aside_after(path: Path) -> None:
-    """Renames local checkpoints with later steps, which the object storage lacks, so that nothing
-    reads or uploads them."""
+    """Renames local checkpoints with later steps than `path`, because the object storage lacks
+    them, so that they are neither read nor uploaded."""
     for other in complete_in(path.parent):
         if _step(other.name) > _step(path.name):
             aside = other.with_name(f"not-uploaded-{other.name}")

@@ -7,11 +7,11 @@
         uploading.json          present while a process uploads: its run
         checkpoint.json         written last, removed first
 
-Nothing is renamed, because an object storage cannot. A process that dies while it uploads leaves a
-folder without a manifest, which is no checkpoint. The next upload of the same run removes such
-folders. Lists may lag behind, objects do not: `newest.json` finds a checkpoint that the list lacks,
-and a folder counts only if its manifest can be read. This module decides neither which rank uploads
-nor when (`uploads.py`, `saving.py`).
+Nothing is renamed, because an object storage cannot. A process that dies during an upload leaves a
+folder without a manifest, which does not count as a checkpoint. The next upload of the same run
+removes such folders. A listing may be out of date, but objects are not: `newest.json` finds a
+checkpoint that the listing lacks, and a folder counts only if its manifest can be read.
+`uploads.py` and `saving.py` decide which rank uploads, and when.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ T = TypeVar("T")
 
 
 class _NoValue:
-    """The end of the values."""
+    """Marks the end of the values."""
 
 
 _NO_VALUE: Final = _NoValue()
 _UPLOADING: Final = "uploading.json"
 _NEWEST: Final = "newest.json"
 _FILES_AT_ONCE: Final = 3
-"""Files that are transferred at the same time. With the parts of each file, this bounds the memory
-of a transfer to about 100 MB."""
+"""Number of files transferred at the same time. Together with the sizes of their parts, this limits
+the memory for a transfer to about 100 MB."""
 
 
 class RemoteCheckpoints:
-    """The checkpoints below one URL. Used by one thread at a time. Every method raises the errors
-    of `ObjectFolder`."""
+    """The checkpoints under one URL. Must be used by one thread at a time. Every method raises the
+    errors of `ObjectFolder`."""
 
     def __init__(self, folder: ObjectFolder) -> None:
         self.folder = folder
         self._infos: dict[str, CheckpointInfo] = {}
         """Descriptions of checkpoints that this process has uploaded."""
         self._frozen: tuple[str, Any] = ("", None)
-        """Name of the checkpoint uploaded last, and its manifest's entry of frozen parameters."""
+        """Name of the checkpoint uploaded last, and its manifest's entry for frozen parameters."""
 
     @property
     def url(self) -> str:
@@ -84,7 +84,7 @@ class RemoteCheckpoints:
 
     def newest(self, run: str | None = None) -> str | None:
         """Returns the name of the complete checkpoint with the highest step; None if there is none.
-        `run`: run to which the checkpoint must belong; None: any run."""
+        `run`: only a checkpoint of this run counts; None: any run."""
         return next(
             (
                 name
@@ -95,8 +95,8 @@ class RemoteCheckpoints:
         )
 
     def best(self) -> str | None:
-        """Returns the name of the checkpoint with the best metric among those of the newest run;
-        None if no checkpoint has a metric."""
+        """Returns the name of the newest run's checkpoint with the best metric; None if no
+        checkpoint has a metric."""
         found = list(self._described())
         if not found:
             return None
@@ -104,8 +104,8 @@ class RemoteCheckpoints:
         return best_of([(name, info) for name, info in found if info is None or info.run == run])
 
     def check_place(self, step: int, run: str) -> None:
-        """Raises ConfigurationError if there is a checkpoint of another run with a step after
-        `step`, since that checkpoint would remain the newest."""
+        """Raises ConfigurationError if there is a checkpoint of a different run with a step after
+        `step`, because that checkpoint would remain the newest."""
         for name, info in self._described():
             if not run or _step_of(name) <= step:
                 return
@@ -118,7 +118,8 @@ class RemoteCheckpoints:
 
     def fetch(self, name: str, into: Path) -> Path:
         """Downloads a checkpoint to `into/run/name`, where `run` is the checkpoint's run, unless
-        the same checkpoint is there. Returns that path. The reader compares the digests.
+        the same checkpoint is already there. Returns that path. The digests are verified when the
+        checkpoint is read.
 
         Raises:
             CorruptDataError: as in `read_manifest`.
@@ -163,14 +164,14 @@ class RemoteCheckpoints:
         keep: int,
         progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Uploads a complete checkpoint of a directory under its name, the manifest last. Replaces
-        an older checkpoint of the same step. Then removes the checkpoints of the same run that need
-        not be kept, and what dead processes of this run left.
+        """Uploads the complete checkpoint in the directory `local` under the same name, the
+        manifest last. Replaces an older checkpoint of the same step. Then removes checkpoints of
+        the same run that need not be kept, and incomplete uploads of the run's dead processes.
 
         Args:
             fence: raises if this process may no longer publish.
             keep: >= 1.
-            progress: receives the bytes of each file once it is uploaded.
+            progress: receives the size of each file in bytes once the file is uploaded.
 
         Raises:
             CorruptDataError, OSError: the local checkpoint is damaged.
@@ -183,7 +184,7 @@ class RemoteCheckpoints:
         if present != content:
             before = _known_files(present)
             if present is None or before != _entries(described):
-                self._remove(local.name)  # a folder that was not completed, or another state
+                self._remove(local.name)  # an incomplete folder, or a different state
                 folder.write(_UPLOADING, json.dumps({"run": info.run}).encode())
                 source = self._with_frozen(described)
 
@@ -205,14 +206,15 @@ class RemoteCheckpoints:
         self._prune(local.name, info.run, keep)
 
     def _with_frozen(self, described: Mapping[str, Any]) -> ObjectFolder | None:
-        """Returns the folder of the last checkpoint if its frozen values are the same."""
+        """Returns the folder of the last checkpoint if it has the same frozen values, otherwise
+        None."""
         name, frozen = self._frozen
         same = frozen is not None and frozen == described.get(KEY)
         return self.folder.child(name) if name and same else None
 
     def _prune(self, written: str, run: str, keep: int) -> None:
-        """Removes checkpoints that need not be kept. A failure here does not affect the checkpoint
-        that was uploaded."""
+        """Removes checkpoints that need not be kept. A failed removal is not an error for the
+        upload."""
         try:
             own = [
                 (name, info)
@@ -220,7 +222,7 @@ class RemoteCheckpoints:
                 if info is None or info.run in (run, "")
             ]
             if written not in (name for name, _ in own):
-                return  # the list lags behind: what else is missing from it?
+                return  # the listing is out of date: what else does it lack?
             for name in superseded(own, written, keep):
                 self._remove(name)
                 self._infos.pop(name, None)
@@ -232,7 +234,7 @@ class RemoteCheckpoints:
             _log.warning("older checkpoints in %s could not be removed: %s", self.url, error)
 
     def _is_left(self, name: str, run: str) -> bool:
-        """Returns whether a folder is what an interrupted upload of this run has left."""
+        """Returns whether a folder was left by an interrupted upload of this run."""
         folder = self.folder.child(name)
         uploading = folder.read(_UPLOADING)
         if uploading is None or folder.read(NAME) is not None:
@@ -243,8 +245,8 @@ class RemoteCheckpoints:
             return False
 
     def _remove(self, name: str) -> None:
-        """Removes a checkpoint, the manifest first, so that it is absent as soon as it is not
-        complete."""
+        """Removes a checkpoint, the manifest first, so that an incomplete checkpoint never counts
+        as one."""
         folder = self.folder.child(name)
         folder.remove([NAME])
         folder.remove(each for each in folder.names() if each != _UPLOADING)
@@ -260,8 +262,8 @@ class RemoteCheckpoints:
         return sorted(found, key=_step_of, reverse=True)
 
     def _described(self) -> Iterator[tuple[str, CheckpointInfo | None]]:
-        """Yields the complete checkpoints, newest first, each with its description or None if the
-        description is not readable."""
+        """Yields the complete checkpoints, newest first, each with its description, or None if the
+        description cannot be read."""
         for name in self._names():
             info = self._infos.get(name)
             if info is not None:
@@ -348,8 +350,8 @@ def _copied(source: ObjectFolder, folder: ObjectFolder, name: str, nbytes: int) 
 
 def _in_parallel(work: Callable[[T], None], values: Iterable[T]) -> None:
     """Calls `work` for several values at a time, and raises the first error. After an error, no
-    further call begins. Uses no pool, because Python's pools refuse work while the process ends
-    (`object_storage.ThreadPerCall`)."""
+    further call begins. Does not use a thread pool, because Python's pools reject work while the
+    process exits (`object_storage.ThreadPerCall`)."""
     rest, errors, lock = iter(values), list[BaseException](), threading.Lock()
 
     def work_on() -> None:

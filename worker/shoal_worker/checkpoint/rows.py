@@ -8,9 +8,9 @@ sent to them one bucket at a time.
                                                    shoal_common/tables/file.py
       ...
 
-No process has more than one bucket in memory: data from a server goes straight to the disk, and
-back. Ids are assigned to buckets by a hash. If a table is declared with another number of buckets,
-each new bucket is formed from the old buckets that have ids in common with it.
+No process has more than one bucket in memory: data from a server is written directly to the disk,
+and vice versa. Ids are assigned to buckets by a hash. If a table is declared with a different
+number of buckets, each new bucket is formed from the old buckets that have ids in common with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CHUNK: Final = 1 << 20
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Files = dict[str, dict[str, Any]]
-"""Entry of each file, by table and bucket (as a string)."""
+"""Each file's entry for the manifest, by table and bucket (as a string)."""
 
 
 def file_name(table: str, number: int, buckets: int) -> str:
@@ -69,7 +69,8 @@ def write_rows(
     given_up: Event | None = None,
 ) -> dict[str, Files]:
     """Writes a rank's share of all buckets and waits until their files are on the disk. Returns the
-    files' entries for the manifest, by table. `share`: the rank and the number of ranks.
+    files' entries for the manifest, by table. `share`: rank and number of ranks. `given_up`: set by
+    the caller to stop early.
 
     Raises:
         UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
@@ -104,7 +105,8 @@ def described(store: RowStore, shares: Sequence[Mapping[str, Files]]) -> dict[st
 
 
 def _all_buckets(store: RowStore) -> list[tuple[str, int, int]]:
-    """Returns all buckets, each as its table, its number, and the table's number of buckets."""
+    """Returns all buckets as tuples of table name, bucket number, and the table's number of
+    buckets."""
     counts = {
         table: int(declared["spec"]["buckets"]) for table, declared in store.declared().items()
     }
@@ -120,18 +122,19 @@ def _all_buckets(store: RowStore) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRows:
-    """The rows of all tables of a checkpoint. A `StoredRows` (elastic/contract/row_store.py)."""
+    """The rows of all tables in a checkpoint. Implements `StoredRows`
+    (elastic/contract/row_store.py)."""
 
     path: Path
     """Path of the checkpoint."""
     tables: Mapping[str, Any]
-    """The manifest's entry for the tables, as returned by `described`."""
+    """The manifest's entry for the tables, as returned by the function `described`."""
 
     @classmethod
     def of(cls, path: Path, content: Mapping[str, Any]) -> SavedRows:
-        """Creates the rows from `content`, a manifest. Raises CorruptDataError if a file is missing
-        or has a different size; KeyError, TypeError, ValueError and AttributeError for an invalid
-        manifest."""
+        """Creates an instance from `content`, a manifest. Raises CorruptDataError if a file is
+        missing or has a different size, and KeyError, TypeError, ValueError or AttributeError if
+        the manifest is invalid."""
         saved = cls(path=path, tables=content.get("rows", {}))
         for table in saved.tables:
             for number in range(saved._buckets(table)):
@@ -139,7 +142,7 @@ class SavedRows:
         return saved
 
     def files(self) -> dict[str, Mapping[str, Any]]:
-        """Returns the entries of all files, by their names without suffix."""
+        """Returns each file's entry for the manifest, by the file's name without suffix."""
         return dict(
             self._file(table, number)
             for table in self.tables
@@ -148,14 +151,14 @@ class SavedRows:
 
     @property
     def nbytes(self) -> int:
-        """Total size of all files."""
+        """Total size of all files, in bytes."""
         return sum(
             int(about["bytes"]) for each in self.tables.values() for about in each["files"].values()
         )
 
     def check(self, declared: Mapping[str, Mapping[str, Any]]) -> None:
         """Raises CorruptDataError unless the stored tables match `declared` (`RowStore.declared`).
-        Numbers of buckets, limits and hyperparameters may differ."""
+        The number of buckets, limits and hyperparameters may differ."""
         if differing := declared.keys() ^ self.tables.keys():
             name = min(differing)
             what = (
@@ -173,8 +176,8 @@ class SavedRows:
             _check_same(self.path, name, then, now)
 
     def version(self, table: str, bucket: int, buckets: int) -> int:
-        """Implements `StoredRows.version`. Newly formed buckets have the newest version: under ddp
-        all versions are equal."""
+        """Implements `StoredRows.version`. A newly formed bucket has the newest version, since
+        under ddp all buckets have the same version."""
         if buckets == self._buckets(table):
             return int(self._file(table, bucket)[1]["version"])
         return max(int(about["version"]) for about in self.tables[table]["files"].values())
@@ -191,7 +194,7 @@ class SavedRows:
         )
 
     def verify(self) -> None:
-        """Implements `StoredRows.verify`. Later calls do nothing."""
+        """Implements `StoredRows.verify`. Does nothing if the files have been verified before."""
         _ = self._is_verified
 
     @cached_property
@@ -200,7 +203,8 @@ class SavedRows:
         return True
 
     def verify_share(self, share: tuple[int, int], given_up: Event | None = None) -> None:
-        """Verifies a rank's share of the files. `share`: the rank and the number of ranks."""
+        """Verifies a rank's share of the files. `share`: rank and number of ranks. `given_up`: set
+        by the caller to stop early."""
         rank, ranks = share
         every = [
             (table, number)
@@ -213,7 +217,7 @@ class SavedRows:
             verify_file(self.path, *self._file(table, number))
 
     def _made(self, table: str, number: int, buckets: int) -> BucketImage:
-        """Returns one bucket of a table with another number of buckets than the checkpoint's, from
+        """Returns one bucket of a table whose number of buckets differs from the checkpoint's, from
         all files that may contain its ids."""
         before = self._buckets(table)
         step = math.gcd(before, buckets)
@@ -248,7 +252,7 @@ class SavedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _InFile:
-    """A `StoredBucket` that is a file of the checkpoint."""
+    """A `StoredBucket` that is read from a file of the checkpoint."""
 
     file: Path
     nbytes: int

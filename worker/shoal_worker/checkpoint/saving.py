@@ -5,8 +5,8 @@ thread. If the state is sharded, each rank copies and writes its own part, and t
 completes the checkpoint. Otherwise the first rank that has the state does everything. Rows of
 sparse tables are read from the servers: under ddp by all ranks, before a save returns; under
 async_sgd by the writer's thread. To resume, one rank reads the checkpoint and sends the state to
-the other ranks as to a joiner. A rank that has been removed from the job publishes nothing
-(`fence`).
+the other ranks, in the same way as to a joiner. A rank that has been removed from the job cannot
+publish a checkpoint (`fence`).
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ASK_GONE = timedelta(seconds=1)
-"""Interval at which a rank checks whether the rank that completes the last checkpoint is still in
-the job."""
+"""Interval between checks whether the rank that completes the last checkpoint is still in the
+job."""
 _LOOK = timedelta(seconds=0.05)
-"""Interval at which a rank checks whether the checkpoint exists."""
+"""Interval between checks whether the checkpoint exists."""
 
 _FILES = frozenset({"registered", "sources", "loops", "steps", "samples", "run"})
-"""Parts of the captured state in addition to model and optimizer."""
+"""Entries of the captured state besides models and optimizers."""
 
 
 class CheckpointSaver:
@@ -84,27 +84,28 @@ class CheckpointSaver:
     def __init__(self) -> None:
         self._writer = CheckpointWriter()
         self._given_up = threading.Event()
-        """Set if the current save no longer waits for the shards of other ranks."""
+        """Set if the current save must no longer wait for the shards of other ranks."""
         self._given_up_last: str | None = None
         """Description of the newest save if it was abandoned because a rank left without writing
-        its part. Written by the writer's thread."""
+        its part; otherwise None. Set by the writer's thread."""
         self._collects = False
-        """True if the current save, if any, waits for the shards of other ranks."""
+        """True if there is a current save and it waits for the shards of other ranks."""
         self._elsewhere: _Elsewhere | None = None
-        """The newest save, if another rank completes it."""
+        """The newest save, if a different rank completes it; otherwise None."""
         self._completed: tuple[Path, int] | None = None
-        """Path and step of the newest save, if this rank completes it."""
+        """Path and step of the newest save, if this rank completes it; otherwise None."""
         self.frozen_values = FrozenValues()
         self._uploads: Uploads | None = None
-        """Uploads to the URL of the newest save, if this process has completed one there."""
+        """Uploads to the URL of the newest save, if this process has completed a checkpoint for
+        that URL."""
         self._checked: tuple[str, str] | None = None
-        """URL and run of the newest save of which the object storage was checked. The same on all
-        ranks that have taken part in it."""
+        """URL and run of the newest save for which the object storage was checked. The same on all
+        ranks that took part in that save."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
-        """Returns the saver of `session`. Before this process leaves its job, the saver writes
-        everything that it has copied, because the first rank waits for these files."""
+        """Returns the saver of `session`. Before this process leaves its job, the saver finishes
+        writing its copies, because the first rank waits for these files."""
         if session not in _savers:
             saver = _savers[session] = cls()
             session.on_close(lambda: saver._leave(session))
@@ -121,9 +122,9 @@ class CheckpointSaver:
         best: float | None = None,
         mode: str = "",
     ) -> None:
-        """Performs one rank's part of a save. Returns when the state is copied. Raises the error of
-        an earlier save on this rank. `best`, `mode`: the checkpoint's `CheckpointInfo.metric` and
-        `mode`."""
+        """Performs one rank's part of a save. Returns once the state is copied. Raises the error of
+        this rank's previous save, if that failed. `best`, `mode`: the checkpoint's
+        `CheckpointInfo.metric` and `mode`."""
         directory = place.local(session.run)
         if _holds_nothing_new(session):
             return
@@ -140,7 +141,7 @@ class CheckpointSaver:
             copy.drop()
             _check_alike(channel, "save_checkpoint", place.named, f"best={best!r}, mode={mode!r}")
             self._check_storage(session, place, channel)
-            self.settle_together(channel)  # so that there is never more than one copy
+            self.settle_together(channel)  # so that there is never more than one copy in memory
             copy.take(channel)
 
         try:
@@ -150,7 +151,7 @@ class CheckpointSaver:
                 return
             failed = self._settle(timedelta(0))
             if failed is not None:
-                raise failed  # not before: the other ranks are in the operation
+                raise failed  # only now, because the other ranks are in the operation
             if self._uploads is not None:
                 self._uploads.check()
         except BaseException:
@@ -228,10 +229,11 @@ class CheckpointSaver:
 
     def _check_storage(self, session: Session, place: Place, channel: Channel) -> None:
         """Checks once per URL and run, before the first save, that the first rank can use the
-        object storage and may save there. Called by all ranks within an operation.
+        object storage and may save there. Must be called on all ranks, within an operation.
 
         Raises:
-            ShoalError: it may not, or the storage fails; on all ranks.
+            ShoalError: the rank may not save to this URL, or the storage fails; raised on all
+                ranks.
         """
         if place.url is None:
             return
@@ -250,8 +252,9 @@ class CheckpointSaver:
         keep: int,
         fence: Callable[[], None],
     ) -> Callable[[], None]:
-        """Returns a function that begins to upload what this process has completed in `directory`.
-        Called on the training thread; the function, on the writer's."""
+        """Returns a function that starts uploading the checkpoints that this process has completed
+        in `directory`. Must be called on the training thread; the returned function, on the
+        writer's."""
         if place.url is None:
             self._uploads = None
             return lambda: None
@@ -268,8 +271,8 @@ class CheckpointSaver:
 
     def is_written(self, session: Session, place: Place, name: str) -> bool:
         """Waits until no rank is saving, and returns whether the first rank sees checkpoint `name`
-        on its disk. Returns True where nothing is saved, as on a joiner. Called by every rank,
-        after `save`."""
+        on its disk. Returns True if this process does not save, for example because it is joining.
+        Must be called on every rank, after `save`."""
         path = place.local(session.run) / name
 
         def body(channel: Channel) -> bool:
@@ -281,24 +284,24 @@ class CheckpointSaver:
         )
 
     def settle_together(self, channel: Channel) -> None:
-        """Waits until no rank is saving, so that checkpoints can be read. Called by all ranks
-        within an operation."""
+        """Waits until no rank is saving, so that checkpoints can be read. Must be called on all
+        ranks, within an operation."""
         in_company(channel, self._writer.done_within)
 
     def give_up_incomplete(self, channel: Channel) -> None:
-        """Waits until all shards that will be written are written, and abandons a save with a
-        missing shard. A rank that found the state lost before it had finished the save does not
-        write its shard. Called by all ranks within an operation."""
+        """Waits for all shards that are still being written, and abandons a save with a missing
+        shard. A shard is missing if its rank found the state lost before finishing the save. Must
+        be called on all ranks, within an operation."""
         in_company(channel, lambda timeout: self._collects or self._writer.done_within(timeout))
         self._given_up.set()
 
     def close(self, timeout: timedelta) -> None:
-        """Waits for the current save. Raises the error of the save, or DeadlineError."""
+        """Waits for the current save. Raises the save's error, or DeadlineError after `timeout`."""
         self._writer.close(timeout)
 
     def _submit(self, session: Session, job: Callable[[], bool], *, what: str) -> None:
-        """Runs `job` on the writer's thread and counts its outcome. `job` returns False if it gave
-        up."""
+        """Runs `job` on the writer's thread and counts its outcome. `job` returns False if it was
+        abandoned."""
         metrics = session.metrics
 
         def counted() -> None:
@@ -335,8 +338,9 @@ class CheckpointSaver:
             session.missed = f"the last checkpoint was not saved: {failed}"
 
     def _mark_early_stop(self, session: Session) -> None:
-        """Records in the newest checkpoint that early stopping has ended the loop over epochs after
-        that step. The script usually saves before it asks whether to stop."""
+        """Records in the newest checkpoint that early stopping ended the loop over epochs after
+        that step. This is done afterwards because a script usually saves before it asks whether to
+        stop."""
         loader = session.early_stop.ended(step=session.steps)
         if not loader or self._completed is None or session.has_left:
             return
@@ -357,7 +361,7 @@ class CheckpointSaver:
             )
 
     def _uploaded(self) -> Exception | None:
-        """Waits for the uploads of this process, and returns their error."""
+        """Waits for this process's uploads, and returns their error, if any."""
         if self._uploads is None:
             return None
         try:
@@ -367,21 +371,21 @@ class CheckpointSaver:
         return None
 
     def _settle(self, timeout: timedelta) -> Exception | None:
-        """Waits for this rank's current save, if any, and returns its error."""
+        """Waits for this rank's current save, if any, and returns its error, if any."""
         try:
             self._writer.wait(timeout)
-        except Exception as error:  # of any kind: `save` raises it later
+        except Exception as error:  # of any kind, because `save` raises it later
             return error
         return None
 
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """A checkpoint that another rank completes."""
+    """A checkpoint that a different rank completes."""
 
     path: Path
     member: str
-    """The member that completes the checkpoint."""
+    """Id of the member that completes the checkpoint."""
     shared: bool
     """True if all ranks are known to see the directory."""
     uploads: bool = False
@@ -389,7 +393,7 @@ class _Elsewhere:
 
     def wait(self, session: Session) -> None:
         """Waits until the checkpoint exists (and is uploaded), or until this rank cannot determine
-        whether it exists. Called on the writer's thread.
+        whether it exists. Must be called on the writer's thread.
 
         Raises:
             UnavailableError: the member has left without completing the checkpoint
@@ -397,7 +401,7 @@ class _Elsewhere:
             DeadlineError (CHECKPOINT_SLOW): the checkpoint takes too long.
         """
         if not self.shared and latest(self.path.parent, run=session.run) is None:
-            return  # the directory may be on the other rank's machine
+            return  # the directory may be on the other rank's machine only
         give_up_at, ask_at = time.monotonic() + DISK_PATIENCE.total_seconds(), time.monotonic()
         while not self._is_done():
             now = time.monotonic()
@@ -428,7 +432,8 @@ class _Elsewhere:
 
 @dataclass
 class _Copy:
-    """One save's copy of the state. The copy is repeated if the membership changes meanwhile."""
+    """One save's copy of the state. The copy is repeated if the membership changes while it is
+    made."""
 
     session: Session
     directory: Path
@@ -436,41 +441,52 @@ class _Copy:
     frozen: FrozenMode
     values: FrozenValues
     whole: dict[str, Any] | None = None
-    """The whole state, on the first rank. Shares memory with the training state."""
+    """The complete state, on the first rank; it shares memory with the training state. None on
+    other ranks."""
     shards: Shards | None = None
-    """This rank's part, if the state is written in shards."""
+    """This rank's part of the state, if the state is written in shards; otherwise None."""
     temporary: Path | None = None
-    """Directory in which the shards are written."""
+    """Temporary directory for the shards; None if there is none."""
     first: bool = False
     """True if this rank completes the checkpoint."""
     completed_by: str = ""
-    """The member that completes the checkpoint."""
+    """Id of the member that completes the checkpoint."""
     _writers: dict[int, str] = field(default_factory=dict)
-    """The member that writes each shard."""
+    """Id of the member that writes each shard, by shard number."""
     _rows: dict[str, Any] | None = None
-    """The manifest's entry for the rows of sparse tables if their files are in `temporary`; else
-    None."""
+    """The manifest's entry for the rows of sparse tables if their files are in `temporary`;
+    otherwise None."""
 
     def take(self, channel: Channel) -> None:
-        """Copies the state: one rank's part of the operation. Expects that an earlier attempt was
-        dropped."""
-        part = self.session.part(channel) if self.sharded is not False else None
+        """Performs one rank's part of the operation: copies the state. `drop` must have discarded
+        any earlier attempt."""
+        part, unfit = self.session.part(channel) if self.sharded is not False else None, ""
         if part is not None and self._make_room(channel):
+            if channel.rank == 0:
+                unfit = self.session.unfit(part.state["replica"])
             self._take_part(part, channel)
         else:
-            # first: pending pushes of the last step are irrelevant afterwards
+            # before the state, because afterwards the last step's pending pushes no longer matter
             self._take_rows(channel)
             whole = self.session.assemble(channel)
             if channel.rank == 0:
+                unfit = self.session.unfit(whole["replica"])
                 self.whole = whole.pop("replica") | whole
         decision = {
             "refused": self._refused() if channel.rank == 0 else "",
+            "unfit": unfit,
             "member": self.session.member_id,
         }
         # when this returns, all ranks have copied their data
         decision = json.loads(channel.exchange(json.dumps(decision).encode())[0])
         if decision["refused"]:
             raise ConfigurationError(decision["refused"])
+        if decision["unfit"]:
+            raise CorruptDataError(
+                f"the checkpoint was not saved, because the run could not be resumed from it: "
+                f"{decision['unfit']}",
+                reason="MODEL_DIFFERS",
+            )
         self.completed_by = decision["member"]
 
     def drop(self) -> None:
@@ -486,16 +502,16 @@ class _Copy:
         )
 
     def rows(self) -> Callable[[Path], Mapping[str, Any]]:
-        """Returns the argument `rows` of `write_checkpoint`. Rows that other workers are training
-        are read at the time of writing."""
+        """Returns the argument `rows` of `write_checkpoint`. If other workers keep training the
+        rows, they are read when the checkpoint is written."""
         store, known = self.session.row_store, self._rows
         if store is None or known is not None:
             return lambda temporary: known or {}
         return lambda temporary: described(store, [write_rows(temporary, store)])
 
     def _take_rows(self, channel: Channel) -> None:
-        """Writes the rows of the step before the next step changes them; each rank writes its
-        share. If not all ranks see the directory, the first rank writes all rows."""
+        """Writes the rows of tables before the next step changes them; each rank writes its share.
+        If not all ranks see the directory, the first rank writes all rows."""
         store = self.session.row_store
         if store is None or not store.steady or _holds_nothing_new(self.session):
             return
@@ -513,7 +529,7 @@ class _Copy:
         self._rows = described(store, on_each(channel, work))
 
     def decide_frozen(self) -> Frozen:
-        """Returns the frozen parameters of the whole state."""
+        """Returns the frozen parameters of the unsharded state."""
         names = self.session.frozen
         return self._decided(describe_all(flatten(self.whole)[1], names)) if names else NOTHING
 
@@ -525,7 +541,7 @@ class _Copy:
         )
 
     def is_gone(self, shard: int) -> bool:
-        """Returns whether the rank that writes a shard has left the run. Callable from any
+        """Returns whether the rank that writes a shard has left the run. May be called from any
         thread."""
         return self.session.is_gone(self._writers[shard])
 
@@ -548,8 +564,7 @@ class _Copy:
         self.shards = Shards.take(part, frozen)
 
     def _refused(self) -> str:
-        """Returns the reason why nothing may be written to this directory; empty if writing is
-        allowed."""
+        """Returns why nothing may be written to this directory; empty if writing is allowed."""
         try:
             check_place(self.directory, self.session.steps, self.session.run)
         except ConfigurationError as error:
@@ -557,8 +572,7 @@ class _Copy:
         return ""
 
     def _make_room(self, channel: Channel) -> bool:
-        """Creates the directory for all ranks on the first rank. Returns False if not all ranks see
-        the directory."""
+        """Creates the shared directory on the first rank. Returns False if not all ranks see it."""
         place: dict[str, str] = {}
         if channel.rank == 0:
             try:
@@ -593,9 +607,9 @@ class _Copy:
 
 
 def _check_alike(channel: Channel, what: str, named: str, measured: str = "") -> None:
-    """Raises ConfigurationError on all ranks if the ranks named different directories or gave
-    different metrics (`measured`, as text). A relative path may name a different place on each
-    machine. Called by all ranks within an operation."""
+    """Raises ConfigurationError on all ranks if they named different directories or gave different
+    metrics (`measured`, as text). A relative path may name a different place on each machine. Must
+    be called on all ranks, within an operation."""
     everyones = [
         tuple(json.loads(each)) for each in channel.exchange(json.dumps([named, measured]).encode())
     ]
@@ -618,8 +632,8 @@ def _check_alike(channel: Channel, what: str, named: str, measured: str = "") ->
 
 
 def _holds_nothing_new(session: Session) -> bool:
-    """Returns whether the session has nothing to save: its state is not the run's, or is the state
-    of an existing checkpoint."""
+    """Returns whether the session does not need to save: its state is not the run's state, or has
+    already been saved."""
     return session.is_joining or session.is_redoing
 
 
@@ -637,7 +651,7 @@ def load_newest(session: Session, place: Place) -> bool:
 
     def body(channel: Channel) -> bool:
         _check_alike(channel, "resume", place.named)
-        saver.settle_together(channel)  # otherwise the newest may not exist yet
+        saver.settle_together(channel)  # otherwise the newest checkpoint may not exist yet
         captured, found = on_first(channel, lambda: _read(session, place)) or (None, {})
         found = json.loads(channel.exchange(json.dumps(found).encode())[0])
         if found["error"] is not None:
@@ -652,7 +666,7 @@ def load_newest(session: Session, place: Place) -> bool:
 
 
 def _go_back(session: Session, place: Place) -> str | None:
-    """Implements `Session.go_back_by`."""
+    """Implements `Session.go_back_by`: loads the newest checkpoint after the state was lost."""
     saver = CheckpointSaver.of(session)
 
     def body(channel: Channel) -> str | None:
@@ -677,7 +691,8 @@ def _go_back(session: Session, place: Place) -> str | None:
 
 
 def _load_alone(session: Session, place: Place) -> bool:
-    """Loads the newest checkpoint in a world of one and returns whether there was a checkpoint."""
+    """Loads the newest checkpoint if there is only one rank. Returns whether there was a
+    checkpoint."""
     captured, found = _read(session, place)
     if found["error"] is not None:
         raise _refusal(found)
@@ -690,7 +705,7 @@ def _load_alone(session: Session, place: Place) -> bool:
 
 def _resumed(session: Session, found: Mapping[str, Any], place: Place, *, first: bool) -> None:
     """Records where early stopping ended the resumed run, if it did. On the first rank, prints the
-    name of the checkpoint."""
+    checkpoint's name."""
     session.early_stop.resumed(found["stopped_early"])
     if not first:
         return
@@ -707,11 +722,11 @@ def _take_up(
     session: Session, channel: Channel, captured: dict[str, Any] | None, path: Path
 ) -> None:
     """Distributes the state of the checkpoint at `path` to all ranks, and the rows of its tables to
-    the servers. `captured`: the state, which the first rank has read; None on other ranks. Called
-    by all ranks within an operation.
+    the servers. `captured`: the state, which the first rank has read; None on other ranks. Must be
+    called on all ranks, within an operation.
 
     Raises:
-        CorruptDataError: rows are damaged; nothing is changed then.
+        CorruptDataError: rows are damaged; the state is unchanged.
         ConfigurationError: under async_sgd, rows would have to be restored from a directory that
             not all ranks share.
         DeadlineError (SERVER_AWAY): a server was unreachable for too long.
@@ -720,8 +735,8 @@ def _take_up(
     if store is None:
         session.replace_state(channel, captured)
         return
-    # Ranks with separate disks may have other checkpoints of the step, with rows that do not belong
-    # to this model.
+    # Ranks with separate disks may have different checkpoints for the step, with rows that do not
+    # belong to this model.
     digests = channel.exchange(manifest.digest_of(path).encode())
     sees = [each == digests[0] for each in digests]
     if not store.steady:
@@ -761,8 +776,8 @@ def _take_up(
 def _read(
     session: Session, place: Place, *, run: str | None = None
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Returns the state of the newest checkpoint and a report for the other ranks. `run`: run to
-    which the checkpoint must belong; None: any run."""
+    """Returns the state of the newest checkpoint, or None if there is none, and a report for the
+    other ranks. `run`: only a checkpoint of this run counts; None: any run."""
     try:
         directory = place.readable(run)
     except ShoalError as error:
@@ -801,14 +816,15 @@ def _reported(error: ShoalError) -> dict[str, str]:
 
 
 def _refusal(found: dict[str, Any]) -> ShoalError:
-    """Returns the error that a rank raises when the first rank has reported one."""
+    """Returns the exception for an error that the first rank has reported."""
     kinds = ConfigurationError, CorruptDataError, PermissionDeniedError, DeadlineError
     kind = next((kind for kind in kinds if kind.code == found["code"]), UnavailableError)
     return kind(found["error"], reason=found["reason"])
 
 
 def _ask_first(channel: Channel, work: Callable[[], None]) -> None:
-    """Runs `work`, which may take long, on the first rank. Called by all ranks within an operation.
+    """Runs `work`, which may take a long time, on the first rank. Must be called on all ranks,
+    within an operation.
 
     Raises:
         ShoalError: the error of `work`, on all ranks.

@@ -1,4 +1,4 @@
-"""Checkpoints in shards: each rank writes its own part, and no rank gathers the whole state.
+"""Sharded checkpoints: each rank writes its own part, and no rank gathers the complete state.
 
     step-1200/
       checkpoint.json                    as in the layout "whole", and dtype and shape of each
@@ -7,16 +7,16 @@
                                          elements
       ...
 
-The first shard also contains the data that is the same on all ranks. The files have the safetensors
-format of torch.distributed.checkpoint (each tensor's offset in the header), so torch's
-`HuggingFaceStorageReader` can read them as well, as flattened tensors.
+The first shard also contains the data that is the same on all ranks. The files use
+torch.distributed.checkpoint's safetensors format (with each tensor's offset in the header), so
+torch's `HuggingFaceStorageReader` can read them too, as flattened tensors.
 
 The first rank creates a temporary directory. Every rank writes its file there, followed by a note
 with the file's size, digest and content. A note may also explain why a shard will not be written.
-When all notes are present and the runs cover every tensor, the first rank writes `checkpoint.json`,
-the mark that the checkpoint is complete, and publishes the directory (`files.py`). All of this runs
-on the checkpoint writers' threads. They communicate through the file system alone, so training is
-not delayed.
+When all notes are present and the shards cover every tensor, the first rank writes
+`checkpoint.json`, which marks the checkpoint as complete, and publishes the directory (`files.py`).
+All of this runs on the ranks' checkpoint threads, which communicate only through the file system,
+so training is not delayed.
 """
 
 from __future__ import annotations
@@ -52,31 +52,33 @@ from shoal_worker.state.tree import Json, StatePart, flatten
 _log = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(minutes=30)
-"""Maximum time for which the first rank waits for the other ranks' shards."""
+"""Maximum time that the first rank waits for the other ranks' shards."""
 _POLL = timedelta(milliseconds=20)
 _ASK_GONE = timedelta(seconds=0.5)
-"""Interval at which the first rank asks the coordinator whether a rank has left."""
+"""Interval between the first rank's checks whether a rank has left the job."""
 _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Metadata keys under which torch.distributed.checkpoint stores a tensor's offset
+"""Metadata keys that torch.distributed.checkpoint uses for a tensor's offset
 (torch/distributed/checkpoint/_hf_utils.py)."""
 
 Span = tuple[int, int]
-"""Run of elements of a stored tensor: index of the first element, and number of elements."""
+"""Contiguous range of a stored tensor's elements: index of the first element, and number of
+elements."""
 Pieces = Mapping[str, tuple[int, torch.Tensor]]
-"""Name of a tensor -> a run of its elements: index of the first element, and the elements, flat."""
+"""Tensor name -> contiguous range of its elements: index of the first element, and the elements,
+flat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """Copy of the part of a state that one rank writes, in host memory."""
+    """One rank's part of a state, copied to host memory."""
 
     structure: Json
     outline: Mapping[str, torch.Tensor]
-    """All tensors of the whole state, on the meta device."""
+    """All tensors of the complete state, on the meta device."""
     count: int
     mine: Mapping[int, Pieces]
-    """Copies of the data written by this rank, by shard number. They contain the values once
-    `copies` have arrived."""
+    """Copies of the data that this rank writes, by shard number. They have their values once
+    `copies` have finished."""
     copies: HostCopies
     frozen: Frozen = NOTHING
     """The frozen parameters, which are not part of the shards."""
@@ -84,8 +86,8 @@ class Shards:
     @classmethod
     def take(cls, part: StatePart, frozen: Frozen = NOTHING) -> Shards:
         """Copies the data that this rank writes. The state may be changed as soon as this method
-        has returned, although copies from a device may still be in progress. `frozen`: the frozen
-        parameters of the state.
+        returns, even if copies from a device are still in progress. `frozen`: the frozen parameters
+        of the state.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
@@ -130,7 +132,7 @@ class Shards:
 
         Raises:
             OSError, SafetensorError: the disk is full or failing.
-            RuntimeError: a device that has some of the data has failed.
+            RuntimeError: copying from a device has failed.
         """
         self.copies.arrive()
         written = self.frozen.written
@@ -145,18 +147,18 @@ class Shards:
             self._note(temporary, number, {"shard": about, "frozen": frozen})
 
     def write_aside(self, temporary: Path) -> None:
-        """Runs `write` on a rank other than the one that completes the checkpoint. Failures are
-        reported to that rank by a note.
+        """Runs `write` on a rank that does not complete the checkpoint. Reports a failure, in a
+        note, to the rank that does.
 
         Raises:
-            UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
-            Exception: any other error.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
+        Exception: any other error.
         """
         try:
             self.write(temporary)
         except Exception as error:
-            # an error of any kind: without a note, the first rank would wait for this shard until
-            # its deadline
+            # an error of any kind, because without a note the first rank would wait for this shard
+            # until its deadline
             failed_at = time.time()
             try:
                 for number in self.mine:
@@ -168,8 +170,8 @@ class Shards:
                 return
             except OSError as unsaid:
                 _log.error(
-                    "could not tell rank 0 that a part of %s is missing, so it will wait for %s: "
-                    "%s",
+                    "could not tell rank 0 that a part of %s is missing; rank 0 will wait up to "
+                    "%s for it: %s",
                     temporary,
                     _TIMEOUT,
                     unsaid,
@@ -183,9 +185,9 @@ class Shards:
     def collect(
         self, temporary: Path, *, gone: Callable[[int], bool]
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Waits for all ranks' shards. Returns the entries of the manifest, by file name, for the
-        shards and for the new files with frozen values. Returns None if a rank left without writing
-        its shard.
+        """Waits for all ranks' shards. Returns the manifest's entries for the shards and for the
+        new files with frozen values, by file name. Returns None if a rank left without writing its
+        shard.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): a rank could not write, or is too slow.
@@ -264,8 +266,8 @@ class Shards:
         being_written.replace(path)
 
     def _note_failure(self, temporary: Path, number: int, error: str) -> None:
-        """Writes a note that a shard is missing. If a full disk has no room for the error, the note
-        is an empty file."""
+        """Writes a note that a shard will be missing. If a full disk has no room for the error, the
+        note is an empty file."""
         try:
             self._note(temporary, number, {"error": error})
         except OSError:
@@ -281,8 +283,8 @@ class Shards:
 
 
 def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the whole tensors of a sharded checkpoint by name. `content`: the manifest, or its
-    entry for frozen parameters; either has the keys "tensors" and "files".
+    """Returns the full tensors of a sharded checkpoint, by name. `content`: the manifest, or its
+    entry for frozen parameters; both have the keys "tensors" and "files".
 
     Raises:
         CorruptDataError: a file is damaged or missing, or the shards do not cover the tensors.
@@ -298,7 +300,7 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
     if differing is not None:
         raise damaged(path, f"its shards do not add up to tensor {differing!r}")
     for file, about in content["files"].items():
-        # before allocating all the memory that the manifest asks for
+        # before allocating all the memory that the manifest requires
         claimed = sum(
             length * outline[name].dtype.itemsize // _width(outline[name].dtype)
             for name, (_, length) in about["spans"].items()
@@ -341,8 +343,8 @@ def describe_sums(
 
 
 def own_sums(part: StatePart, names: Collection[str]) -> dict[str, int]:
-    """Returns the sums of `part_digest` over the elements of the tensors `names` that this rank
-    writes."""
+    """Returns, for each tensor in `names`, the sum of `part_digest` over the elements that this
+    rank writes."""
     _, tensors = flatten(part.state, outlines=True)
     named = {name: tensor for name, tensor in tensors.items() if name in names}
     sums: dict[str, int] = {}
@@ -353,8 +355,8 @@ def own_sums(part: StatePart, names: Collection[str]) -> dict[str, int]:
 
 
 def write_pieces(file: Path, pieces: Pieces) -> dict[str, Any]:
-    """Writes runs of flattened tensors to a file, and returns the file's entry for the manifest.
-    Raises OSError or SafetensorError."""
+    """Writes contiguous ranges of flattened tensors to a file, and returns the file's manifest
+    entry. Raises OSError or SafetensorError."""
     tensors = {name: stored(values) for name, (_, values) in pieces.items()}
     spans = {
         name: (begin * _width(values.dtype), tensors[name].numel())
@@ -367,8 +369,8 @@ def write_pieces(file: Path, pieces: Pieces) -> dict[str, Any]:
 def _pieces(
     tensors: Mapping[str, torch.Tensor], part: StatePart, number: int
 ) -> dict[str, tuple[int, torch.Tensor]]:
-    """Returns the elements of the tensors that belong to a shard, without copying. Sharded tensors
-    are views of the runs' vectors. All other tensors belong to the first shard."""
+    """Returns the tensors' elements that belong to a shard, without copying. The elements of a
+    sharded tensor are a view of this rank's part. All other tensors belong to the first shard."""
     views: dict[int, list[tuple[str, torch.Tensor]]] = {}
     pieces: dict[str, tuple[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -389,7 +391,7 @@ def _pieces(
 
 
 def _width(dtype: torch.dtype) -> int:
-    """Returns the number of elements with which the file stores one element of the tensor."""
+    """Returns how many elements of a file represent one element of the tensor."""
     return 1 if dtype in STORED_DTYPES else dtype.itemsize
 
 
@@ -400,8 +402,8 @@ def _stored_sizes(outline: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _not_covered(sizes: Mapping[str, int], files: Iterable[Mapping[str, Any]]) -> str | None:
-    """Returns the name of a tensor whose elements are not covered exactly once, or None if there is
-    no such tensor."""
+    """Returns the name of a tensor whose elements are not each in exactly one file, or None if
+    there is no such tensor."""
     spans: dict[str, list[Span]] = {name: [] for name in sizes}
     name: str
     for about in files:

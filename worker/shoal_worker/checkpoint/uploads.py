@@ -1,14 +1,15 @@
-"""Uploads a run's checkpoints from a local directory to an object storage, beside the training.
+"""Uploads a run's checkpoints from a local directory to an object storage, in the background.
 
-The saver writes checkpoints to the local directory, as without an object storage. Whatever is
-complete there and not yet uploaded is the backlog. The rank that completes the checkpoints uploads
-them, the oldest first. The directory's `keep` bounds the backlog: a checkpoint that a later save
-removes before its upload has begun is not uploaded.
+The saver writes checkpoints to the local directory. The complete checkpoints that are not uploaded
+yet form the backlog. The rank that completes the checkpoints uploads them, oldest first. The
+directory's `keep` bounds the backlog: a checkpoint is not uploaded if a later save removes it
+before its upload begins.
 
 Threads: the writer's thread calls `changed`; the training thread calls `check`, `wait` and
 `backlog`. The upload's thread owns the connection to the storage. `_condition` guards the fields
-that they share. The upload works on hard links of the files, so saves may remove or replace the
-checkpoint meanwhile. The thread is a daemon: an upload that hangs does not keep the process.
+that they share. The upload uses hard links to the files, so a save may remove or replace the
+checkpoint during its upload. The thread is a daemon, so an upload that hangs does not keep the
+process alive.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from shoal_worker.object_storage import ObjectFolder
 _log = logging.getLogger(__name__)
 
 PATIENCE: Final = timedelta(minutes=30)
-"""Time for which the end of a run waits for uploads."""
+"""Maximum time that the end of a run waits for uploads."""
 _LOOK: Final = timedelta(seconds=0.5)
 _UPLOADED: Final = ".uploaded"
-"""File with the name of the checkpoint that was uploaded last."""
+"""File that contains the name of the checkpoint uploaded last."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Backlog:
 
 
 def is_uploaded(path: Path) -> bool:
-    """Returns whether a process of this machine has uploaded the checkpoint at `path`."""
+    """Returns whether a process on this machine has uploaded the checkpoint at `path`."""
     try:
         return (path.parent / _UPLOADED).read_text(encoding="utf-8") == path.name
     except OSError:
@@ -72,7 +73,7 @@ def is_uploaded(path: Path) -> bool:
 
 
 def _note_uploaded(path: Path) -> None:
-    """Tells other ranks of this machine which checkpoint was uploaded last."""
+    """Records which checkpoint was uploaded last, for other ranks on this machine."""
     note = path.parent / f"{_UPLOADED}.new"
     try:
         note.write_text(path.name, encoding="utf-8")
@@ -93,9 +94,9 @@ class Uploads:
         patience: timedelta,
         report: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """`directory`: where this run's checkpoints are written. `patience`: time for which each
-        call to the storage is repeated. `report`: receives the bytes of the backlog whenever it
-        has changed."""
+        """`directory`: directory of this run's checkpoints. `patience`: how long each call to the
+        storage is retried. `report`: receives the size of the backlog in bytes whenever it has
+        changed."""
         self.url, self.directory = url, directory
         self._metrics = metrics
         self._patience = patience
@@ -116,8 +117,8 @@ class Uploads:
         """True if `check` has raised the failure."""
 
     def changed(self, *, keep: int, fence: Callable[[], None]) -> None:
-        """Begins to upload what is new in the directory. `keep`, `fence`: as in
-        `RemoteCheckpoints.upload`. Returns at once."""
+        """Starts uploading new checkpoints in the directory; returns immediately. `keep`, `fence`:
+        as in `RemoteCheckpoints.upload`."""
         with self._condition:
             self._wanted, self._keep, self._fence = True, keep, fence
             self._saves += 1
@@ -130,15 +131,15 @@ class Uploads:
         self._show()
 
     def changed_again(self) -> None:
-        """Begins to upload what has changed in the directory since the last save. Does nothing
-        before the first save."""
+        """Starts uploading changes to the directory since the last save. Does nothing before the
+        first save."""
         if self._thread is not None:
             self.changed(keep=self._keep, fence=self._fence)
 
     def check(self) -> None:
-        """Raises the error of an upload that would fail again, once: a wrong credential, or a
-        missing bucket. Other failures are logged, and the upload is repeated after the next
-        save."""
+        """Raises the error of an upload if a retry would fail too (wrong credentials, or a missing
+        bucket). Each such error is raised once. Other failures are logged, and the upload is
+        retried after the next save."""
         with self._condition:
             failure = self._failure
             if self._raised or not isinstance(failure, ConfigurationError | PermissionDeniedError):
@@ -147,7 +148,7 @@ class Uploads:
         raise failure
 
     def wait(self, timeout: timedelta) -> None:
-        """Waits until everything is uploaded, and logs what is left every ten seconds.
+        """Waits until everything is uploaded, and logs the backlog every ten seconds.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_UPLOADED): an upload has failed. The checkpoint remains
@@ -176,7 +177,7 @@ class Uploads:
             ) from failure
 
     def backlog(self) -> Backlog:
-        """Returns what is not yet uploaded."""
+        """Returns the number and the size of the checkpoints that are not uploaded yet."""
         left = self._left()
         sizes = 0
         for path in left:
@@ -190,7 +191,7 @@ class Uploads:
                 self._condition.wait(_LOOK.total_seconds())
 
     def _left(self) -> list[Path]:
-        """Returns the checkpoints that are not yet uploaded, oldest first."""
+        """Returns the checkpoints that are not uploaded yet, oldest first."""
         with self._condition:
             sent = dict(self._sent)
         return [
@@ -222,7 +223,7 @@ class Uploads:
     def _try(
         self, remote: RemoteCheckpoints, path: Path, keep: int, fence: Callable[[], None]
     ) -> ShoalError | None:
-        """Uploads one checkpoint and counts the outcome. Returns the error of a failure."""
+        """Uploads one checkpoint and counts the outcome. Returns the error if the upload failed."""
         started, outcome, digest = time.monotonic(), "failed", digest_of(path)
         failure: ShoalError | None = None
         links: Path | None = None
@@ -236,13 +237,13 @@ class Uploads:
             remote.upload(held, fence=fence, keep=keep, progress=self._metrics.uploaded_bytes.inc)
             outcome = "written"
         except (StaleGenerationError, CorruptDataError) as error:
-            outcome = "given_up"  # a later attempt would fail as well, and hold back the others
+            outcome = "given_up"  # retries would fail as well, and delay the other uploads
             _log.warning("%s was not uploaded to %s: %s", path.name, self.url, error)
         except FileNotFoundError:  # a later save has removed it
             outcome = "given_up"
         except ShoalError as error:
             failure = error
-        except Exception as error:  # of any kind: it must not end the thread
+        except Exception as error:  # of any kind, because it must not end the thread
             failure = UnavailableError(
                 f"{type(error).__name__}: {error}", reason="CHECKPOINT_NOT_UPLOADED"
             )

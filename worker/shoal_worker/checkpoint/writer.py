@@ -1,8 +1,8 @@
 """Writes checkpoints during training: one at a time, on a separate thread.
 
-The training thread calls every method. The job runs on the writer's thread and shares only its
+The training thread calls every method. A job runs on the writer's thread and shares only its
 arguments with training. `_lock` guards `_error`; everything else belongs to the training thread.
-The thread is not a daemon: a process that exits normally finishes the current checkpoint first.
+The thread is not a daemon, so a process that exits normally first finishes the current checkpoint.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Runs at most one job at a time; the next job waits for the current one.
+    """Runs one job at a time; the next job waits for the current one.
 
-    An error of a job is logged immediately, and raised once by the next call of any method.
+    A job's error is logged immediately, and raised once by the next method call.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._begun = 0.0
-        """Start time of the current job."""
+        """Start time of the current job, by the monotonic clock, in seconds."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
@@ -59,19 +59,18 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def done_within(self, timeout: timedelta) -> bool:
-        """Waits up to `timeout` for the current job. Returns True if no job is in progress any
-        more.
-        """
+        """Waits up to `timeout` for the current job. Returns whether no job is in progress any
+        more."""
         thread = self._thread
         if thread is not None and thread.is_alive():
-            # On another thread, because a job may wait for another rank to write, and ranks may
+            # On a separate thread, because a job may wait for another rank to write, and ranks may
             # take turns.
             run_aside(lambda: thread.join(timeout.total_seconds()), f"until {thread.name} is done")
         return not self.busy
 
     def wait(self, timeout: timedelta) -> None:
-        """Waits until no job is in progress. Call it before making the next copy, so that there is
-        never more than one copy.
+        """Waits until no job is in progress. Must be called before the next copy is made, so that
+        there is never more than one copy in memory.
 
         Raises:
             DeadlineError: the job takes longer than `timeout`; it continues.
@@ -91,8 +90,8 @@ class CheckpointWriter:
             raise error
 
     def submit(self, job: Callable[[], object], *, what: str, timeout: timedelta) -> None:
-        """Starts `job` after the current job. `what`: name of the job in errors, such as "writing
-        step-5 to ckpt/".
+        """Waits for the current job, and then starts `job`. `what`: description of the job for
+        errors, such as "writing step-5 to ckpt/".
 
         Raises the same errors as `wait`, without starting the job.
         """
@@ -104,8 +103,8 @@ class CheckpointWriter:
         self._thread.start()
 
     def close(self, timeout: timedelta) -> None:
-        """Waits for the current job. Raises the same errors as `wait`. The writer can be used
-        again."""
+        """Waits for the current job. Raises the same errors as `wait`. The writer can still be used
+        afterwards."""
         self.wait(timeout)
 
     def _run(self, job: Callable[[], object], what: str) -> None:
@@ -117,17 +116,15 @@ class CheckpointWriter:
                 self._error = error
 
 
-# ------------------------------------------------------------------------------- waiting for a disk
-#
-# Waiting for a disk or an object storage within an operation. It may take longer than a collective
-# may, and ranks that wait in one for a rank that waits for its disk would consider it stuck. All
-# ranks therefore tell each other repeatedly whether they are done. Runs on the training threads;
-# the first rank's disk access is on a separate thread.
+# Waiting for a disk or an object storage within an operation. This wait may take longer than a
+# collective's timeout. If the other ranks waited for it in a collective, they would consider the
+# rank stuck. All ranks therefore report to one another repeatedly whether they are done. Runs on
+# the training threads; disk access runs on separate threads.
 
 T = TypeVar("T")
 
 _LOOK: Final = timedelta(seconds=0.5)
-"""Interval between the exchanges of `in_company`: well within a collective's timeout."""
+"""Interval between the exchanges of `in_company`; much shorter than a collective's timeout."""
 
 
 DISK_PATIENCE: Final = timedelta(minutes=30)
@@ -140,12 +137,13 @@ def in_company(
     *,
     patience: timedelta = DISK_PATIENCE,
 ) -> None:
-    """Waits until every rank is done or has waited for `patience`. Called by all ranks within an
-    operation. `done_within(timeout)`: function that waits for at most `timeout` and returns whether
-    this rank is done. The first rank logs every ten seconds which ranks are not done.
+    """Waits until every rank is done or has waited for `patience`. Must be called on all ranks,
+    within an operation. `done_within(timeout)`: function that waits for at most `timeout` and
+    returns whether this rank is done. The first rank logs every ten seconds which ranks are not
+    done.
 
     Raises:
-        MembershipChanged: the group is over.
+        MembershipChanged: the group has ended.
     """
     give_up_at, lines = time.monotonic() + patience.total_seconds(), WaitingLines()
     while True:
@@ -168,10 +166,10 @@ def on_first(
     channel: Channel, work: Callable[[], T], *, patience: timedelta = DISK_PATIENCE
 ) -> T | None:
     """Runs `work`, which accesses files, on the channel's first rank and returns the result there.
-    Returns None on the other ranks. Called by all ranks within an operation.
+    Returns None on the other ranks. Must be called on all ranks, within an operation.
 
     Raises:
-        MembershipChanged: the group is over; `work` is abandoned.
+        MembershipChanged: the group has ended; `work` is abandoned.
         DeadlineError: `work` took longer than `patience` and is abandoned.
         Exception: the error of `work`.
     """
@@ -198,10 +196,10 @@ def on_each(
 ) -> list[Any]:
     """Runs `work`, which may take longer than a collective, on a separate thread of each rank.
     Returns the results, which are JSON values, in rank order. `work` receives an event and should
-    return soon once the event is set. Called by all ranks within an operation.
+    return soon once the event is set. Must be called on all ranks, within an operation.
 
     Raises:
-        MembershipChanged: the group is over; `work` has ended.
+        MembershipChanged: the group has ended; `work` has stopped.
         ShoalError: the error of `work`, on all ranks. On ranks where `work` did not fail, the error
             names the failing rank.
     """
@@ -246,7 +244,7 @@ _RAISED_UNCHANGED: Final[tuple[type[ShoalError], ...]] = (
     LimitError,
     PreconditionError,
 )
-"""Error types that are raised unchanged on the ranks where `work` did not fail."""
+"""Error types that ranks raise unchanged even if `work` did not fail on them."""
 
 
 def _is_done(working: Future[T], timeout: timedelta) -> bool:

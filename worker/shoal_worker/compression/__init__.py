@@ -1,12 +1,13 @@
-"""Gradient compression: reduces traffic at the cost of a bounded error, for which later steps can
-compensate.
+"""Gradient compression: reduces traffic at the cost of a bounded error, which later steps can make
+up for.
 
 A `GradientCompressor` converts a tensor to a payload and back. `CompressedReduction` uses a
-compressor to sum buckets of gradients over ranks, with bitwise equal results on every rank, and
-keeps the compression error (error feedback). `parse_compression` reads the user's setting.
+compressor to sum buckets of gradients across ranks, with bitwise equal results on every rank, and
+keeps the compression error for later steps (error feedback). `parse_compression` reads the user's
+setting.
 
 The compressors are in `quantized`, `sign`, `sparse` and `powersgd`, on top of `base`. `registry`
-lists them by name; `optimizer` offers another way to select one. `reduction` sums gradients over
+lists them by name; `optimizer` offers a second way to select one. `reduction` sums gradients across
 ranks, `pushes` encodes pushes to parameter servers, and `memory` stores the compression state
 between steps.
 """

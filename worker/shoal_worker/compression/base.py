@@ -1,9 +1,9 @@
 """The interface of gradient compressors, which convert a tensor to fewer bytes and back, and the
-methods of summing compressed gradients over ranks.
+methods of summing compressed gradients across ranks.
 
 A compressor is immutable: it has settings, but no state. The state between steps (error feedback,
-warm starts) is in a `Memory`, per rank and bucket. An `Exchange` sums a bucket over ranks.
-shoal_common.formats.codecs defines the format of payloads.
+warm starts) is in a `Memory`, per rank and bucket. An `Exchange` sums a bucket across ranks.
+shoal_common.formats.codecs defines the payload format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal_worker.scratch import ScratchMemory
 
 # ----------------------------------------------------------------------------------- random numbers
 #
-# Random numbers that depend only on a key, so that a repeated step rounds in the same way.
+# Random numbers that depend only on a key, so that a repeated step rounds identically.
 #
 # torch's global generators are not used, because the user's loop draws from them. The CPU uses
 # numpy's SFC64, which is 7 times as fast as torch's Mersenne Twister. A GPU uses its own generator,
@@ -36,8 +36,8 @@ _MASK: Final = (1 << 64) - 1
 
 
 class KeyedRandom:
-    """A stream of random numbers identified by integers, such as (seed, step, rank, bucket). Used
-    by one thread."""
+    """A stream of random numbers identified by integers, such as (seed, step, rank, bucket). Must
+    be used by one thread."""
 
     def __init__(self, *key: int) -> None:
         self._key = [part & _MASK for part in key]
@@ -45,7 +45,7 @@ class KeyedRandom:
         self._torch: torch.Generator | None = None
 
     def noise16(self, count: int, device: torch.device) -> torch.Tensor:
-        """Returns `count` int16 values, uniformly distributed over all 65536 values."""
+        """Returns `count` int16 values, uniformly distributed over all 65536 possible values."""
         if scratch.in_host_memory(device):
             words = self.numpy().bit_generator.random_raw(-(-count // 4))
             return torch.from_numpy(words.view(np.int16)[:count])
@@ -54,12 +54,12 @@ class KeyedRandom:
         )
 
     def normal(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns standard normal float32 values in host memory, so that they are the same for all
-        devices."""
+        """Returns standard normal float32 values in host memory, so that they do not depend on the
+        device."""
         return torch.from_numpy(self.numpy().standard_normal((rows, columns), dtype=np.float32))
 
     def numpy(self) -> np.random.Generator:
-        """Returns the numpy generator of this stream."""
+        """Returns this stream's NumPy generator."""
         if self._numpy is None:
             self._numpy = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self._key)))
         return self._numpy
@@ -74,50 +74,50 @@ class KeyedRandom:
 # -------------------------------------------------------------------------------------- compressors
 
 PieceShapes = Mapping[int, tuple[int, int]]
-"""Rows and columns of each piece of a tensor (`codecs.piece_shape`), by the position of the piece
-in the partition, in ascending order."""
+"""Piece's position in the partition, in ascending order -> rows and columns of the piece of a
+tensor (`codecs.piece_shape`)."""
 
 _TILE: Final = 1 << 17
-"""Number of values processed at a time on the CPU: 512 KiB stay in a core's own cache over several
-operations."""
+"""Number of values processed at a time on the CPU. Several operations on these 512 KiB run in the
+core's own cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCompressor(abc.ABC):
     """Base class of gradient compressors. Contains only settings, so one instance can be shared.
 
-    Input tensors are float32, contiguous and one-dimensional unless a compressor states otherwise.
-    Payloads are uint8, on the same device.
+    Input tensors must be float32, contiguous and one-dimensional, unless a compressor states
+    otherwise. Payloads are uint8 tensors on the same device.
     """
 
     name: ClassVar[str]
-    """Name by which users select the compressor."""
+    """Name that users pass to select the compressor."""
     codec: ClassVar[int]
     """Value of shoal.v1.Codec for pushes to parameter servers."""
     of_matrices: ClassVar[bool] = False
-    """True if the compressor treats tensors as matrices, so that it cannot be used with sharded
+    """True if the compressor treats tensors as matrices and therefore does not support sharded
     gradients."""
     alignment: ClassVar[int] = 1
-    """Parts of a tensor that are compressed separately begin at multiples of this number of
-    elements, so that no block belongs to two parts."""
+    """Multiple of elements at which each part begins if parts of a tensor are compressed
+    separately, so that no block belongs to two parts."""
 
     error_feedback: bool = False
     """True if the compression error of a step is added to the next step's gradient (Karimireddy et
-    al. 2019). This takes one float32 per gradient element and rank, or two during a step."""
+    al. 2019). On each rank, this takes one float32 per gradient element, or two during a step."""
     seed: int = 0
     """Seed of the random numbers; the same on all ranks."""
 
     @abc.abstractmethod
     def payload_bytes(self, shape: Sequence[int]) -> int:
-        """Returns the size of the payload of a tensor of this shape, a multiple of 4. The size
-        depends on nothing else."""
+        """Returns the size of the payload of a tensor of this shape, in bytes; a multiple of 4. The
+        size depends only on the shape and the compressor's settings."""
 
     @abc.abstractmethod
     def compress_into(
         self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
     ) -> None:
-        """Writes the payload of `tensor` into `payload`, whose size must be `payload_bytes`. Does
-        not change `tensor`."""
+        """Writes the payload of `tensor` into `payload`, whose size must be
+        `payload_bytes(tensor.shape)`. Does not change `tensor`."""
 
     @abc.abstractmethod
     def decompress_into(
@@ -133,7 +133,7 @@ class GradientCompressor(abc.ABC):
         tensors, which most compressors treat as one vector.
 
         `shapes`: rows and columns of each piece, by its position in the partition. `memory`:
-        receives the proposed warm start of the next push.
+        receives a proposed warm start for the next push.
         """
         payload = torch.zeros(
             self.payload_bytes(values.shape), dtype=torch.uint8, device=values.device
@@ -144,19 +144,19 @@ class GradientCompressor(abc.ABC):
     def take_off_pieces(
         self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes
     ) -> None:
-        """Subtracts from `values` what the server will decode from a payload of `compress_pieces`.
-        Afterwards, `values` contains the compression error."""
+        """Subtracts from `values` the values that the server will decode from a payload of
+        `compress_pieces`. This leaves the compression error in `values`."""
         self.decompress_into(payload, values, alpha=-1)
 
     @abc.abstractmethod
     def exchange(self) -> Exchange:
-        """Returns the exchange that sums buckets over ranks with this compressor."""
+        """Returns the exchange that sums buckets across ranks with this compressor."""
 
     def compress(
         self, tensor: torch.Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> torch.Tensor:
         """Returns the payload of `tensor`. The seed, step, rank and bucket determine the random
-        numbers, so equal arguments give equal bits.
+        numbers, so the same arguments give the same bits.
 
         Raises:
             ConfigurationError: the tensor is not float32 and contiguous.
@@ -169,7 +169,7 @@ class GradientCompressor(abc.ABC):
         return payload
 
     def decompress(self, payload: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Returns the float32 tensor of this shape that a payload of `compress` encodes."""
+        """Decodes a payload returned by `compress` into a float32 tensor of this shape."""
         out = torch.empty(tuple(shape), dtype=torch.float32, device=payload.device)
         self.decompress_into(payload, out)
         return out
@@ -178,7 +178,7 @@ class GradientCompressor(abc.ABC):
         self, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None = None
     ) -> int:
         """Returns the number of bytes that each rank sends to sum one bucket of `numel` elements
-        over `world_size` ranks.
+        across `world_size` ranks.
 
         `shapes`: shapes of the tensors in the bucket, in order, for compressors that use matrices;
         None: the bucket is one vector. Headers of the transport are not counted. An all-reduce of b
@@ -190,8 +190,8 @@ class GradientCompressor(abc.ABC):
 
 
 def tiles(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of a tensor that should be processed one after another: ranges that fit in
-    the cache on the CPU, the whole tensor on a GPU."""
+    """Yields the ranges of a tensor that should be processed one after another: on the CPU, ranges
+    that fit in the cache; on a GPU, the entire tensor."""
     size = _TILE if scratch.in_host_memory(device) else max(1, length)
     for start in range(0, length, size):
         yield start, min(start + size, length)
@@ -207,7 +207,7 @@ def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None
 
 
 def blocked_payload_bytes(codec: int, shape: Sequence[int], kept: int = 0) -> int:
-    """Returns the size of the payload of a tensor of this shape, from `codecs.payload_bytes`."""
+    """Returns the payload size for a tensor of this shape, from `codecs.payload_bytes`."""
     return codecs.payload_bytes(codec, math.prod(shape), kept)
 
 
@@ -220,13 +220,13 @@ def _check(tensor: torch.Tensor) -> None:
 
 
 Steps = Generator[Handle, None, None]
-"""Generator of an exchange. Yields the handle of each collective that it has issued, and is resumed
-when that collective is complete."""
+"""Generator that runs an exchange. It yields the handle of each collective that it issues, and is
+resumed when that collective is complete."""
 
 _STAGES = 2
-"""Maximum number of stages in which an exchange draws random numbers."""
+"""Maximum number of stages of an exchange that draw random numbers."""
 _EVERYBODY = -1
-"""Replaces the rank in the key of random numbers that are the same on all ranks."""
+"""Used instead of the rank in the key of random numbers that are the same on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,11 +242,11 @@ class Errand:
     shapes: Sequence[Sequence[int]] | None
     """Shapes of the tensors in the bucket, in order; None: the bucket is one vector."""
     round: int = 0
-    """Number of times that the bucket was already exchanged in this step."""
+    """Number of times that the bucket has already been exchanged in this step."""
 
     def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
-        """Returns the random numbers for one stage of the exchange. `shared`: True for the same
-        numbers on all ranks, False for numbers of this rank."""
+        """Returns the random numbers for one stage of the exchange. `shared`: True for numbers that
+        are the same on all ranks; False for this rank's own numbers."""
         return KeyedRandom(
             seed,
             self.step,
@@ -257,7 +257,7 @@ class Errand:
 
 
 class Exchange(abc.ABC):
-    """A method of summing a bucket over ranks."""
+    """A method of summing a bucket across ranks."""
 
     @abc.abstractmethod
     def wire_bytes(
@@ -271,37 +271,37 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
-        """Replaces `values` (float32, one-dimensional) by its sum over the ranks."""
+        """Replaces `values` (float32, one-dimensional) with their sum across ranks."""
 
 
 # ---------------------------------------------------------------------------------------- exchanges
 #
 # Methods of summing compressed gradients over all ranks, with bitwise equal results.
 #
-# An ordinary all-reduce cannot add payloads, and one that adds bfloat16 values rounds at every
+# An ordinary all-reduce cannot add payloads, and an all-reduce of bfloat16 values rounds at every
 # rank. There are therefore three methods:
 #
-# - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All ranks send it their
-#   compressed data for that part (all-to-all). The owner sums in float32, in rank order, and sends
-#   the compressed sum back (all-gather). Every rank, including the owner, uses the decompressed
-#   sum. A ring all-reduce of the uncompressed bucket sends the same number of elements, so traffic
-#   shrinks by the compressor's ratio for any number of ranks.
+# - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All ranks send the
+#   owner their compressed data for that part (all-to-all). The owner computes the sum in float32,
+#   in rank order, and sends it back compressed (all-gather). Every rank, including the owner, uses
+#   the decompressed sum. A ring all-reduce of the uncompressed bucket sends the same number of
+#   elements, so traffic shrinks by the compressor's ratio for any number of ranks.
 # - `Gathered` (topk): every rank receives the payloads of all ranks and sums them in rank order.
 #   This is best for payloads much smaller than 2/n of the bucket, and necessary because a sum of n
 #   sparse vectors is no longer sparse.
 # - All-reduce (randomk in sparse.py, powersgd.py): the data sent is linear in the gradient, so an
-#   ordinary all-reduce can add it, in float32.
+#   ordinary float32 all-reduce can add it.
 #
-# An exchange is a generator: it yields the handle of each collective after doing what can be done
+# An exchange is a generator: it yields each collective's handle after all work that can be done
 # while the collective runs, and is resumed when the collective is complete. All ranks must resume
 # their exchanges in the same order.
 
-# ---------------------------------------------------------------------------------------- in chunks
+# ------------------------------------------------------------------------------------------ chunked
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A bucket divided into one part for each rank. The last parts may be shorter or empty."""
+    """A bucket divided into one part per rank. The last parts may be shorter or empty."""
 
     numel: int
     length: int
@@ -315,7 +315,7 @@ class Chunks:
         return cls(numel, -(-share // alignment) * alignment, world_size)
 
     def bounds(self, rank: int) -> slice:
-        """Returns the range of the bucket that is the rank's part."""
+        """Returns the range of the rank's part in the bucket."""
         return slice(min(self.numel, rank * self.length), min(self.numel, (rank + 1) * self.length))
 
 
@@ -339,7 +339,7 @@ class Chunked(Exchange):
         total = values[own]
         sent, received = yield from scatter_sum(compressor, values, total, chunks, errand)
 
-        # Both buffers are free now and are reused in swapped roles.
+        # Both buffers are free now and are reused with swapped roles.
         gathered, payload = sent, received[0]
         if compressor.error_feedback:
             total = errand.memory.compensated_sum(own.start, total)
@@ -360,11 +360,11 @@ def scatter_sum(
     chunks: Chunks,
     errand: Errand,
 ) -> Generator[Handle, None, tuple[torch.Tensor, torch.Tensor]]:
-    """Sums each part of the bucket on the rank that owns the part. Writes the sum of this rank's
-    part into `total`, which may be that part of `values`.
+    """Sums each part of the bucket on the rank that owns it. Writes the sum of this rank's part to
+    `total`, which may be that part of `values`.
 
-    Returns the send buffer and the receive buffer. The caller may reuse them, and must return them
-    to the pool.
+    Returns the send buffer and the receive buffer. The caller may reuse them, and must then return
+    them to the pool.
     """
     own = chunks.bounds(errand.backend.rank)
     if compressor.error_feedback:
@@ -395,16 +395,16 @@ def _compress_part(
     chunks: Chunks,
     random: KeyedRandom,
 ) -> None:
-    # The unused end of the payload is sent as well, and must not expose old memory.
+    # The unused end of the payload is sent as well, so it must not expose old memory.
     (payload if part.numel() < chunks.length else payload[-4:]).zero_()
     compressor.compress_into(part, payload, random)
 
 
-# ------------------------------------------------------------------------------------ whole buckets
+# ---------------------------------------------------------------------------------- unsplit buckets
 
 
 class Gathered(Exchange):
-    """All-gather of the payloads of all ranks."""
+    """Exchange by an all-gather of all ranks' payloads."""
 
     def wire_bytes(
         self,

@@ -1,9 +1,9 @@
-"""This rank's compression state between steps, and when changes of it take effect.
+"""This rank's compression state between steps, and when changes to it take effect.
 
 The state consists of **residuals** (error feedback: the compression error, added to later steps),
-which differ between ranks, and **warm starts** (PowerSGD's factors), which are equal on all ranks.
-A step only *proposes* new state, which takes effect when the step commits. Proposals of a lost step
-are discarded, so that its repetition starts from the same state.
+which differ between ranks, and **warm starts** (PowerSGD's factors), which are the same on all
+ranks. A step only *proposes* new state, which takes effect when the step commits. An aborted step's
+proposals are discarded, so that its repetition starts from the same state.
 
 If a rank dies or leaves, its residuals are lost. This loss is bounded: a residual is at most a
 fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4
@@ -11,7 +11,7 @@ fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemm
 one update of this size. A joiner starts without residuals. It receives the warm starts together
 with the model.
 
-Used by the training thread only.
+Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from shoal_common.errors import CorruptDataError
 from torch.nn import functional
 
 RESIDUAL = "residual"
-"""Name of the slot for this rank's residual: the part of its own gradients that it has not sent
+"""Name of the slot for this rank's residual: the part of its own gradients that has not been sent
 yet."""
 _OWNED = "owned@"
-"""Prefix of the slot names for residuals of sums that this rank computes for a part of the bucket.
-The position of that part follows."""
+"""Prefix of slot names for residuals of the sums that this rank computes. The position of the
+summed part in the bucket follows."""
 _WARM = "warm."
 
 
 class BucketMemory:
-    """Compression error of one bucket, to be added to the bucket's next gradient."""
+    """Compression state of one bucket: its residuals and warm starts."""
 
     def __init__(self) -> None:
         self._committed: dict[str, torch.Tensor] = {}
         self._proposed: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
-        """Buffers that contain state older than the committed state and may be overwritten."""
+        """Buffers with obsolete state, which may be overwritten."""
         self._sound = False
         """True if the step's result was finite on all ranks."""
         self._rounds = 0
 
     def next_round(self) -> int:
-        """Returns the number of times that this bucket was already exchanged in the step, so that
-        each exchange draws different random numbers."""
+        """Returns how many times this bucket has already been exchanged in the step, so that each
+        exchange draws different random numbers."""
         self._rounds += 1
         return self._rounds - 1
 
@@ -64,11 +64,11 @@ class BucketMemory:
         self, values: torch.Tensor, owned: slice | None = None
     ) -> torch.Tensor:
         """Returns `values` plus the residual, in memory that becomes the new residual. The caller
-        subtracts from this memory what it sends.
+        must subtract the values that it sends from this memory.
 
-        `owned`: the part of the bucket whose sum this rank computes. Residuals of parts that this
-        rank owned in an earlier world are added to its own residual. A residual of a different size
-        is dropped, because the layout of the bucket has changed.
+        `owned`: the part of the bucket whose sum this rank computes. Residuals of other parts,
+        which this rank owned for a different set of ranks, are added to its own residual. A
+        residual of a different size is dropped, because the bucket's layout has changed.
         """
         first = RESIDUAL not in self._proposed
         target = self._compensated(RESIDUAL, values)
@@ -83,8 +83,8 @@ class BucketMemory:
         return target
 
     def compensated_sum(self, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Like `compensated_gradient`, but for the part of a sum that this rank computes: adds the
-        residual of that part. `start`: position of the part in the bucket."""
+        """Like `compensated_gradient`, but for the sum that this rank computes: returns `values`
+        plus the residual of this part. `start`: position of the part in the bucket."""
         return self._compensated(f"{_OWNED}{start}", values)
 
     def _compensated(self, slot: str, values: torch.Tensor) -> torch.Tensor:
@@ -99,8 +99,8 @@ class BucketMemory:
         return torch.add(values, owed, out=target) if owed is not None else target.copy_(values)
 
     def warm_start(self, number: int) -> torch.Tensor | None:
-        """Returns the factor with which this step starts, which is the final factor of the previous
-        step; None if there is none."""
+        """Returns the initial factor of this step, which is the previous step's final factor; None
+        if there is none."""
         return self._newest(f"{_WARM}{number}")
 
     def propose_warm_start(self, number: int, factor: torch.Tensor) -> None:
@@ -108,20 +108,20 @@ class BucketMemory:
         self._proposed[f"{_WARM}{number}"] = factor
 
     def keep_warm_starts(self) -> None:
-        """Keeps the current warm starts for which this step has not proposed new ones."""
+        """Keeps those current warm starts that this step has not replaced with new proposals."""
         for slot, factor in self.items(warm=True):
             self._proposed.setdefault(slot, factor)
 
     def conclude(self, *, finite: bool) -> None:
-        """Records the outcome of the bucket's reduction. A non-finite result leaves no residual,
-        which would carry NaN into all later steps."""
+        """Records the outcome of the bucket's reduction. If the result is not finite, the step's
+        proposals are discarded, because they would carry NaN into all later steps."""
         if finite:
             self._sound = True
         else:
             self.rollback()
 
     def commit(self) -> None:
-        """Makes the step's proposed state current. Discards proposed state that is not finite."""
+        """Makes the step's proposed state current, unless it is not finite."""
         if not self._sound and not all(is_finite(tensor) for tensor in self._proposed.values()):
             self._proposed = {}
         if self._proposed:
@@ -134,7 +134,7 @@ class BucketMemory:
         self._proposed, self._sound, self._rounds = {}, False, 0
 
     def _newest(self, slot: str) -> torch.Tensor | None:
-        """Returns the newest tensor of a slot, which may be a proposal: if a bucket is reduced
+        """Returns the newest tensor in a slot, which may be a proposal: if a bucket is reduced
         twice in a step, the second reduction continues from the first."""
         found = self._proposed.get(slot)
         return self._committed.get(slot) if found is None else found
@@ -167,22 +167,22 @@ class Memory:
         self._buckets: dict[int, BucketMemory] = {}
 
     def bucket(self, index: int) -> BucketMemory:
-        """Returns a bucket's memory, created on first use."""
+        """Returns a bucket's memory, which is created on first use."""
         return self._buckets.setdefault(index, BucketMemory())
 
     def commit(self) -> None:
-        """Makes the state that the step has proposed current, in all buckets."""
+        """Makes the state proposed by the step current, in all buckets."""
         for memory in self._buckets.values():
             memory.commit()
 
     def rollback(self) -> None:
-        """Discards the state that the step has proposed, in all buckets."""
+        """Discards the state proposed by the step, in all buckets."""
         for memory in self._buckets.values():
             memory.rollback()
 
     def forget(self, first: int, end: int) -> None:
         """Drops the state of the buckets with indices from `first` to `end` - 1, because these
-        buckets have changed."""
+        buckets change."""
         for index in [index for index in self._buckets if first <= index < end]:
             del self._buckets[index]
 
@@ -210,8 +210,8 @@ class Memory:
         `warm`, otherwise all residuals.
 
         Raises:
-            CorruptDataError (STATE_INVALID): a name or tensor is not of the kind that `state_dict`
-                returns; nothing is changed.
+            CorruptDataError (STATE_INVALID): a name or tensor is not one that `state_dict` would
+                return; nothing is changed.
         """
         found: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in state.items():
@@ -233,13 +233,13 @@ class Memory:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Returns whether the sum of the values is finite, which is much cheaper to check than each
+    """Returns whether the sum of the values is finite, which is much cheaper than checking each
     element. If only the sum overflows, the residual is not updated, which does no harm."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
 def _like(found: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
-    """Returns `found` if it has the size and device of `values`, else None."""
+    """Returns `found` if it has the same size and device as `values`, otherwise None."""
     return (
         found
         if found is not None and found.shape == values.shape and found.device == values.device

@@ -1,7 +1,7 @@
 """`GradientCompressionOptimizer`: an optimizer paired with a compressor, as an alternative to
 `gradient_compression=`.
 
-The pair itself compresses nothing: the engine compresses gradients on their way between ranks.
+The pair itself does not compress anything: the engine compresses gradients that it sends.
 `as_distributed` separates the pair.
 """
 
@@ -23,8 +23,8 @@ class GradientCompressionOptimizer(ForwardingOptimizer):
 
     `as_distributed(model, GradientCompressionOptimizer(optimizer, "topk"))` is equivalent to
     `as_distributed(model, optimizer, gradient_compression="topk")`. Before or without that call,
-    the pair behaves like the given optimizer, because nothing is sent. The compression state is
-    part of the run's state, not of `state_dict()`.
+    the pair behaves like the given optimizer. The compression state is part of the run's state, not
+    of `state_dict()`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ def take_apart(
 
     Raises:
         ConfigurationError: `optimizer` and `configured` specify different compressors, or
-            `optimizer` wraps another `GradientCompressionOptimizer`.
+            `optimizer` wraps a second `GradientCompressionOptimizer`.
     """
     if not isinstance(optimizer, GradientCompressionOptimizer):
         return optimizer, configured

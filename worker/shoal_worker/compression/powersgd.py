@@ -29,24 +29,24 @@ class PowerSGDCompressor(GradientCompressor):
     """Low-rank compression (Vogels et al. 2019, algorithms 1 and 2), for buckets whose tensor
     shapes are known.
 
-    A tensor of two or more dimensions is treated as the matrix M of its first dimension by all
-    others. Q is taken from the previous step (warm start, section 3); in the first step, it is
-    random. P = M Q is summed over ranks and orthonormalized; Q = M^T P is summed over ranks; the
-    result is P Q^T. Vectors, and matrices that would not become `minimum_saving` times smaller, are
-    summed uncompressed, along with P.
+    A tensor of two or more dimensions is treated as a matrix M: its first dimension by the product
+    of all others. Q comes from the previous step (warm start, section 3); in the first step, it is
+    random. P = M Q is summed across ranks and orthonormalized; Q = M^T P is summed across ranks;
+    the result is P Q^T. Vectors, and matrices that would not become `minimum_saving` times smaller,
+    are summed uncompressed, along with P.
 
     P P^T is a projection: ||M - P P^T M|| <= ||M||, and it is exact for a sum whose rank is at most
     `rank`. The compressor is biased, so it needs error feedback: a rank keeps M - P P^T M, the
     error of its own part, and these errors add up to the error of the sum. A NaN or infinity makes
-    the whole matrix NaN.
+    the entire matrix NaN.
 
     A push to a parameter server contains P and Q for each piece of a tensor on the server, which
-    multiplies them (`codecs.POWERSGD`). Large tensors are divided between rows into several pieces.
+    multiplies them (`codecs.POWERSGD`). Large tensors are split, between rows, into several pieces.
     If the server applies a push, the next push starts with its Q.
 
     Both sums are all-reduces of float32. Each rank orthonormalizes P itself (QR in float32), so
     results are bitwise equal only if all ranks have the same kind of processor and the same version
-    of torch. Other compressors only add and multiply, and have no such requirement.
+    of torch. Other compressors do not have this requirement, because they only add and multiply.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -59,8 +59,8 @@ class PowerSGDCompressor(GradientCompressor):
     warm_start: bool = True
     """True to start each step with the last step's Q; False to start with a new random Q."""
     minimum_saving: float = 2.0
-    """A matrix is compressed only if P and Q together are smaller by at least this factor; at least
-    1."""
+    """A matrix is compressed only if P and Q together are at least this many times smaller; at
+    least 1."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -71,8 +71,8 @@ class PowerSGDCompressor(GradientCompressor):
             )
 
     def factor_sizes(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Returns the rows, columns and rank with which a tensor of this shape is compressed; None
-        if it is not compressed."""
+        """Returns the rows, columns and rank for compressing a tensor of this shape; None if it is
+        not compressed."""
         if len(shape) < 2 or 0 in shape:
             return None
         rows, columns = shape[0], math.prod(shape[1:])
@@ -90,8 +90,8 @@ class PowerSGDCompressor(GradientCompressor):
     def compress_into(
         self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
     ) -> None:
-        """Compresses this tensor alone, starting with a random Q: writes P and Q^T. A tensor that
-        is not worth compressing is copied."""
+        """Compresses this tensor alone, starting from a random Q: writes P and Q^T. A tensor for
+        which this would not save enough is copied."""
         factors = payload.view(torch.float32)
         sizes = self.factor_sizes(tensor.shape)
         if sizes is None:
@@ -159,7 +159,7 @@ class PowerSGDCompressor(GradientCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """A tensor of the bucket that is compressed, and its location in the bucket."""
+    """A compressed tensor, and its location in the bucket."""
 
     at: slice
     rows: int
@@ -172,8 +172,8 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _PowerIteration(Exchange):
-    """Exchange with two all-reduces: first of P and of everything that is not compressed, then of
-    Q."""
+    """Exchange with two all-reduces: the first for P and everything that is not compressed, the
+    second for Q."""
 
     power: PowerSGDCompressor
 
@@ -251,8 +251,8 @@ class _PowerIteration(Exchange):
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns an orthonormal basis of a space that contains the matrix's columns (Householder QR,
-    which also handles dependent or zero columns)."""
+    """Returns an orthonormal basis of a space that contains the matrix's columns, by Householder
+    QR, which also handles dependent or zero columns."""
     basis: torch.Tensor = torch.linalg.qr(matrix).Q
     return basis
 
@@ -265,11 +265,12 @@ def _start(
     shape: tuple[int, int],
     device: torch.device,
 ) -> torch.Tensor:
-    """Returns the Q with which a step starts, of shape (columns, rank). It is orthonormal, so that
+    """Returns the initial Q of a step, of shape (columns, rank). It is orthonormal, so that
     magnitudes do not grow from step to step."""
     columns, rank = shape
     warm = memory.warm_start(number) if power.warm_start else None
-    # A row of zeros, from a gradient that was zero or of lower rank, would remain zero.
+    # A row of zeros, left by a gradient that was zero or had a lower rank, would always remain
+    # zero.
     if warm is not None and warm.shape == (rank, columns) and bool(warm.any(dim=1).all()):
         return orthonormal(warm.t())
     return orthonormal(random.normal(columns, rank).to(device))

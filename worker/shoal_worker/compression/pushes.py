@@ -1,12 +1,12 @@
 """Encodes compressed gradients for parameter servers, with error feedback per partition. A server
-can decode each payload by itself.
+can decode each payload without any other data.
 
-A server applies or refuses a push to a partition as a whole. The compression error is therefore
-recorded only when the server is known to have applied the push, and the next push to that partition
-cannot be encoded before. This guarantees, regardless of failures: the decoded gradients that the
+A server applies or rejects a push to a partition as a unit. The compression error is therefore
+recorded only once the server is known to have applied the push, and the next push to that partition
+must not be encoded earlier. As a result, regardless of failures, the decoded gradients that the
 server has applied, plus the residual, equal the sum of the original gradients of these pushes.
 
-The asynchronous engine sends the payloads. Used by one thread at a time.
+The asynchronous engine sends the payloads. Must be used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal_worker.compression.memory import RESIDUAL, Memory
 
 
 class CompressedPushes:
-    """Encodes one worker's pushes."""
+    """Encodes one worker's pushes to parameter servers."""
 
     def __init__(self, compressor: GradientCompressor, *, stream: int) -> None:
         """Creates the encoder. `stream`: number unique to this worker, so that workers draw
@@ -42,12 +42,12 @@ class CompressedPushes:
         shapes: PieceShapes | None = None,
     ) -> tuple[int, memoryview]:
         """Returns the codec and the payload of one partition's gradient, for PushHeader and
-        PushChunk. Retries of the push send the same payload.
+        PushChunk. A retry of the push must send the same payload.
 
         `gradient`: floating-point, one-dimensional; not changed. A NaN or infinity is sent to the
-        server, which refuses the push. `sequence`: number of the push, which determines the random
-        numbers. `places`: ranges of the partition, which has `length` elements, that `gradient`
-        covers; empty: `gradient` covers the whole partition. The rest of the partition has no
+        server, which then rejects the push. `sequence`: number of the push, which determines the
+        random numbers. `places`: ranges covered by `gradient` in the partition, which has `length`
+        elements; empty: `gradient` covers the entire partition. The rest of the partition has no
         gradient and keeps its residual. `shapes`: shapes of the pieces of `gradient`; None:
         `gradient` is one vector.
 
@@ -87,8 +87,8 @@ class CompressedPushes:
 
     def settle(self, partition: int, *, applied: bool) -> None:
         """Records the outcome of a partition's last push. `applied`: True if the server applied the
-        push; its compression error becomes the residual. False if the server refused the push, or
-        if another worker's push had already delivered its batch; the previous residual then
+        push; its compression error then becomes the residual. False if the server rejected the
+        push, or another worker's push had already delivered its batch; the previous residual then
         remains."""
         self._unanswered.discard(partition)
         memory = self._memory.bucket(partition)
@@ -99,17 +99,17 @@ class CompressedPushes:
 
     @property
     def unanswered(self) -> frozenset[int]:
-        """Partitions whose last encoded push has no recorded outcome yet."""
+        """Partitions whose last encoded push has no recorded outcome."""
         return frozenset(self._unanswered)
 
     def owed(self, partition: int) -> torch.Tensor | None:
-        """Returns the residual of a partition, which has the layout of the partition; None if there
-        is no residual. The tensor is a reference, valid until the next push."""
+        """Returns the residual of a partition, in the layout of the partition; None if there is
+        none. The tensor is a reference, valid until the next push."""
         return dict(self._memory.bucket(partition).items(warm=False)).get(RESIDUAL)
 
 
 def _spread(values: torch.Tensor, places: Sequence[tuple[int, int]], length: int) -> torch.Tensor:
-    """Returns a vector that contains `values` at `places` and zeros elsewhere."""
+    """Returns a vector of `length` elements with `values` at `places` and zeros elsewhere."""
     whole = values.new_zeros(length)
     _put(values, places, whole)
     return whole

@@ -1,7 +1,7 @@
 """Compression to fewer bits per value: half precision (half the bytes, one rounding), and 8-bit
-integers with a scale per block and stochastic rounding, which makes the expected value exact.
+integers with one scale per block and stochastic rounding, which makes the expected value exact.
 
-Sums over ranks are computed in float32 (`Chunked` in base.py), never in half precision: each rank
+Sums across ranks are computed in float32 (`Chunked` in base.py), never in half precision: each rank
 rounds its elements once, and the sum is rounded once, for any number of ranks. Error feedback is
 off by default, because the error is relative to each element and nearly unbiased.
 """
@@ -51,7 +51,7 @@ class _HalfCompressor(GradientCompressor):
             target.copy_(values)
             return
         for start, end in tiles(target.numel(), target.device):
-            # torch would first convert the entire operand
+            # torch would first convert the entire operand to float32
             target[start:end].add_(values[start:end].float(), alpha=alpha)
 
     def _values(self, payload: torch.Tensor, count: int) -> torch.Tensor:
@@ -66,8 +66,8 @@ class Float16Compressor(_HalfCompressor):
     """IEEE half precision (Micikevicius et al. 2018, section 3).
 
     |x - C(x)| <= 2^-11 |x| for 2^-14 <= |x| <= 65504, and <= 2^-25 below. Larger values become
-    infinite: use a GradScaler, which detects the infinity and lowers its scale, or use bf16. NaN
-    and infinities are preserved.
+    infinite. Therefore use a GradScaler, which detects the infinity and lowers its scale, or use
+    bf16. NaN and infinities are preserved.
     """
 
     name: ClassVar[str] = "fp16"
@@ -79,7 +79,7 @@ class Float16Compressor(_HalfCompressor):
 class BFloat16Compressor(_HalfCompressor):
     """bfloat16: float32's range with 8 significant bits.
 
-    |x - C(x)| <= 2^-8 |x|, above denormal numbers. NaN and infinities are preserved.
+    |x - C(x)| <= 2^-8 |x|, unless x is a denormal number. NaN and infinities are preserved.
     """
 
     name: ClassVar[str] = "bf16"
@@ -88,7 +88,7 @@ class BFloat16Compressor(_HalfCompressor):
 
 
 _SMALLEST: Final = 256 * torch.finfo(torch.float32).tiny
-"""Blocks whose largest magnitude is below this value (3e-36) become zeros, because their scale
+"""Blocks whose largest magnitude is below this value (3e-36) are set to zero, because their scale
 would be a denormal number."""
 
 
@@ -99,11 +99,11 @@ class Int8Compressor(GradientCompressor):
 
     With s = max|block| / 127: |x - C(x)| < s (1 + 2^-16) for each value; the mean of C(x) over the
     random numbers is x, up to 2^-17 s; the variance is at most s^2 / 4 per value. The compressor is
-    unbiased, so it needs no error feedback. If a block contains NaN or infinity, its scale and
-    therefore all its values are NaN or infinite.
+    unbiased, so it needs no error feedback. If a block contains NaN or infinity, its scale, and
+    therefore each of its values, is NaN or infinite.
 
-    A sum over ranks is compressed again before it is sent back, with different random numbers, and
-    remains unbiased.
+    A sum across ranks is compressed again before it is sent back, with different random numbers,
+    and remains unbiased.
     """
 
     name: ClassVar[str] = "int8"
@@ -144,7 +144,7 @@ class Int8Compressor(GradientCompressor):
 
 
 def _parts(payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns views of a payload: the scales and the levels."""
+    """Returns views of a payload's scales and levels."""
     start = 4 * blocks(count, INT8_BLOCK)
     return payload[:start].view(torch.float32), payload[start : start + count].view(torch.int8)
 
@@ -159,7 +159,7 @@ def _quantize(
     scales.masked_fill_(largest < _SMALLEST, 0)
     inverse = torch.where(scales > 0, scales.reciprocal(), 0)
     scaled = (rows * inverse[:, None]).view(-1)[: values.numel()]
-    # Noise between -1/2 and 1/2, so that a value is rounded up with a probability equal to its
+    # Noise between -1/2 and 1/2, so that the probability of rounding a value up equals its
     # fractional part.
     scaled.add_(noise, alpha=2**-16).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
     levels.copy_(scaled)

@@ -1,9 +1,8 @@
-"""Sums buckets of gradients over ranks with compression, and keeps the compression state.
+"""Sums buckets of gradients across ranks with compression, and keeps the compression state.
 
-Engines weight the gradients, know about steps and decide whether a step commits; this module does
-not. In a step an engine calls `start` for each bucket and `wait` for each reduction, and then
-`commit` or `rollback` once. Used by the training thread only; collectives run on the backend's
-threads.
+Engines weight the gradients and decide whether a step commits; this module does neither. In each
+step, an engine calls `start` for each bucket and `wait` for each reduction, and then `commit` or
+`rollback` once. Must be used by the training thread only; collectives run on the backend's threads.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from shoal_worker.scratch import ScratchMemory
 
 
 class Reduction:
-    """The reduction of one bucket. All ranks must call `advance` and `wait` on their reductions in
-    the same order."""
+    """The reduction of one bucket. `advance` and `wait` must be called on all ranks, in the same
+    order across reductions."""
 
     def __init__(self, steps: Steps, result: torch.Tensor) -> None:
         self._steps: Steps | None = steps
@@ -31,14 +30,15 @@ class Reduction:
         self._resume()
 
     def advance(self) -> None:
-        """Waits for the collective in progress and issues the next one without waiting for it.
+        """Waits for the collective in progress and issues the next one, if any, without waiting for
+        it.
 
-        Call it on all buckets before waiting for the first bucket, so that their second collectives
-        overlap.
+        Call it for all buckets before waiting for the first bucket, so that their second
+        collectives overlap.
 
         Raises:
             MembershipChanged: the group failed. The bucket's contents are undefined, and the step
-                is lost.
+                must be aborted.
         """
         handle, self._handle = self._handle, None
         if handle is None:
@@ -51,15 +51,15 @@ class Reduction:
         self._resume()
 
     def wait(self) -> torch.Tensor:
-        """Waits for the result and returns the bucket, which contains the sum over ranks. May be
-        called repeatedly. Raises the same errors as `advance`."""
+        """Waits for the result and returns the bucket, which contains the sum across ranks. May be
+        called more than once. Raises the same errors as `advance`."""
         while self._steps is not None:
             self.advance()
         return self._result
 
     def abandon(self) -> None:
         """Waits until no collective is in progress, and discards the result. Used if the step is
-        lost or the script did not intend a step."""
+        aborted or the script did not intend a step."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(MembershipChanged):
@@ -79,15 +79,15 @@ class Reduction:
 
 
 class CompressedReduction:
-    """Sums buckets over ranks with one compressor. There is one for each model and rank.
+    """Sums buckets across ranks with one compressor. Each model has one on each rank.
 
     **NaN and infinity** are preserved: if any rank's bucket contains one, so does the result on
-    every rank (each compressor documents where). The residual of such a bucket stays as it was
-    before the step. **A lost step, or a step that a GradScaler skips**, is rolled back. If peers
-    have applied a step that failed on this rank, the step is committed, because the sum contains
-    this rank's gradients. **Membership**: the residual of a lost rank is lost, which is a bounded
-    error (memory.py). A joiner has no residual. If a rank becomes responsible for a different part
-    of the bucket, it keeps its residuals. In a world of one, nothing is compressed, and the
+    every rank (each compressor documents where). The residual of such a bucket does not change.
+    **An aborted step, or a step that a GradScaler skips**, is rolled back. If peers have applied a
+    step that failed on this rank, the step is committed, because the sum contains this rank's
+    gradients. **Membership**: the residual of a lost rank is lost, which is a bounded error
+    (memory.py). A joiner has no residual. If a rank becomes responsible for a different part of the
+    bucket, it keeps its residuals. If there is only one rank, nothing is compressed, and the
     residual is added immediately.
     """
 
@@ -105,14 +105,14 @@ class CompressedReduction:
         step: int,
         shapes: Sequence[Sequence[int]] | None = None,
     ) -> Reduction:
-        """Starts to replace `bucket` by its sum over ranks. All ranks call this method in the same
-        order, with equal arguments except for the bucket's values.
+        """Starts replacing `bucket` with its sum across ranks. Must be called on all ranks in the
+        same order, with the same arguments except for the bucket's values.
 
         `bucket`: floating-point (sent as float32), contiguous, and already weighted by this rank's
-        weight. The caller must not use it until the result has arrived. `backend`: None in a world
-        of one. `index`: number of the bucket, which identifies its residual. `step`: number of the
-        current step. It determines the random numbers, so that a repeated step draws the same ones.
-        `shapes`: shapes of the tensors in the bucket, in order; needed by PowerSGD.
+        weight. The caller must not use it until the result has arrived. `backend`: None if there is
+        only one rank. `index`: number of the bucket, which identifies its residual. `step`: number
+        of the current step. It determines the random numbers, so a repeated step draws the same
+        numbers. `shapes`: shapes of the tensors in the bucket, in order; needed by PowerSGD.
 
         Raises:
             ConfigurationError: the bucket cannot be compressed.
@@ -134,15 +134,15 @@ class CompressedReduction:
         index: int,
         step: int,
     ) -> Reduction:
-        """Starts a reduce-scatter: writes this rank's part of the sum of `bucket` into `out`, which
-        is the result of the reduction.
+        """Starts a reduce-scatter, which writes this rank's part of the sum of `bucket` to `out`,
+        the result of the reduction.
 
-        `bucket`: world_size parts of the size of `out`. The sum is not compressed again, because it
-        stays on this rank. The other arguments are those of `start`.
+        `bucket`: world_size parts, each the size of `out`. The sum is not compressed again, because
+        it stays on this rank. For the other arguments, see `start`.
 
         Raises:
-            ConfigurationError: the bucket cannot be compressed, sizes do not fit, or the compressor
-                is PowerSGD, which needs whole matrices.
+            ConfigurationError: the bucket cannot be compressed, sizes do not match, or the
+                compressor is PowerSGD, which needs entire matrices.
             MembershipChanged: the group has failed.
         """
         if self.compressor.of_matrices:
@@ -198,12 +198,12 @@ class CompressedReduction:
         self._memory.commit()
 
     def rollback(self) -> None:
-        """Discards the step: residuals and warm starts are those from before the step."""
+        """Discards the step: restores the residuals and warm starts from before the step."""
         self._memory.rollback()
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the residuals by `factor`. Needed when a GradScaler changes its scale, because
-        residuals have the scale of the gradients."""
+        """Multiplies the residuals by `factor`. Must be called when a GradScaler changes its scale,
+        because residuals are scaled like the gradients."""
         self._memory.rescale(factor)
 
     def forget(self, first: int, end: int) -> None:
@@ -222,8 +222,8 @@ class CompressedReduction:
         return self._memory.state_dict(warm=False)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Loads this rank's residuals. `state`: empty for a rank that did not exist when the state
-        was saved.
+        """Loads this rank's residuals. `state`: result of `state_dict`; empty for a rank that did
+        not exist when the state was saved.
 
         Raises:
             CorruptDataError (STATE_INVALID): `state` is not a result of `state_dict`; nothing is
@@ -232,8 +232,8 @@ class CompressedReduction:
         self._memory.load_state_dict(state, warm=False)
 
     def shared_state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the committed warm starts, which are equal on all ranks and are sent to joiners
-        with the model. The tensors are references, valid until the next commit."""
+        """Returns the committed warm starts, which are the same on all ranks and are sent to
+        joiners with the model. The tensors are references, valid until the next commit."""
         return self._memory.state_dict(warm=True)
 
     def load_shared_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -259,15 +259,16 @@ class CompressedReduction:
         errand.scratch.give_back(
             *(yield from scatter_sum(self.compressor, values, total, chunks, errand))
         )
-        # The non-finite value may be in another rank's part, so this rank's residual is also
-        # checked when the step commits.
+        # The non-finite value may be in another rank's part, so this rank's residual is checked
+        # again when the step commits.
         if not is_finite(total):
             errand.memory.conclude(finite=False)
         if out.dtype is not torch.float32:
             out.view(-1).copy_(total)
 
     def _pay(self, bucket: torch.Tensor, values: torch.Tensor, memory: BucketMemory) -> Steps:
-        """Adds the residual to the bucket. Used in a world of one, where nothing is compressed."""
+        """Adds the residual to the bucket. Used if there is only one rank, where nothing is
+        compressed."""
         yield from ()
         if self.compressor.error_feedback:
             given = memory.compensated_gradient(values, slice(0, 0))

@@ -1,5 +1,5 @@
-"""Registry of the compressors by name. To add a compressor, define a class and add a line here. A
-compressor's module is imported on first use."""
+"""Compressors by name. To add a compressor, define a class and add a line here. Each compressor's
+module is imported on first use."""
 
 from __future__ import annotations
 

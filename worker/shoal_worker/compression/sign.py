@@ -30,7 +30,7 @@ _SIGNS_OF_BYTES: Final = (
         np.float32
     )
 ).copy()
-"""Table of eight signs for each byte: row b contains the signs encoded in byte b."""
+"""Signs encoded in each byte: row b contains the eight signs of byte b."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class SignCompressor(GradientCompressor):
     Karimireddy et al. 2019, algorithm 1 and section 3).
 
     For a block of d values, ||x - C(x)||^2 = (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2 (lemma 8): a
-    biased contraction, which needs error feedback to converge. A NaN makes its block NaN; an
+    biased contraction, which converges only with error feedback. A NaN makes its block NaN; an
     infinity makes its block infinite.
 
-    A sum over ranks is compressed again before it is sent back, with separate error feedback on the
-    rank that computes the sum (Tang et al. 2019, DoubleSqueeze, algorithm 1; as in 1-bit Adam, Tang
-    et al. 2021).
+    A sum across ranks is compressed again before it is sent back, with separate error feedback on
+    the rank that computes the sum (Tang et al. 2019, DoubleSqueeze, algorithm 1; as in 1-bit Adam,
+    Tang et al. 2021).
     """
 
     name: ClassVar[str] = "sign"
@@ -84,7 +84,7 @@ class SignCompressor(GradientCompressor):
 
 
 def _parts(payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns views of a payload: the magnitudes and the packed signs."""
+    """Returns views of a payload's magnitudes and packed signs."""
     start = 4 * blocks(count, SIGN_BLOCK)
     return payload[:start].view(torch.float32), payload[start : start + blocks(count, 8)]
 

@@ -1,4 +1,5 @@
-"""Compression to a few values with their positions: the largest values, or randomly chosen ones."""
+"""Compression to a few values: the largest values with their positions, or randomly chosen
+values."""
 
 from __future__ import annotations
 
@@ -36,15 +37,15 @@ from shoal_worker.compression.base import (
 _SAMPLES: Final = 1 << 16
 """Number of values sampled to estimate a threshold."""
 _SURPLUS: Final = 1.25
-"""An estimated threshold should select this multiple of k values. If it selected fewer than k, all
-values would have to be searched."""
+"""Multiple of k: number of values that an estimated threshold should select. If it selects fewer
+than k values, all values must be searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SparseCompressor(GradientCompressor):
     error_feedback: bool = True
     ratio: float = 0.01
-    """Fraction of the values that is sent, above 0 and at most 1. At least one value is sent."""
+    """Fraction of the values to send, above 0 and at most 1. At least one value is sent."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -67,12 +68,12 @@ class TopKCompressor(_SparseCompressor):
 
     ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), and the compressor is biased, so
     it needs error feedback. NaN counts as larger than any number, followed by infinities, so
-    non-finite values are always sent. The result is exactly the k largest values, which are found
-    with a threshold estimated from a sample (hierarchical selection, Lin et al.). On the CPU, this
-    is 20 times as fast as torch.topk.
+    non-finite values are always sent. A threshold estimated from a sample speeds up the exact
+    selection of the k largest values (hierarchical selection, Lin et al.): on the CPU, it is 20
+    times as fast as torch.topk.
 
-    Ranks select different positions, so every rank gathers the payloads of all ranks: 6 k bytes to
-    each other rank.
+    Ranks select different positions, so each rank sends its payload of 6 k bytes to every other
+    rank.
     """
 
     name: ClassVar[str] = "topk"
@@ -110,8 +111,8 @@ class RandomKCompressor(_SparseCompressor):
 
     Each position is equally likely to be sent, so on average ||x - C(x)||^2 = (1 - k/n) ||x||^2
     with error feedback (the default). Without error feedback, sent values are multiplied by n/k:
-    the expected value is then x, and the expected error (n/k - 1) ||x||^2. If any value is NaN or
-    infinite, all sent values are NaN.
+    the expected value is then x, and the expected squared error is (n/k - 1) ||x||^2. If any value
+    is NaN or infinite, all sent values are NaN.
 
     All ranks draw the same positions from (seed, step, bucket), so only the values are sent, and an
     ordinary all-reduce sums them.
@@ -149,11 +150,11 @@ class RandomKCompressor(_SparseCompressor):
         )
 
     def draw(self, count: int, random: KeyedRandom, device: torch.device) -> torch.Tensor:
-        """Returns the positions of the values that are sent."""
+        """Returns the positions of the values to send."""
         return self._places(*randomk_draw(random.numpy(), count), count, device)
 
     def select_into(self, values: torch.Tensor, out: torch.Tensor, places: torch.Tensor) -> None:
-        """Writes the values that are sent to `out`."""
+        """Writes the values to send to `out`."""
         torch.index_select(values, 0, places, out=out)
         if not self.error_feedback:
             out.mul_(values.numel() / max(1, out.numel()))
@@ -175,7 +176,7 @@ class RandomKCompressor(_SparseCompressor):
 
 @dataclass(frozen=True)
 class _Summed(Exchange):
-    """Exchange by an all-reduce of the selected values, whose positions are known to all ranks."""
+    """Exchange by an all-reduce of the selected values; all ranks know their positions."""
 
     chosen: RandomKCompressor
 
@@ -206,7 +207,7 @@ def _topk_parts(
     payload: torch.Tensor, count: int, kept: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the number of values in each block, the values, and their positions within the blocks
-    (unsigned, although torch calls them int16)."""
+    (unsigned, although the dtype is int16)."""
     values_at = 4 * blocks(count, TOPK_BLOCK)
     within_at = values_at + 4 * kept
     parts = (
@@ -218,7 +219,7 @@ def _topk_parts(
 
 
 def _largest(values: torch.Tensor, kept: int) -> torch.Tensor:
-    """Returns the positions of the `kept` values of largest magnitude, ascending."""
+    """Returns the positions of the `kept` values of largest magnitude, in ascending order."""
     if scratch.in_host_memory(values.device):
         return torch.from_numpy(_largest_on_cpu(values.numpy(), kept))
     return torch.topk(values.abs(), kept, sorted=False).indices.sort().values
@@ -229,8 +230,8 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
     if candidates is None:
         return _largest_of(np.abs(values), kept)
     if candidates.size < kept:
-        # The other values are all zeros, so any of them can be chosen. The first `kept` positions
-        # contain enough positions that are not candidates.
+        # All other values are zero, so any of them can be chosen. Among the first `kept` positions,
+        # enough are not candidates.
         spare = np.ones(kept, bool)
         spare[candidates[candidates < kept]] = False
         return np.sort(
@@ -240,7 +241,7 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
 
 
 def _candidates(values: NDArray[np.float32], kept: int) -> NDArray[np.int64] | None:
-    """Returns ascending positions that include those of the `kept` largest values, or fewer than
+    """Returns, in ascending order, positions that include the `kept` largest values, or fewer than
     `kept` positions if all other values are zero. Returns None if the estimated threshold selects
     too few."""
     count = values.size

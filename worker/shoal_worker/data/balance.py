@@ -1,16 +1,16 @@
-"""Deals whole micro-batches in proportion to the ranks' speeds.
+"""Deals micro-batches in proportion to the ranks' speeds.
 
-Each rank measures how long it works on a micro-batch, without its waits for peers. At the end of
-some steps (`exchanges_after`) the ranks exchange these times, and all compute the same numbers of
-micro-batches from them: the division whose slowest rank is done first. The division lasts until the
-generation ends; a new generation begins with equal parts. The samples of a step, and with
-`deterministic=True` its result, do not depend on the division. Without that option, results of two
-runs would differ in their last digits, because the measured times differ. Dealing by speed is
-therefore only used on request.
+Each rank measures how long it works on a micro-batch, excluding waits for peers. At the end of some
+steps (`exchanges_after`) the ranks exchange these times. From them, all ranks compute the same
+shares: the numbers of micro-batches that let the slowest rank finish as early as possible. The
+shares apply until the generation ends; a new generation starts with equal shares. The samples of a
+step, and with `deterministic=True` its result, do not depend on the shares. Without that option,
+the results of two runs would differ in their last digits, because measured times differ, so dealing
+by speed must be requested.
 
-Plain batches are always dealt evenly. In a larger part a rank might run out of memory, and a loss
-that is not a mean over samples would depend on the part's size. A micro-batch is the same on every
-rank. Used by the training thread only."""
+Plain batches are always dealt evenly. With a larger share, a rank might run out of memory, and a
+loss that is not a mean over samples would depend on the share's size. Micro-batches have the same
+size on every rank. Must be used by the training thread only."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ _log = logging.getLogger(__name__)
 _EXCHANGE_EVERY: Final = 16
 """Number of steps between two exchanges."""
 _EARLY_EXCHANGES: Final = (4, 8)
-"""Numbers of steps after which there is an additional exchange, because a run begins with equal
-parts."""
+"""Numbers of steps after which there are additional exchanges, because a run starts with equal
+shares."""
 _LEAST_DIFFERENCE: Final = 1.15
-"""Micro-batches are dealt by speed if the slowest rank takes at least this many times as long as
-the fastest."""
+"""Minimum ratio of the slowest to the fastest rank's time for dealing by speed."""
 _PARTS: Final = 1_000_000_000
-"""Number of units per second, or per unit of speed, in which times and set speeds are exchanged:
-times are sent as whole nanoseconds."""
+"""Units per second, and per unit of relative speed, in exchanged numbers: times are sent as integer
+nanoseconds."""
 _LEAST_GAIN: Final = 0.05
-"""Fraction of a step's time that another division must save before it is used, so that noise in the
-measurements has no effect."""
+"""Minimum fraction of a step's time that new shares must save before they are adopted, so that
+noise in the measurements has no effect."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -48,8 +47,8 @@ def divided(items: int, costs: tuple[float, ...]) -> tuple[int, ...]:
     """Divides micro-batches among ranks so that the rank with the most work has as little as
     possible.
 
-    Every rank gets at least one micro-batch if there are enough. With equal costs, parts differ by
-    at most one micro-batch, and the larger parts come first.
+    Every rank gets at least one micro-batch if there are enough. With equal costs, the shares
+    differ by at most one micro-batch, and the lower ranks get the larger shares.
 
     Args:
         items: number of micro-batches.
@@ -61,7 +60,7 @@ def divided(items: int, costs: tuple[float, ...]) -> tuple[int, ...]:
     total = sum(1 / cost for cost in costs)
     parts = [max(least, int(items / cost / total)) for cost in costs]
     ranks = range(len(costs))
-    while sum(parts) > items:  # because the minimum that a rank gets may exceed its proportion
+    while sum(parts) > items:  # because a rank's minimum of one may exceed its proportion
         more = [rank for rank in ranks if parts[rank] > least]
         parts[max(more, key=lambda rank: (parts[rank] * costs[rank], rank))] -= 1
     while sum(parts) < items:
@@ -76,18 +75,18 @@ def exchanges_after(steps: int) -> bool:
 
 
 class Times(NamedTuple):
-    """One rank's contribution to an exchange of times."""
+    """One rank's data for an exchange of times."""
 
     seconds: float | None
-    """Median time of a micro-batch; None if none was timed."""
+    """Median time per micro-batch, in seconds; None if none was timed."""
     speed: float | None
-    """Relative speed that the user has set; None if it is measured."""
+    """Relative speed set by the user; None if the speed is to be measured."""
 
 
 def agreed_costs(summed: Sequence[float], ranks: int) -> tuple[float, ...] | None:
-    """Computes each rank's seconds per micro-batch from the sum of all results of `contribution`.
-    Returns None if a rank has no measured time. If the user has set a rank's speed, the costs
-    follow from the speeds alone, and ranks without a set speed count as having speed 1."""
+    """Computes each rank's seconds per micro-batch from the sum of all ranks' results of
+    `contribution`. Returns None if a rank has no measured time. If the user has set the speed of
+    any rank, only set speeds count, and the other ranks have speed 1."""
     times, timed, speeds, given = (summed[i * ranks : (i + 1) * ranks] for i in range(4))
     if any(given):
         return tuple(
@@ -99,10 +98,10 @@ def agreed_costs(summed: Sequence[float], ranks: int) -> tuple[float, ...] | Non
 
 
 def contribution(times: Times, rank: int, ranks: int) -> list[float]:
-    """Encodes one rank's contribution as numbers that are summed over all ranks. There are four
-    rows with one column for each rank: time, 1 if there is a time, set speed, 1 if there is a set
-    speed. Ranks that process the same samples, because a model is split over them, are averaged.
-    All numbers are integers, so the sum does not depend on the order of the ranks."""
+    """Encodes one rank's contribution as numbers that are summed across ranks: four rows (time, 1
+    if there is a time, set speed, 1 if there is a set speed), each with one column per rank. Ranks
+    that process the same samples, because a model is split across them, are averaged. All numbers
+    are integers, so the sum does not depend on the order of the ranks."""
     rows = [[0.0] * ranks for _ in range(4)]
     for row, value in ((0, times.seconds), (2, times.speed)):
         if value is not None:
@@ -112,7 +111,7 @@ def contribution(times: Times, rank: int, ranks: int) -> list[float]:
 
 
 class DealtToRank(Protocol):
-    """Properties of a step that determine how it is divided."""
+    """The properties of a step that determine how it can be divided."""
 
     placement: Placement
     positions: range
@@ -120,10 +119,10 @@ class DealtToRank(Protocol):
 
 
 class Balance:
-    """Decides how a loader's steps are divided by speed."""
+    """Decides how a loader's steps are divided among ranks by speed."""
 
     def __init__(self, *, micro_batch_size: int | None, wanted: bool) -> None:
-        """Begins with equal parts.
+        """Starts with equal shares.
 
         Args:
             micro_batch_size: number of samples in a micro-batch; None: the loader deals plain
@@ -138,24 +137,24 @@ class Balance:
         self._began: tuple[float, float] | None = None
 
     def costs(self, placement: Placement) -> tuple[float, ...] | None:
-        """Returns the seconds per micro-batch of each rank on which the ranks of `placement`'s
-        generation have agreed; None: equal parts."""
+        """Returns each rank's seconds per micro-batch, as agreed in `placement`'s generation; None:
+        equal shares."""
         if self._generation != placement.generation:
             self._generation, self._costs = placement.generation, None
             self._timed.clear()
         return self._costs
 
     def share(self, step: DealtToRank, blocks: int) -> float:
-        """Returns the number of micro-batches `blocks` divided by the number in an equal part; 0 if
-        the step is dealt evenly."""
+        """Returns the ratio of `blocks` micro-batches to an equal share of the step; 0 if the step
+        is dealt evenly."""
         if self._costs is None or self._micro_batch_size is None:
             return 0.0
         items = -(-len(step.positions) // self._micro_batch_size)
         return blocks * step.placement.world_size / items
 
     def begin(self, step: DealtToRank, session: LoaderSession) -> None:
-        """Starts to time a micro-batch, before it is fetched. Only the two steps before an exchange
-        are timed, because timing synchronizes the device."""
+        """Starts timing a micro-batch, before it is fetched. Times only the two steps before an
+        exchange, because timing synchronizes the device."""
         steps = step.steps_before + 1
         timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(
             step, session
@@ -163,7 +162,7 @@ class Balance:
         self._began = (time.monotonic(), session.waited_s) if timed else None
 
     def end(self, samples: int, session: LoaderSession) -> None:
-        """Stops the time of a micro-batch with `samples` samples, after its backward pass."""
+        """Stops timing a micro-batch of `samples` samples, after its backward pass."""
         if self._began is None or samples != self._micro_batch_size:
             return
         if torch.cuda.is_initialized():
@@ -172,9 +171,9 @@ class Balance:
         self._timed.append(time.monotonic() - began_s - (session.waited_s - waited_s))
 
     def exchange(self, step: DealtToRank, session: LoaderSession, loader: str) -> None:
-        """Exchanges times if an exchange is due after this step. Called on all ranks after the
-        commit all-reduce of a step, so that no collective of the step is pending. If a rank fails
-        meanwhile, nothing changes, and a new generation follows."""
+        """Exchanges times if an exchange is due after this step. Must be called on all ranks, at a
+        time when no collective of the step is pending. If a rank fails during the exchange, the
+        shares do not change, and a new generation follows."""
         if not exchanges_after(step.steps_before + 1) or not self._deals(step, session):
             return
         ranks, rank = step.placement.world_size, step.placement.rank
@@ -197,7 +196,7 @@ class Balance:
         )
 
     def _adopt(self, costs: tuple[float, ...], step: DealtToRank, loader: str) -> None:
-        """Adopts the agreed costs if dealing by them would make a step noticeably shorter."""
+        """Adopts the agreed costs if dealing by them would shorten a step noticeably."""
         assert self._micro_batch_size is not None
         items = -(-len(step.positions) // self._micro_batch_size)
         now = divided(items, self._costs or (1.0,) * len(costs))
@@ -226,6 +225,6 @@ class Balance:
 
 
 def _shown(parts: Sequence[int]) -> str:
-    """Returns the numbers of micro-batches of the ranks, for people: "5, 5, 1"."""
+    """Formats the ranks' numbers of micro-batches for log messages: "5, 5, 1"."""
     shown = ", ".join(map(str, parts[:16]))
     return shown if len(parts) <= 16 else f"{shown}, ..."

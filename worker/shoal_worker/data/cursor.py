@@ -1,18 +1,18 @@
 """A training loader's position in its run: its cursor, and the epoch of an iteration. Checkpoints
 contain the position, and joiners receive it.
 
-The cursor counts samples, not steps, so that a run can continue with another global batch size. It
-is pure, with one method per transition.
+The cursor counts samples, not steps, so that a run can continue with a different global batch size.
+It is immutable, with one method per transition.
 
 Inside `epochs()`, an iteration belongs to that loop's epoch. Otherwise the k-th iteration is epoch
 k, not counting iterations that are abandoned before their first commit (`next(iter(loader))`, to
-look at a batch). An iteration of a finished epoch yields nothing; an iteration of the cursor's
-epoch yields the rest; an iteration of a later epoch yields everything. Leaving the loop over the
-batches early and starting the next epoch abandons the rest of the epoch. Leaving `epochs()` as well
-abandons nothing: a time limit has ended the script, and a resumed run continues within the epoch.
-The end of `epochs(max_steps=...)` abandons nothing either.
+look at a batch). An iteration of a finished epoch yields nothing; of the cursor's epoch, the
+remaining batches; of a later epoch, all batches. If the script leaves the loop over the batches
+early and starts the next epoch, the rest of the epoch is abandoned. If it leaves `epochs()` as
+well, the rest is not abandoned: probably a time limit has ended the script, and a resumed run
+continues in the middle of the epoch. The same applies when `epochs(max_steps=...)` ends.
 
-This module does not deal samples or use the session. Used by the training thread only.
+This module does not deal samples or use the session. Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Cursor:
     """A training loader's position after the last committed step."""
 
     epoch: int = 0
-    """Epoch, counted from 0. After the last step of an epoch this is the next epoch."""
+    """Epoch, counted from 0. After an epoch's last step, this is the next epoch."""
     samples: int = 0
-    """Number of samples of the epoch that are finished."""
+    """Number of finished samples in the epoch."""
     step: int = 0
-    """Number of steps of the epoch that are finished."""
+    """Number of finished steps in the epoch."""
     global_step: int = 0
     """Number of steps committed so far, over all epochs."""
 
     def after_step(self, step: range, plan: EpochPlan) -> Cursor:
-        """Returns the cursor after the commit of `step`, which begins at this cursor."""
+        """Returns the cursor after the commit of `step`, which must begin at this cursor."""
         moved = Cursor(
             epoch=self.epoch,
             samples=step.stop,
@@ -51,7 +51,7 @@ class Cursor:
 
     def after_leased_batch(self) -> Cursor:
         """Returns the cursor after the commit of a leased batch. Only `global_step` advances,
-        because no single member knows which batches of the epoch are finished."""
+        because no single member knows which of the epoch's batches are finished."""
         return replace(self, global_step=self.global_step + 1)
 
     def at_epoch(self, epoch: int) -> Cursor:
@@ -64,10 +64,10 @@ class Cursor:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Cursor:
-        """Creates a cursor from the result of `to_state`; ignores other keys.
+        """Creates a cursor from the result of `to_state`, ignoring other keys.
 
         Raises:
-            CorruptDataError: a field is missing or not a count.
+            CorruptDataError: a field is missing or not a non-negative integer.
         """
         values = {name: state.get(name) for name in ("epoch", "samples", "step", "global_step")}
         for name, value in values.items():
@@ -83,18 +83,18 @@ _STATE_VERSION = 1
 
 
 class Orders(Protocol):
-    """Interface of the order of samples in each epoch."""
+    """Interface to the order of samples in each epoch."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Values that, together with the epoch, determine the order, unless a sampler draws it.
-        JSON-able.
+        """Values that, together with the epoch number, determine the order unless a sampler draws
+        it. JSON-able.
         """
         ...
 
     @property
     def identity(self) -> str:
-        """Digest that identifies the dataset to which the order belongs."""
+        """Digest that identifies the ordered dataset."""
         ...
 
     @property
@@ -103,8 +103,8 @@ class Orders(Protocol):
         ...
 
     def digest(self, epoch: int) -> str | None:
-        """Returns the digest of an order drawn by a sampler. Returns None if the order follows from
-        the loader's arguments."""
+        """Returns the digest of an order drawn by a sampler. Returns None if the loader's arguments
+        determine the order."""
         ...
 
 
@@ -113,21 +113,19 @@ class LoaderProgress:
 
     def __init__(self, orders: Orders) -> None:
         self.cursor = Cursor()
-        """Position after the last commit, or the beginning of the epoch that an iteration has begun
-        since.
-        """
+        """Position after the last commit or, if an iteration has started a later epoch since, the
+        beginning of that epoch."""
         self.within: int | None = None
         """Epoch that `epochs()` yielded last; None outside of `epochs()`."""
         self.max_steps: int | None = None
-        """Total number of committed steps at which the enclosing loop over `epochs()` ends; None:
-        no limit.
+        """Total number of committed steps after which the enclosing loop over `epochs()` ends;
+        None: no limit.
         """
         self._orders = orders
         self._next_epoch = 0
         self._loaded_next_epoch = 0
-        """Next epoch in the state that was loaded last. The script may still have to skip
-        iterations before it reaches this epoch.
-        """
+        """Next epoch according to the last loaded state; 0 once the script has reached it. Until
+        then, the script may have to skip iterations."""
         self._leased_in: int | None = None
         """Epoch of the last committed leased batch."""
 
@@ -147,7 +145,7 @@ class LoaderProgress:
 
     @property
     def next_iteration(self) -> int:
-        """Epoch to which an iteration that begins now belongs."""
+        """Epoch of an iteration that begins now."""
         return self._next_epoch if self.within is None else self.within
 
     def is_past(self, epoch: int) -> bool:
@@ -171,14 +169,13 @@ class LoaderProgress:
             self.cursor = self.cursor.at_epoch(epoch)
 
     def take_part(self, epoch: int) -> None:
-        """Records that a step of `epoch` begins, so that the script has reached the position in the
-        loaded state.
-        """
+        """Records that a step of `epoch` begins. The script has therefore reached the position in
+        the loaded state."""
         self.move_to(epoch)
         self._next_epoch, self._loaded_next_epoch = epoch, 0
 
     def end_iteration(self, epoch: int) -> None:
-        """Counts the iteration of `epoch` as finished."""
+        """Records that the iteration of `epoch` has finished."""
         self._next_epoch = max(self._next_epoch, epoch + 1)
 
     def leave_epochs(self, epoch: int) -> None:
@@ -190,15 +187,15 @@ class LoaderProgress:
 
     @property
     def gives_up(self) -> int | None:
-        """Epoch whose rest is abandoned because the script left the loop over its batches early;
-        None if there is none."""
+        """Epoch whose remaining samples are abandoned because the script left the loop over its
+        batches early; None if there is none."""
         cursor = self.cursor
         return cursor.epoch if cursor.step and self._next_epoch > cursor.epoch else None
 
     @property
     def repeats(self) -> int | None:
-        """Epoch that a run resumed from this cursor repeats from the beginning, because its
-        finished leased batches are unknown; None if there is none."""
+        """Epoch that a run resumed from this cursor would repeat from the beginning, because it is
+        not known which of the epoch's leased batches are finished; None if there is none."""
         return self.cursor.epoch if self.cursor.epoch == self._leased_in else None
 
     def finish_leased_batch(self) -> None:
@@ -207,14 +204,15 @@ class LoaderProgress:
         self._leased_in = self.cursor.epoch
 
     def end_epoch(self) -> None:
-        """Records that the cursor's epoch has no further step, so that the next epoch follows."""
+        """Records that the cursor's epoch has no further step. The cursor moves to the next
+        epoch."""
         self.cursor = self.cursor.at_epoch(self.cursor.epoch + 1)
 
     # ---------------------------------------------------------------------------------------- state
 
     def capture(self) -> dict[str, Any]:
-        """Returns the cursor, in samples, together with the values that determine the order to
-        which it refers. JSON-able.
+        """Returns the cursor, in samples, together with the values that determine the order of the
+        samples. JSON-able.
         """
         return {
             "version": _STATE_VERSION,
@@ -226,15 +224,15 @@ class LoaderProgress:
         }
 
     def checked(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> tuple[Cursor, int]:
-        """Reads a captured state, for `take`.
+        """Reads and checks a captured state, for `take`.
 
-        `loader`: name of the loader, for errors. `leased`: True if the loader leases batches. Its
-        cursor is then never within an epoch.
+        `loader`: name of the loader, for errors. `leased`: True if the loader leases batches; its
+        cursor is then always at the beginning of an epoch.
 
         Raises:
             CorruptDataError: this is not a loader's state, or it is from a newer release.
-            ConfigurationError: the cursor is within an epoch whose order is different in this
-                loader, so that samples would be lost or seen twice.
+            ConfigurationError: the cursor is in the middle of an epoch whose order is different in
+                this loader, so samples would be lost or seen twice.
         """
         if state.get("version") != _STATE_VERSION:
             raise CorruptDataError(
@@ -252,7 +250,7 @@ class LoaderProgress:
         return cursor, next_epoch
 
     def take(self, checked: tuple[Cursor, int]) -> None:
-        """Loads a position that `checked` has read from a captured state."""
+        """Moves to a position returned by `checked`."""
         self.cursor, self._loaded_next_epoch = checked
 
     def _check_order(self, cursor: Cursor, state: Mapping[str, Any], loader: str) -> None:

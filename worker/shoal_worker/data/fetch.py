@@ -1,23 +1,22 @@
-"""Converts planned dataset indices into batches, in this process or in worker processes that work
-ahead.
+"""Creates batches from dataset indices, in this process or ahead of time in worker processes.
 
-Without data workers a batch is created when it is fetched. For data workers (and pinned memory)
-torch's DataLoader does the work, with a feed of requests as its `batch_sampler`. A fetch names the
-request that it needs. If that request is the next in the feed, the batch is ready or in progress.
-Otherwise (the ranks have changed, or a step is repeated) the batches that were made ahead are
-dropped, and the feed restarts at the request, with the same worker processes. Workers are forked at
-the first fetch and again after each `close`. The loader calls `close` at the end of an epoch, so
-that workers see changes to the dataset between epochs, as with a plain DataLoader.
+Without data workers, a batch is created when it is fetched. Data workers (and pinned memory) use
+torch's DataLoader, with a feed of requests as its `batch_sampler`. Each fetch passes the request
+that it needs. If that request is the next in the feed, the batch is ready or in progress. Otherwise
+(the ranks have changed, or a step is repeated) the batches made ahead are dropped, and the feed
+restarts at the request, with the same worker processes. Workers are forked at the first fetch and
+again after each `close`. The loader calls `close` at the end of an epoch, so that workers see
+changes to the dataset between epochs, as with a plain DataLoader.
 
-Worker processes are forked children: they have copies of the session's channels and sockets and
-must never use them. The kernel kills the workers when the thread that started them ends for any
-reason. Otherwise they would keep a killed rank's sockets open and its peers waiting.
+Worker processes are forked, so they have copies of the session's channels and sockets, which they
+must never use. The kernel kills the workers when the thread that started them ends for any reason;
+otherwise they would keep a killed rank's sockets open, and its peers would wait.
 
 Datasets and collate functions draw from the global generators of torch, NumPy and Python. Each
-batch is fetched with its own seed, so augmentation is the same in a worker process and in this
-process, after a redo, and (with micro-batches) for any number of ranks. Only CPU generators are
-seeded. The generators belong to the process: ranks that are threads of one process interfere with
-each other's generators."""
+batch is created with its own seed, so augmentation is the same in a worker process and in this
+process, when a step is repeated, and (with micro-batches) for any number of ranks. Only CPU
+generators are seeded. The generators belong to the process, so ranks that are threads of one
+process interfere with one another's generators."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ from shoal_worker.randomness import generators_kept
 
 
 def seed(key: Sequence[int]) -> None:
-    """Seeds the three global generators from `key`. The random numbers differ from those that
-    training draws under the same key."""
+    """Seeds the global random generators of torch, NumPy and Python from `key`. The random numbers
+    differ from the numbers that training draws with the same key."""
     digest = xxhash.xxh3_128(b"".join(struct.pack("<Q", part % 2**64) for part in key)).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))
@@ -67,17 +66,17 @@ def seeded(key: Sequence[int]) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A request for one batch. Equal requests give equal batches."""
+    """Request for one batch. Equal requests produce equal batches."""
 
     epoch: int
     indices: tuple[int, ...]
-    """Indices into the dataset, in the order of the batch."""
+    """Indices of the samples in the dataset, in the order of the batch."""
     key: tuple[int, ...]
-    """Key of the random numbers with which the batch is made: (seed, epoch, step, micro-batch)."""
+    """Key of the random numbers used to create the batch: (seed, epoch, step, micro-batch)."""
 
 
 class Fetcher:
-    """Creates batches of one dataset. Used by one thread."""
+    """Creates batches of one dataset. Must be used by one thread."""
 
     def __init__(
         self,
@@ -88,8 +87,8 @@ class Fetcher:
         pin_memory: bool,
         leaves_no_trace: bool = True,
     ) -> None:
-        """`leaves_no_trace`: True to restore the global random generators after a fetch; False if
-        the caller seeds the generators anyway."""
+        """`leaves_no_trace`: True to restore the states of the global random generators after a
+        fetch; False if the caller seeds them anyway."""
         self._source = _Source(dataset, collate_fn, keep=leaves_no_trace and num_workers == 0)
         self._num_workers = num_workers
         self._pins = pin_memory and torch.accelerator.is_available()
@@ -99,23 +98,23 @@ class Fetcher:
         self._peeked: tuple[Request, Any] | None = None
 
     def peek(self, request: Request) -> Any:
-        """Returns the batch of `request`, which will probably be fetched next. The batch is created
-        at once, in this process. With data workers, a worker creates it once more for `fetch`."""
+        """Returns the batch of `request`, which will probably be fetched next. Creates the batch
+        immediately, in this process; data workers, if any, create it again for `fetch`."""
         if self._peeked is None or self._peeked[0] != request:
             with seeded(request.key):
                 self._peeked = request, self._source.make(request)
         return self._peeked[1]
 
     def fetch(self, request: Request, following: Callable[[], Iterator[Request]]) -> Any:
-        """Returns the batch of `request`. `following`: function that returns the expected requests,
-        beginning with `request`, so that they can be prepared ahead."""
+        """Returns the batch of `request`. `following`: returns the expected requests, beginning
+        with `request`, so that their batches can be created ahead."""
         peeked, self._peeked = self._peeked, None
         if self._num_workers == 0 and not self._pins:
             if peeked is not None and peeked[0] == request:
                 return peeked[1]
-            return self._source.make(request)  # torch's DataLoader would take 15 us longer
-        # Data workers without a batch in progress get no new requests: torch treats this as the
-        # end.
+            return self._source.make(request)  # torch's DataLoader would add 15 us
+        # Data workers without a batch in progress get no new requests, because torch has treated an
+        # exhausted feed as the end.
         idle = self._num_workers > 0 and not self._feed.busy
         if self._batches is None or idle or self._feed.upcoming() != request:
             self._restart(following())
@@ -133,12 +132,12 @@ class Fetcher:
         return batch
 
     def close(self) -> None:
-        """Ends the worker processes and drops batches made ahead. The next fetch starts new worker
+        """Stops the worker processes and drops batches made ahead. The next fetch starts new worker
         processes."""
         if self._loader is not None and self._num_workers > 0:
             # Without this, the garbage collector would take 5 s if an exception's traceback still
-            # holds the iterator: by then the collector has ended the thread that tells the workers
-            # to exit.
+            # refers to the iterator: by then the collector has ended the thread that tells the
+            # workers to exit.
             iterator = getattr(self._loader, "_iterator", None)
             if iterator is not None:
                 iterator._shutdown_workers()
@@ -170,7 +169,7 @@ class Fetcher:
 
 class _Feed:
     """Batch sampler for torch's DataLoader whose requests can be replaced at any time. Tracks the
-    requests that are in progress."""
+    requests in progress."""
 
     def __init__(self) -> None:
         self._requests: Iterator[Request] = iter(())
@@ -184,11 +183,11 @@ class _Feed:
 
     @property
     def busy(self) -> bool:
-        """True if a batch is being made or is ready."""
+        """True if a batch is being created or is ready."""
         return bool(self._on_their_way)
 
     def upcoming(self) -> Request | None:
-        """Returns the request whose batch arrives next."""
+        """Returns the request whose batch will arrive next."""
         if self._on_their_way:
             return self._on_their_way[0]
         if self._next is None:
@@ -237,8 +236,8 @@ class _Source(Dataset[Any]):
         return self._collated(request)
 
     def _plain_columns(self) -> Sequence[torch.Tensor] | None:
-        """Returns the tensors of a dataset whose batches can be made by indexing these tensors.
-        Returns None for a dataset whose samples and collate function have to be called."""
+        """Returns the dataset's tensors if its batches can be created by indexing them. Returns
+        None if the dataset's items must be read and collated one by one."""
         dataset = self._dataset
         if (
             self._collate is default_collate
@@ -262,20 +261,20 @@ def _as_it_is(made: tuple[Request, Any]) -> tuple[Request, Any]:
 
 
 def _begin_worker(number: int) -> None:
-    """Initializes a data worker. It is the first function that runs in each worker process."""
+    """Initializes a data worker. This function runs first in each worker process."""
     tie_to_parent(number)
     end_if_a_batch_is_lost()
 
 
 def tie_to_parent(_worker: int) -> None:
-    """Makes the kernel kill this worker process when its parent dies, and ignores SIGINT: Ctrl-C
-    reaches all processes of the terminal's foreground group, and the parent decides how to handle
-    it."""
+    """Makes the kernel kill this worker process when its parent dies, and ignores SIGINT, because
+    Ctrl-C reaches all processes in the terminal's foreground group, and the parent decides how to
+    handle it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
     # The parent may have died before that call. Its closed pipe does not show this, because workers
-    # that were started later also hold the other end.
+    # started later also have the other end open.
     parent = multiprocessing.parent_process()
     by_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"
     if parent is None or not parent.is_alive() or (os.getppid() != parent.pid and not by_server):

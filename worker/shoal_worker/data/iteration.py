@@ -1,14 +1,14 @@
 """The user's loops over a training loader: over epochs, over steps, and over batches.
 
-Before each step, an iteration requests a step boundary from the session and takes the step from the
-`Supply` according to the rank's placement. The iteration ends when the run has passed its epoch or
-stops. `cursor.py` determines the epoch of an iteration. Before the first boundary the loader is
-registered with its session, which also names a loader without a name.
+Before each step, an iteration requests a step boundary from the session, and then takes the step
+for the rank's placement from the `Supply`. The iteration ends when the run has passed its epoch or
+stops. `cursor.py` determines an iteration's epoch. Before the first boundary, the loader is
+registered with its session, which also names it if it has no name.
 
-This module owns the state of the current iteration, the flag that the last one was stopped, and the
-loader's name. The loader is passed in as `source` and never kept: only running loops refer to it.
-The session is referenced weakly, since an iteration may be left while the process exits. Everything
-runs on the thread of the user's training loop.
+This module owns the state of the current iteration, a flag that shows whether the last one was
+stopped, and the loader's name. The loader is passed as `source` and never stored, so only running
+loops refer to it. The session is referenced weakly, because an iteration may be closed while the
+process exits. Everything runs on the thread of the user's training loop.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from shoal_worker.torch_internals import pytree
 #
 # Passes the batches of a dealt step to the user's loop: fetches and weighs each batch, reports it
 # to the session, and records it. A batch's weight in the mean over a step is its number of samples,
-# or the result of the user's `weight_fn`. The same applies to the parts into which a pipeline
-# divides a batch. Owns no state of the run: the `DealtStep` records how many samples the loop has
-# received. Used by the training thread only.
+# or the result of the user's `weight_fn`. If a pipeline splits a batch, its parts are weighed in
+# the same way. The run's state is elsewhere: the `DealtStep` records how many samples the loop has
+# received. Must be used by the training thread only.
 
 WeightFn = Callable[[Any], float]
 
@@ -60,7 +60,7 @@ def weight_of(batch: Any, weight_fn: WeightFn) -> float:
     weight = float(weight_fn(batch))
     if not math.isfinite(weight) or weight < 0:
         raise ConfigurationError(
-            f"weight_fn returned {weight}; expected a finite number of at least 0"
+            f"weight_fn returned {weight}; expected a finite, non-negative number"
         )
     return weight
 
@@ -69,8 +69,8 @@ def weights_of_rows(batch: Any, weight_fn: WeightFn, rows: Sequence[int]) -> lis
     """Returns the weights of parts of a batch. `rows`: number of rows in each part.
 
     Raises:
-        ConfigurationError: the batch cannot be divided in this way, or the weights of the parts do
-            not add up to the weight of the batch.
+        ConfigurationError: the batch cannot be split in this way, or the parts' weights do not add
+            up to the batch's weight.
     """
     leaves, structure = pytree.tree_flatten(batch)
     cut = [one for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0]
@@ -128,10 +128,10 @@ class Delivery:
         balance: Balance,
     ) -> None:
         self.failed = False
-        """True if creating a batch raised an error. Reset at the start of an iteration."""
+        """True if creating a batch failed. Reset at the start of an iteration."""
         self.batch_weight = 0.0
-        """Weight of the last batch passed to the loop in the mean over its step. 0 for a stand-in
-        for samples that this rank does not have."""
+        """Weight, in the mean over its step, of the last batch passed to the loop. 0 for a
+        stand-in, which a rank without samples receives."""
         self._warned: set[str] = set()
         self._at_hand: Request | None = None
         self._supply = supply
@@ -142,9 +142,9 @@ class Delivery:
         self._balance = balance
 
     def step(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Step:
-        """Returns the step for the user's loop. With micro-batches, this rank's share is reported
-        to the session here. Otherwise it is reported together with the batch, from which its weight
-        may be computed."""
+        """Returns the step for the user's loop. With micro-batches, also reports this rank's share
+        to the session. Otherwise the share is reported together with the batch, because its weight
+        may be computed from the batch."""
         if self._in_micro_batches:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
@@ -162,7 +162,7 @@ class Delivery:
 
     def peek(self) -> Any:
         """Returns the batch that will probably follow the current one. Returns None if the epoch
-        has no further batch, or the batch is unknown."""
+        has no further batch, or the next batch is not known."""
         dealt = self._supply.current
         request = (
             self._supply.upcoming(dealt, self._at_hand)
@@ -184,7 +184,7 @@ class Delivery:
                 batch = self._fetcher.fetch(
                     request, functools.partial(self._supply.following, dealt, request)
                 )
-            except Exception:  # an error of any kind: it is raised again
+            except Exception:  # of any kind, because it is raised again
                 self.failed = True
                 raise
             weight = self._weight(batch, block)
@@ -217,8 +217,8 @@ class Delivery:
             self._balance.exchange(dealt, session, loader)
 
     def _warn_once(self, consequence: str, dealt: DealtStep, loader: str) -> None:
-        """Warns that this rank gets few samples in a step, and what that means. Each kind of
-        consequence is logged once."""
+        """Warns that this rank gets few samples in a step, and of the consequence. Each consequence
+        is logged once."""
         if consequence in self._warned:
             return
         self._warned.add(consequence)
@@ -273,10 +273,10 @@ sessions."""
 
 
 class Introduction:
-    """Registers a loader with the current session, and again when the session changes."""
+    """Registers a loader with the current session, and again whenever the session changes."""
 
     def __init__(self, name: str) -> None:
-        """`name`: name of the loader; empty for a training loader that was not given a name."""
+        """`name`: name of the loader; empty for a training loader without a given name."""
         self.name = name
         self._session: weakref.ref[LoaderSession] | None = None
 
@@ -293,7 +293,7 @@ class Introduction:
 
     @property
     def met(self) -> LoaderSession | None:
-        """Session with which the loader was registered last, if it still exists."""
+        """Session that the loader was last registered with, if it still exists."""
         return self._session() if self._session is not None else None
 
 
@@ -326,14 +326,14 @@ class Iterations:
         self._fetcher = fetcher
         self._stopped = False
         self._last_epoch = 0
-        """Last epoch of the loop that is currently taking steps."""
+        """Last epoch that the current loop trains."""
         self._ended_within = False
         """True if the last iteration ended in the middle of its epoch, because the loop had taken
-        its last step."""
+        all its steps."""
 
     @property
     def is_over(self) -> bool:
-        """True if the loop has no further step. See `StepSource.is_over`."""
+        """True if the loop has no further step; see `StepSource.is_over`."""
         return self._progress.is_past(self._last_epoch) or self._progress.has_all_steps
 
     def epochs(self, source: StepSource, n: int, max_steps: int | None) -> Iterator[int]:
@@ -357,7 +357,7 @@ class Iterations:
         except GeneratorExit:
             progress.leave_epochs(epoch)
             met = self._introduction.met
-            # a stopped run may have left after an epoch that it has not finished
+            # a stopped run may have left after an epoch that is not finished
             if met is not None and not self._stopped and _left_by_for():
                 met.epochs_left(source)
             raise
@@ -369,7 +369,7 @@ class Iterations:
         """Yields the steps of one iteration."""
         progress = self._progress
         epoch, began = progress.next_iteration, list[int]()
-        # an older iterator that waits at a batch, if there is one
+        # closes an older iterator that is waiting at a batch, if there is one
         self._introduction.session(source).loop_left(source)
         self._delivery.failed = False
         over = stopped_within = self._ended_within = False
@@ -380,8 +380,8 @@ class Iterations:
             stopped_within = self._stopped and progress.cursor.epoch == epoch
             over = not stopped_within and not self._ended_within
         except GeneratorExit:
-            # The loop was left early. After an error in the dataset it may be entered again, and
-            # then continues in the same epoch.
+            # The script left the loop early. After an error in the dataset, it may enter the loop
+            # again, which then continues in the same epoch.
             over = (
                 bool(began) and progress.cursor.global_step > began[0] and not self._delivery.failed
             )
@@ -404,11 +404,11 @@ class Iterations:
         for step in self.steps(source):
             nothing = False
             yield from step
-        # The message of the StopIteration raised by `next(iter(loader))`; a for loop never sees it.
+        # Message of the StopIteration raised by `next(iter(loader))`. A for loop never sees it.
         return _NOTHING_LEFT.format(source.name) if nothing else None
 
     def acknowledge(self) -> None:
-        """Acknowledges finished batches at the end of the loop. Logs a warning if that fails."""
+        """Acknowledges finished batches when the loop ends. Logs a warning if that fails."""
         session = self._introduction.met
         if session is None:
             return
@@ -423,8 +423,8 @@ class Iterations:
             )
 
     def _epoch_steps(self, source: StepSource, epoch: int, began: list[int]) -> Iterator[Step]:
-        """Yields the steps of an epoch. `began`: list to which the number of steps before this
-        iteration's first step is appended; in a joiner, this is known only after its step boundary.
+        """Yields the steps of an epoch. `began`: receives the number of steps committed before this
+        iteration's first step. A joiner knows this number only after its step boundary.
         """
         progress = self._progress
         if self._is_over(source, epoch, self._introduction.session(source)):
@@ -432,7 +432,7 @@ class Iterations:
             self._pass_over(source)
             return
         self.under_way = True
-        # before the step boundary, where a joiner may receive this cursor
+        # before the step boundary, because a joiner may receive this cursor there
         progress.move_to(epoch)
         took_part = False
         while not self._is_over(source, epoch, session := self._introduction.session(source)):
@@ -460,20 +460,20 @@ class Iterations:
             self._pass_over(source)
 
     def _note_end(self, epoch: int) -> None:
-        """Records whether an iteration of `epoch` ended because the loop has all its steps."""
+        """Records whether an iteration of `epoch` ended in the middle of the epoch because the loop
+        had taken all its steps."""
         progress = self._progress
         self._ended_within = progress.has_all_steps and progress.cursor.epoch == epoch
 
     def _pass_over(self, source: StepSource) -> None:
-        """Notifies the session that this iteration took no step, unless it belongs to
-        `epochs()`."""
+        """Notifies the session that this iteration took no step. Does nothing within `epochs()`."""
         if self._progress.within is None:
             self._introduction.session(source).passed_over(source)
 
     def _is_over(self, source: StepSource, epoch: int, session: LoaderSession) -> bool:
-        """Returns whether `epoch` is over on this rank: the run has finished or abandoned the
-        epoch, the loop has taken all its steps, or this rank is a joiner whose peers are in another
-        epoch."""
+        """Returns whether `epoch` has ended on this rank: the run has finished or abandoned the
+        epoch, the loop has taken all its steps, or this rank is a joiner whose peers are in a
+        different epoch."""
         return (
             self._progress.is_past(epoch)
             or self._progress.has_all_steps
@@ -501,14 +501,13 @@ class Iterations:
 
 
 _DROPS: Final = frozenset({"POP_TOP", "POP_ITER"})
-"""Bytecode instructions with which a `for` statement drops its iterator when `break` or `return`
-ends the loop."""
+"""Bytecode instructions of a `for` statement that drop its iterator on `break` or `return`."""
 
 
 def _left_by_for() -> bool:
-    """Returns whether a `for` statement is closing the calling generator, so that the script has
-    done nothing since the loop's body. An iterator used with `next()` is closed when the script
-    drops it, perhaps much later."""
+    """Returns whether a `for` statement is closing the calling generator. If so, no code of the
+    script has run since the loop's body. In contrast, an iterator used with `next()` is closed when
+    the script drops it, perhaps much later."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
         frame = frame.f_back

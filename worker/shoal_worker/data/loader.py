@@ -1,17 +1,18 @@
-"""The training loader that users create: its arguments, its role as a source of the session's
-steps, and the ways to iterate over it.
+"""The training loader that users create: its arguments, its role as the session's source of steps,
+and the ways to iterate over it.
 
-The following modules do the work. The thread of the user's training loop uses all their state:
+The following modules do the work. All their state belongs to the thread of the user's training
+loop:
 
 - `cursor.py`: the cursor and the count of epochs.
-- `step_batches.py`: the step that this rank was dealt, by `sampling.py`; or the leases.
+- `step_batches.py`: this rank's part of the current step, dealt by `sampling.py`; or the leases.
 - `iteration.py`: the running loops, and the loader's name and session. It passes a step's batches,
-  created by `fetch.py`, to the loop.
+  created by `fetch.py`, to the script's loop.
 
 The cursor moves only when the session reports that a step is committed. Batches that were passed to
-the loop but not committed are dealt again. The loader decides nothing about membership and reduces
-nothing. None of its parts refers to the loader, so that it is freed, and its name becomes
-available, when the script drops it.
+the loop but not committed are dealt again. The loader makes no membership decisions and does not
+reduce gradients. None of its parts refers to the loader, so when the script drops it, it is freed
+and its name becomes available.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ from shoal_worker.state.digest import SAMPLES, identity_of
 
 # ---------------------------------------------------------------------------- loaders without steps
 #
-# The batches of an evaluation loader: a fixed list of work items that any rank can process, so that
-# `evaluate` can deal them. There are no steps, no cursor and no commits. Every sample is in exactly
-# one batch, in the dataset's order or in the sampler's order, which is drawn once. A batch has a
-# number and is the same on every rank.
+# The batches of an evaluation loader: a fixed list of work items, which `evaluate` can deal to any
+# rank. There are no steps, no cursor and no commits. Every sample is in exactly one batch, in the
+# dataset's order or in the sampler's order, which is drawn once. A batch has a number and is the
+# same on every rank.
 
 
 class EvaluationBatches:
-    """Numbered batches for evaluation. Used by one thread at a time."""
+    """Numbered batches for evaluation. Must be used by one thread at a time."""
 
     def __init__(
         self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int, dealing: str
     ) -> None:
-        """Creates the batches. `dealing`: values that determine the batches; the same on all
-        ranks."""
+        """Creates the batches. `dealing`: values that determine the batches, as text; the same on
+        all ranks."""
         self.dealing = dealing
         self._orders = orders
         self._fetcher = fetcher
@@ -86,8 +87,8 @@ class EvaluationBatches:
         return (batch for _, batch in self.read(range(len(self))))
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yields (number, batch) for the given numbers, in order. Data workers prepare the batches
-        ahead."""
+        """Yields (number, batch) for the given numbers, in order. Data workers, if any, create the
+        batches ahead."""
         wanted = [(number, self._request(number)) for number in numbers]
         try:
             for place, (number, request) in enumerate(wanted):
@@ -122,9 +123,9 @@ class ElasticDataLoader:
 
     There are three forms. With `global_batch_size` alone, `for batch in loader` runs one step per
     iteration, and each rank gets its part of the global batch. With `micro_batch_size`, use `for
-    step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), whole batches are
+    step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), complete batches are
     leased first come, first served. `train=False` creates a loader for `evaluate`; iterating over
-    that loader directly yields every batch on this rank.
+    such a loader directly yields every batch on this rank.
     """
 
     def __init__(
@@ -151,42 +152,44 @@ class ElasticDataLoader:
         Args:
             dataset: dataset with `__len__` and `__getitem__` (optionally `__getitems__`, which
                 takes a list of indices); or a stream: an `IterableDataset`, which every rank reads
-                completely, training on its own part, or a `ShardedStream` (docs/streams.md).
-            global_batch_size: number of samples in a step over all ranks, independent of the number
-                of ranks.
-            micro_batch_size: number of samples in a micro-batch. Whole micro-batches are then dealt
-                to ranks.
+                completely but trains on only in part, or a `ShardedStream` (docs/streams.md).
+            global_batch_size: number of samples in a step, in total over all ranks, however many
+                there are.
+            micro_batch_size: number of samples in a micro-batch; ranks are then dealt complete
+                micro-batches.
             batch_size: number of samples in a leased batch (async_sgd). Exactly one of `batch_size`
                 and `global_batch_size` is required.
-            seed: seed of the order, and of the random numbers that datasets, models and the loop
-                draw from the global generators of torch, NumPy and Python, which are seeded for
-                each batch; the same on every rank.
+            seed: seed of the order, and of the global random generators of torch, NumPy and Python,
+                which are seeded again for each batch, so that datasets, models and the loop may
+                draw from them. Must be the same on every rank.
             shuffle: True to use a new order in each epoch instead of the dataset's order. None:
-                True, except for a stream, which has its own order. For a `ShardedStream`, True
+                True, or False for a stream, which has its own order. For a `ShardedStream`, True
                 shuffles the shards. No effect with `sampler` or `train=False`.
-            drop_last: True to leave out the last step of an epoch if it is incomplete.
-            sampler: sampler that draws each epoch's indices instead, once per epoch; it must draw
-                the same indices on every rank. To ensure this, the loader calls the sampler's
-                `set_epoch`, and seeds the sampler's own random generators and the global ones.
-                Ranks that drew different indices are stopped in the epoch's first step
+            drop_last: True to omit the last step of an epoch if it is incomplete.
+            sampler: draws the indices of each epoch, once per epoch, instead of `seed` and
+                `shuffle`. It must draw the same indices on every rank. To ensure this, the loader
+                calls the sampler's `set_epoch`, and seeds the sampler's own random generators and
+                the global ones. If ranks have drawn different indices, the epoch's first step fails
                 (RANKS_DIVERGED).
             collate_fn: function that combines a list of samples into a batch; None: torch's
                 `default_collate`.
-            num_workers: number of processes that fetch ahead; 0: fetch in the loop. For a
-                `ShardedStream` these processes read this rank's shards ahead; for another stream
-                only one process is allowed. Batches of streams are assembled in the loop.
+            num_workers: number of processes that create batches ahead; 0: batches are created in
+                the loop. For a `ShardedStream`, these processes read this rank's shards ahead; for
+                other streams, only one process is allowed. Batches of streams are always assembled
+                in the loop.
             pin_memory: True to put batches in page-locked memory, if there is an accelerator.
-            weight_fn: function that returns a batch's weight in the mean over the step, instead of
-                the batch's number of samples (for example the number of unmasked tokens).
-            name: name that distinguishes several loaders in checkpoints; the same on every rank and
-                after a restart. None: loaders are named in order of construction.
+            weight_fn: function that returns a batch's weight in the mean over the step, for example
+                its number of unmasked tokens; None: the weight is the number of samples.
+            name: name that identifies the loader in checkpoints; must be the same on every rank and
+                after a restart. None: loaders are numbered in order of construction.
             balance: True to deal micro-batches in proportion to the ranks' measured speeds
-                (docs/guides/unequal-machines.md); False to deal each rank equally many. True
-                without `micro_batch_size` raises an error.
-            look_ahead: with `batch_size`, True to lease one additional batch, so that `peek` knows
+                (docs/guides/unequal-machines.md); False to deal every rank the same number. True
+                requires `micro_batch_size`.
+            look_ahead: with `batch_size`, True to lease one batch in advance, so that `peek` knows
                 the next batch.
-            train: False for an evaluation loader, which takes no part in steps. Its batches have
-                `micro_batch_size` samples or, without that argument, as many as the other size.
+            train: False for an evaluation loader, which is not part of training steps. Its batches
+                have `micro_batch_size` samples if given, otherwise `global_batch_size` or
+                `batch_size`.
 
         Raises:
             ConfigurationError: invalid arguments, or a dataset that cannot be dealt.
@@ -239,7 +242,7 @@ class ElasticDataLoader:
             wanted=balance,
         )
         collate = collate_fn or default_collate
-        # Training seeds the random numbers for each batch, so the fetcher need not restore them.
+        # Training seeds the random generators for each batch, so the fetcher need not restore them.
         workers: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": pin_memory,
@@ -261,7 +264,7 @@ class ElasticDataLoader:
                 )
             else:
                 supply = PositionSupply(dataset, self._progress, balance=balance_by_speed, **sizes)
-            supply.plan(0)  # raises if the sizes do not fit each other
+            supply.plan(0)  # raises if the sizes do not fit one another
             self._supply = supply
             # Data workers read the items; the batches are assembled here.
             fetcher = Fetcher(supply.items, collate_fn=collate, **{**workers, "num_workers": 0})
@@ -328,22 +331,22 @@ class ElasticDataLoader:
         train: bool = True,
     ) -> ElasticDataLoader:
         """Creates a loader from a torch DataLoader (or torchdata's `StatefulDataLoader`) with the
-        same dataset, sampler or shuffling, batches, `collate_fn`, `num_workers`, `pin_memory` and
-        `drop_last`.
+        same dataset, sampler or shuffling, batch size, `collate_fn`, `num_workers`, `pin_memory`
+        and `drop_last`.
 
-        The order differs from the order that torch's generator would draw. `prefetch_factor`,
+        The order differs from the one that torch's generator would draw. `prefetch_factor`,
         `persistent_workers`, `in_order`, `timeout` and `pin_memory_device` have no effect on the
         batches and are ignored.
 
         Args:
-            loader: the DataLoader of a script for one process.
-            global_batch_size: number of samples in a step over all ranks; None: the loader's
-                `batch_size`.
-            micro_batch_size: argument of `ElasticDataLoader`, like the following ones.
-            seed: seed of the order; None: the seed of the DataLoader's `generator`, or 0 without a
-                generator or with a sampler that is kept.
-            weight_fn: function that returns the weight of a batch.
-            name: name that distinguishes several loaders.
+            loader: the DataLoader, as written for one process.
+            global_batch_size: number of samples in a step, in total over all ranks; None: the
+                DataLoader's `batch_size`.
+            micro_batch_size: number of samples in a micro-batch; see `ElasticDataLoader`.
+            seed: seed of the order; None: the seed of the DataLoader's `generator`, or 0 if there
+                is no generator or the DataLoader's sampler is used.
+            weight_fn: function that returns a batch's weight in the mean over the step.
+            name: name that identifies the loader in checkpoints.
             train: False for an evaluation loader.
 
         Raises:
@@ -367,7 +370,8 @@ class ElasticDataLoader:
 
     @property
     def name(self) -> str:
-        """Name that is stable over restarts and unique among the training loaders of a session."""
+        """Name of the loader, unique among the training loaders of a session and stable across
+        restarts."""
         return self._introduction.name
 
     @property
@@ -380,7 +384,7 @@ class ElasticDataLoader:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the cursor, 0-based."""
+        """The cursor's epoch, counted from 0."""
         return self._progress.cursor.epoch
 
     @property
@@ -446,21 +450,21 @@ class ElasticDataLoader:
 
     @property
     def global_step(self) -> int:
-        """Number of steps committed so far, over all epochs. Use this count for actions every k
-        steps, since it is the same on all ranks, including ranks that joined later. In the leased
-        form, counts the steps of this rank."""
+        """Number of steps committed so far, over all epochs. Use this number to do something every
+        k steps, because it is the same on all ranks, including ranks that joined later. In the
+        leased form, counts only this rank's steps."""
         return self._progress.cursor.global_step
 
     @property
     def plan(self) -> EpochPlan:
-        """Division of the cursor's epoch into steps. For a stream with unknown end, describes an
-        infinite epoch."""
+        """Division of the cursor's epoch into steps. If a stream's end is not known yet, the plan
+        describes an infinite epoch."""
         return self._supply.plan(self._progress.cursor.epoch)
 
     def __len__(self) -> int:
-        """Returns the number of steps in a whole epoch, independent of the number of ranks. In the
-        leased form, returns the number of batches over all ranks; for evaluation, the number of
-        batches.
+        """Returns the number of steps in a complete epoch, which does not depend on the number of
+        ranks. In the leased form, returns the number of batches over all ranks; for evaluation, the
+        number of batches.
 
         Raises:
             TypeError: the loader reads a stream, which has no known length.
@@ -479,22 +483,22 @@ class ElasticDataLoader:
     # ------------------------------------------------------------------------ for the training loop
 
     def epochs(self, n: int | None = None, *, max_steps: int | None = None) -> Iterator[int]:
-        """Yields the epochs from the run's position (after a resume, or in a joiner) up to `n`, or
-        until the run has committed `max_steps` steps: `for epoch in loader.epochs(90)`, or `for
-        epoch in loader.epochs(max_steps=10_000)`.
+        """Yields epoch numbers from the run's current position (which is not 0 after a resume or in
+        a joiner) up to `n` - 1, or until the run has committed `max_steps` steps: `for epoch in
+        loader.epochs(90)`, or `for epoch in loader.epochs(max_steps=10_000)`.
 
         Ends early when the job is stopped.
 
         Args:
             n: number of epochs. None: no limit.
-            max_steps: value of `global_step` at which the loop ends, possibly within an epoch. A
-                resumed run with a larger value continues in that epoch. Steps before a resume
-                count; lost steps do not. In the leased form, number of batches over all ranks. With
-                both arguments, the loop ends at the first limit that is reached.
+            max_steps: value of `global_step` at which the loop ends, possibly in the middle of an
+                epoch. A resumed run with a larger value continues in that epoch. Steps before a
+                resume count; aborted steps do not. In the leased form, number of batches over all
+                ranks. With both arguments, the loop ends at the first limit that is reached.
 
         Raises:
-            ConfigurationError: neither argument is given, an argument is not a whole number, or
-                this is an evaluation loader.
+            ConfigurationError: neither argument is given, an argument is not an integer, or this is
+                an evaluation loader.
         """
         self._refuse_evaluation("epochs()")
         if n is None and max_steps is None:
@@ -510,8 +514,8 @@ class ElasticDataLoader:
         """Iterates over this rank's batches, one per step. An evaluation loader iterates over every
         batch.
 
-        A loop may begin within an epoch (after a resume, in a joiner). After a lost step, the loop
-        receives its samples again, newly dealt. `enumerate` therefore counts this process's
+        A loop may begin in the middle of an epoch (after a resume, or in a joiner). After an
+        aborted step, its samples are dealt again. `enumerate` therefore counts this process's
         iterations, not the run's steps; use `global_step` to count steps.
 
         Raises:
@@ -528,28 +532,29 @@ class ElasticDataLoader:
         return self._iterations.batches(self)
 
     def steps(self) -> Iterator[Step]:
-        """Yields one `Step` per global batch. Iterate over each step for this rank's batches."""
+        """Yields one `Step` per global batch. Iterate over each step to get this rank's batches."""
         self._refuse_evaluation("steps()")
         return self._iterations.steps(self)
 
     @property
     def batch_weight(self) -> float:
-        """Weight of the last batch that this rank received in the mean over the batch's step: its
-        number of samples, or the result of `weight_fn`.
+        """Weight, in the mean over its step, of the last batch that this rank received: its number
+        of samples, or the result of `weight_fn`.
 
-        The weight is 0 for a stand-in: in a step with fewer samples than ranks, a rank without
-        samples gets a copy of another rank's samples. Therefore multiply by this weight in sums
-        over batches, `total += loss.detach() * loader.batch_weight`, and not by the length of the
-        batch.
+        The weight of a stand-in is 0: in a step with fewer samples than ranks, a rank without
+        samples gets a copy of another rank's samples. Sums over batches should therefore multiply
+        by this weight, as in `total += loss.detach() * loader.batch_weight`, not by the length of
+        the batch.
         """
         self._refuse_evaluation("batch_weight")
         return self._delivery.batch_weight
 
     def peek(self) -> Any:
-        """Returns the batch that this rank will probably get next, to prepare for it (for example
-        with `table.prefetch(...)`). Call it inside the loop. Returns None if the epoch has no
-        further batch, or the next batch is not known, as with `batch_size` without `look_ahead` or
-        data workers. The batch is created once in this process; data workers create it again."""
+        """Returns the batch that this rank will probably get next, so that the script can prepare
+        for it (for example with `table.prefetch(...)`). Must be called inside the loop. Returns
+        None if the epoch has no further batch, or the next batch is not known (with `batch_size`,
+        unless the loader has `look_ahead` or data workers). The batch is created once in this
+        process; data workers create it again."""
         self._refuse_evaluation("peek()")
         return self._delivery.peek()
 
@@ -603,8 +608,8 @@ class ElasticDataLoader:
         return dealt.handed_out if placement.leads_replica else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the cursor after the last commit, in samples, and the values that determine its
-        meaning. JSON-able."""
+        """Returns the cursor after the last commit, in samples, and the values that determine the
+        order of the samples. JSON-able."""
         return self.cursor_reader()()
 
     def cursor_reader(self) -> Callable[[], dict[str, Any]]:
@@ -616,8 +621,8 @@ class ElasticDataLoader:
 
         Raises:
             CorruptDataError: `state` is not a loader's state, or is from a newer release.
-            ConfigurationError: the cursor is within an epoch whose order differs here, so samples
-                would be lost or seen twice.
+            ConfigurationError: the cursor is in the middle of an epoch whose order is different in
+                this loader, so samples would be lost or seen twice.
         """
         checked = self._progress.checked(state, loader=self.name, leased=self.leased)
         self._supply.load(state, loader=self.name)
@@ -637,7 +642,7 @@ def _read_cursor(progress: LoaderProgress, supply: Supply) -> dict[str, Any]:
 
 
 def _sample_record() -> SampleRecord | None:
-    """Returns the sample record that this process is configured to write, or None."""
+    """Returns the sample record if this process is configured to write one, otherwise None."""
     settings = WorkerSettings.load()
     return (
         SampleRecord(settings.record_dir, settings.member_id)
@@ -647,7 +652,8 @@ def _sample_record() -> SampleRecord | None:
 
 
 def check_kind(dataset: Any) -> None:
-    """Raises ConfigurationError if `dataset` consists of batches, or if its length is ambiguous."""
+    """Raises ConfigurationError if the items of `dataset` are batches, or if its length is
+    ambiguous."""
     kind = type(dataset).__qualname__
     if isinstance(dataset, DataLoader):
         raise ConfigurationError(
@@ -709,7 +715,7 @@ def check_sizes(
     }
     for name, size in sizes.items():
         if size is not None and (type(size) is not int or size < 1):
-            raise ConfigurationError(f"{name}={size!r}: expected a whole number of at least 1")
+            raise ConfigurationError(f"{name}={size!r}: expected a positive integer")
     if (global_batch_size is None) == (batch_size is None):
         given = "both" if batch_size is not None else "neither"
         raise ConfigurationError(
@@ -731,9 +737,7 @@ def check_rest(
     if type(seed) is not int:
         raise ConfigurationError(f"seed={seed!r}: expected a whole number, the same on every rank")
     if type(num_workers) is not int or num_workers < 0:
-        raise ConfigurationError(
-            f"num_workers={num_workers!r}: expected a whole number of at least 0"
-        )
+        raise ConfigurationError(f"num_workers={num_workers!r}: expected a non-negative integer")
     if name is not None and (not isinstance(name, str) or not name):
         raise ConfigurationError(f"name={name!r}: expected a non-empty string, or None")
     if drop_last and not train:

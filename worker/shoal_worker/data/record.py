@@ -1,9 +1,9 @@
-"""A record of every sample that was passed to a training loop and every step that was committed,
-and the audit that reads the record.
+"""Records every sample that is passed to a training loop and every committed step, and audits these
+records.
 
-The record is evidence: training writes the record and never reads it. There is one file of JSON
-lines per member, `<member_id>.jsonl`. Each line is one write to a file opened with O_APPEND, so
-lines already written survive a SIGKILL. A last line may be incomplete, which the audit tolerates.
+Training only writes the record; the audit checks it afterwards. There is one file of JSON lines per
+member, `<member_id>.jsonl`. Each line is a single write to a file opened with O_APPEND, so written
+lines survive a SIGKILL. The audit tolerates an incomplete last line.
 
     {"kind": "dealt", "loader", "generation", "epoch", "step", "rank", "index", "begin", "first",
      "samples": [...], "expected", "dataset", "drawn"}
@@ -15,11 +15,11 @@ lines already written survive a SIGKILL. A last line may be incomplete, which th
         another member already
 
 `samples` are the dataset indices fetched, at positions `first`, `first` + 1, ... of the epoch's
-order; empty for a stand-in batch. `begin` is the position where the step begins, and `index` is the
-micro-batch (or the rank). `expected` is the number of samples in a whole epoch, and `dataset` is
-the dataset's length. `drawn` is true if a sampler determined the order. For a stream, `samples` are
-positions, or (shard << 32) + the index in the shard; `dataset` is -1, and `expected` grows until
-the stream's end is known.
+order; empty for a stand-in batch. `begin` is the step's first position, and `index` is the number
+of the micro-batch (or the rank). `expected` is the number of samples in a complete epoch, and
+`dataset` is the dataset's length. `drawn` is true if a sampler determined the order. For a stream,
+`samples` are positions, or (shard << 32) + the index in the shard; `dataset` is -1, and `expected`
+grows until the stream's end is known.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError
 
 
 class SampleRecord:
-    """Record file of one member, to which lines are only appended. Safe to use from several
-    threads."""
+    """Appends lines to one member's record file. Safe to use from several threads."""
 
     def __init__(self, directory: Path, member_id: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -62,12 +61,12 @@ class SampleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochAudit:
-    """Result of the audit for one epoch of one loader."""
+    """Audit result for one epoch of one loader."""
 
     loader: str
     epoch: int
     expected: int
-    """Number of samples in a whole epoch."""
+    """Number of samples in a complete epoch."""
     once: int
     """Number of samples that count exactly once."""
     lost: int
@@ -76,8 +75,8 @@ class EpochAudit:
     repeated: int
     """Number of samples that count more than once."""
     lost_samples: tuple[int, ...]
-    """The lost samples, if they can be identified. With `drop_last` they cannot, because it leaves
-    out some samples on purpose."""
+    """The lost samples, if they can be identified. Always empty with `drop_last`, which omits some
+    samples on purpose."""
     repeated_samples: tuple[int, ...]
 
     @property
@@ -88,12 +87,11 @@ class EpochAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Result of the audit of a directory of records. Samples are dataset indices, or positions if a
+    """Audit result for a directory of records. Samples are dataset indices, or positions if a
     sampler determined the order."""
 
     epochs: tuple[EpochAudit, ...]
-    """Name of a loader -> epoch -> audit of that epoch. Contains only epochs from which a loop
-    received a batch."""
+    """Audited epochs of all loaders. Epochs whose batches no loop received are omitted."""
 
     @property
     def once(self) -> int:
@@ -112,18 +110,19 @@ class Audit:
 
     @property
     def exactly_once(self) -> bool:
-        """True if every started epoch is complete and every sample in it counts exactly once."""
+        """True if every epoch from which a loop received a batch is complete, and every sample in
+        it counts exactly once."""
         return all(epoch.exactly_once for epoch in self.epochs)
 
 
 def audit(directory: Path) -> Audit:
-    """Reads all records of one job in `directory`.
+    """Audits all records of one job in `directory`.
 
     A step counts if a rank committed it and no later generation went back to a position before it:
     the first position that a generation commits invalidates everything that earlier generations
-    committed from that position on. The samples of a step are those passed to all members for the
+    committed from that position on. A step's samples are all samples passed to any member for that
     step in that generation. A leased batch counts once for each member that finished it and was the
-    first to push it. If no such member exists because the first member died after its push, the
+    first to push it. If there is no such member, because the first member died after its push, the
     batch counts once.
 
     Raises:
@@ -186,11 +185,11 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
 
 
 class _Lines:
-    """Lines of the records of all members that belong to one loader."""
+    """One loader's lines from the records of all members."""
 
     def __init__(self) -> None:
-        # If a step was lost and dealt again within one generation, later lines replace earlier
-        # ones: the last hand-out is the one that was committed.
+        # If a step was aborted and dealt again within one generation, later lines replace earlier
+        # lines: the step was committed with the samples that were passed last.
         self._dealt: dict[tuple[int, int, int], dict[tuple[str, int], dict[str, Any]]] = (
             defaultdict(dict)
         )

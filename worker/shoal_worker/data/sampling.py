@@ -1,10 +1,10 @@
-"""Determines the samples of a step and their distribution over the ranks: arithmetic on positions,
-and the order of samples in each epoch.
+"""Determines a step's samples and their distribution across ranks: arithmetic on positions, and the
+order of samples in each epoch.
 
-An epoch is a fixed order of samples. A *position* is a place in that order. A step is the next
-`global_batch_size` positions after the cursor; it is divided into blocks, one per rank or one per
-micro-batch, which are dealt to the current ranks. A step's samples therefore depend only on the
-cursor, and every position is dealt once for any sequence of world sizes.
+An epoch is a fixed order of samples. A *position* is a place in that order. A step consists of the
+next `global_batch_size` positions after the cursor. It is divided into blocks, one per rank or one
+per micro-batch, which are dealt to the current ranks. A step's samples therefore depend only on the
+cursor, and every position is dealt exactly once, even if the world size changes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Order = range | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Adjacent positions whose samples one rank processes at once: a micro-batch, or the rank's
+    """Adjacent positions whose samples one rank processes together: a micro-batch, or the rank's
     part of a plain step."""
 
     index: int
-    """Index of the block within the step, counted from 0. In a step without micro-batches it equals
-    the rank."""
+    """Index of the block within the step, counted from 0. Equal to the rank in a step without
+    micro-batches."""
     positions: range
 
     def __len__(self) -> int:
@@ -54,9 +54,9 @@ class EpochPlan:
     global_batch_size: int
     """Number of samples in a step."""
     micro_batch_size: int | None = None
-    """Number of samples in a micro-batch; None: a step is one plain batch per rank."""
+    """Number of samples in a micro-batch; None: in each step, every rank has one plain batch."""
     drop_last: bool = False
-    """True to leave out a last step of fewer than `global_batch_size` samples."""
+    """True to omit a last step of fewer than `global_batch_size` samples."""
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -74,13 +74,13 @@ class EpochPlan:
             )
 
     def __len__(self) -> int:
-        """Returns the number of steps in a whole epoch."""
+        """Returns the number of steps in a complete epoch."""
         whole, rest = divmod(self.length, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     @property
     def counted(self) -> int:
-        """Number of samples in a whole epoch: `length` minus the samples left out by
+        """Number of samples in a complete epoch: `length` without the samples omitted by
         `drop_last`."""
         return min(self.length, len(self) * self.global_batch_size)
 
@@ -105,10 +105,10 @@ class EpochPlan:
         In a step without micro-batches, each rank gets one contiguous part, possibly empty, and
         parts differ by at most one sample. If the step is incomplete, each part has either at least
         `least` samples or none, and the highest ranks get none. (This does not apply if even a
-        complete step has fewer than `least` samples for each rank.) With micro-batches each rank
-        gets a contiguous run of whole micro-batches, possibly none, and runs differ by at most one.
-        Lower ranks get the larger parts. `costs`: seconds that each rank needs for a micro-batch;
-        if given, `divided` determines the runs by speed."""
+        complete step has fewer than `least` samples per rank.) With micro-batches, each rank gets
+        adjacent micro-batches, possibly none, and their numbers differ by at most one. Lower ranks
+        get the larger parts. `costs`: each rank's seconds per micro-batch; if given, `divided`
+        determines the numbers of micro-batches by speed."""
         if not 0 <= rank < world_size:
             raise ConfigurationError(
                 f"rank={rank}: expected 0 to {world_size - 1} with world_size={world_size}"
@@ -133,7 +133,7 @@ class EpochPlan:
     def most_blocks(
         self, step: range, world_size: int, costs: tuple[float, ...] | None = None
     ) -> int:
-        """Returns the largest number of blocks that `deal` gives a rank in a step."""
+        """Returns the largest number of blocks that any rank gets from `deal` in a step."""
         if self.micro_batch_size is None:
             return 1
         blocks = -(-len(step) // self.micro_batch_size)
@@ -142,7 +142,7 @@ class EpochPlan:
 
 def part_of(items: int, rank: int, world_size: int) -> slice:
     """Splits `items` into `world_size` contiguous parts and returns part `rank`. The first `items %
-    world_size` parts have one item more than the others."""
+    world_size` parts have one more item than the others."""
     each, more = divmod(items, world_size)
     start = rank * each + min(rank, more)
     return slice(start, start + each + (rank < more))
@@ -150,21 +150,21 @@ def part_of(items: int, rank: int, world_size: int) -> slice:
 
 # ------------------------------------------------------------ orders: which sample is at a position
 #
-# The order of the samples in each epoch: `permutation`, or the indices drawn by a user's sampler. A
-# sampler is drawn once per epoch and process, and every rank must draw the same, including a
-# joiner, which has drawn no earlier epoch. Its `set_epoch` is therefore called if it has one; the
-# random generators that it holds are seeded (torch's, NumPy's and Python's), and so are the global
-# ones while it is drawn. A sampler that differs nevertheless (because it uses the rank, or a
-# generator that it does not hold) is detected by a digest of its indices, which ranks compare in
-# every step and which is part of the loader's state.
+# The order of the samples in each epoch: `permutation`, or the indices drawn by a user's sampler.
+# The sampler is iterated once per epoch and process. Every rank must draw the same indices,
+# including a joiner, which has not drawn the earlier epochs. The sampler's `set_epoch` is therefore
+# called if it exists, and its own random generators (torch's, NumPy's and Python's) and the global
+# ones are seeded before it draws. A sampler may still draw different indices, because it uses the
+# rank or a random generator from elsewhere. This is detected by a digest of the indices, which
+# ranks compare in every step and which is part of the loader's state.
 
 
 def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
     """Returns the order of an epoch: `length` dataset indices.
 
     The arguments determine the order completely: the indices are sorted (stably) by the raw 64-bit
-    outputs of Philox4x64-10 with key (seed, epoch) and counter 0. NumPy keeps raw outputs stable
-    over releases, unlike `Generator.permutation`. `seed` is taken modulo 2^64.
+    outputs of Philox4x64-10 with key (seed, epoch) and counter 0. NumPy keeps these raw outputs
+    stable across releases, unlike `Generator.permutation`. `seed` is taken modulo 2^64.
     """
     if not shuffle:
         return range(length)
@@ -175,7 +175,7 @@ def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
 
 
 class EpochOrders:
-    """Provides the order of samples of each epoch. Keeps the order that was requested last."""
+    """Provides the order of samples in each epoch. Caches the order that was requested last."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class EpochOrders:
         shuffle: bool,
         sampler: Iterable[int] | None,
     ) -> None:
-        """`identity`: identity of the dataset whose indices are ordered."""
+        """`identity`: digest that identifies the dataset."""
         if isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
                 "sampler=DistributedSampler(...): the loader already deals samples to the ranks; "
@@ -206,13 +206,13 @@ class EpochOrders:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Values that, together with the epoch, determine the order, unless a sampler draws it.
-        JSON-able."""
+        """Values that, together with the epoch number, determine the order unless a sampler draws
+        it. JSON-able."""
         return {"seed": self._seed, "shuffle": self._shuffle, "length": self.dataset_length}
 
     @property
     def drawn(self) -> bool:
-        """True if a sampler determines the order, so that indices may occur several times or not at
+        """True if a sampler determines the order. Indices may then occur several times or not at
         all."""
         return self._sampler is not None
 
@@ -228,7 +228,7 @@ class EpochOrders:
         """Returns the dataset index at each position of an epoch.
 
         Raises:
-            ConfigurationError: the sampler draws something other than indices of the dataset.
+            ConfigurationError: the sampler has drawn something other than indices of the dataset.
         """
         if self._held is None or self._held[0] != epoch:
             if self._sampler is None:
@@ -244,8 +244,8 @@ class EpochOrders:
         return list(part) if isinstance(part, range) else part.tolist()
 
     def digest(self, epoch: int) -> str | None:
-        """Returns the digest of an order drawn by a sampler. Returns None if the order follows from
-        the loader's arguments."""
+        """Returns the digest of an order drawn by a sampler. Returns None if the loader's arguments
+        determine the order."""
         if self._sampler is None:
             return None
         return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.order(epoch)).data)
@@ -278,7 +278,7 @@ class EpochOrders:
 
 def _generators_of(sampler: object) -> Iterator[object]:
     """Yields the random generators of a sampler and of the samplers within it. The attribute
-    `generator`, as torch's samplers call it, comes first."""
+    `generator`, which torch's samplers have, comes first."""
     held = {"generator": getattr(sampler, "generator", None), **getattr(sampler, "__dict__", {})}
     for each in held.values():
         if isinstance(

@@ -1,11 +1,11 @@
-"""Sources of a loader's next step. A step is either dealt, so that each rank gets the part that
-belongs to its rank, or leased first come, first served.
+"""Sources of a loader's next step. A step is either dealt, so that each rank gets its own part, or
+leased first come, first served.
 
-This module owns the step that this rank was dealt and that is not committed yet, and the leases. A
+This module owns the leases, and the step that was dealt to this rank and is not committed yet. A
 lease is a batch that this member took first come, first served; it ends when the batch is finished,
-or returned because the loop is left. The module moves the cursor of the `LoaderProgress` when a
-step commits, or when an epoch turns out to have no further step. It fetches nothing. Used by the
-training thread only.
+or when it is returned because the script left the loop. The module moves the cursor of the
+`LoaderProgress` when a step commits, or when an epoch turns out to have no further step. It does
+not fetch samples. Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from shoal_worker.data.sampling import Block, EpochOrders, EpochPlan
 from shoal_worker.elastic.contract.loader_interface import Leases, LoaderSession, Placement
 from shoal_worker.state.digest import DRAWN
 
-# ------------------------------------------------------------------------------------ a step, dealt
+# ------------------------------------------------------------------------ one rank's part of a step
 #
-# Deals the step at a cursor to one rank and determines its batches: a `DealtStep`, which lasts
-# until it commits or is lost. The dealer keeps no state except the epoch's order and plan.
+# Deals one rank's part of the step at a cursor and determines its batches. The result is a
+# `DealtStep`, which lasts until the step commits or aborts. The dealer keeps no state except the
+# epoch's order and plan.
 
 
 @dataclass(kw_only=True)
 class DealtStep:
-    """A step dealt to this rank. Dropped when the step commits or at the next step boundary."""
+    """A step dealt to this rank. It lasts until the step commits or the next step boundary."""
 
     placement: Placement
     epoch: int
     number: int
-    """Number of the step in its epoch, or of the leased batch."""
+    """Number of the step in its epoch, or number of the leased batch."""
     positions: range
-    """Positions of the whole global batch in the epoch's order."""
+    """Positions of the global batch in the epoch's order."""
     blocks: tuple[Block, ...]
-    """Blocks of samples that belong to this rank."""
+    """This rank's blocks of samples."""
     most_blocks: int = 1
-    """Largest number of blocks that any rank has in the step."""
+    """Largest number of blocks that any rank has in this step."""
     steps_before: int = 0
     """Number of steps that the loader had committed before this one."""
     handed_out: int = 0
-    """Number of this rank's samples that the user's loop has received."""
+    """Number of this rank's samples that the user's loop has received so far."""
 
 
 def dealt_by(
     plan: EpochPlan, positions: range, cursor: Cursor, placement: Placement, balance: Balance
 ) -> DealtStep:
-    """Deals the step that consists of `positions` and begins at `cursor`. Returns the part of the
-    rank in `placement`."""
+    """Deals the step that begins at `cursor` and consists of `positions`. Returns the part of
+    `placement`'s rank."""
     rank, world_size, costs = placement.rank, placement.world_size, balance.costs(placement)
     return DealtStep(
         placement=placement,
@@ -74,25 +75,25 @@ def dealt_by(
 
 
 class Step:
-    """One global batch, from `ElasticDataLoader.steps()`. Iterate over it once: it yields this
-    rank's micro-batches, possibly none. Without `micro_batch_size`, it yields the single batch of
-    this rank."""
+    """One global batch, from `ElasticDataLoader.steps()`. Iterating over it yields this rank's
+    micro-batches, possibly none; without `micro_batch_size`, this rank's single batch. Can be
+    iterated only once."""
 
     def __init__(self, dealt: DealtStep, batches: Iterator[Any]) -> None:
         self.epoch = dealt.epoch
-        """Epoch, 0-based."""
+        """Epoch, counted from 0."""
         self.number = dealt.number
-        """Step number within the epoch, 0-based."""
+        """Number of the step in its epoch, counted from 0."""
         self._length = len(dealt.blocks)
         self._batches: Iterator[Any] | None = batches
 
     def __len__(self) -> int:
-        """Returns the number of batches for this rank."""
+        """Returns the number of this rank's batches."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterates over this rank's batches. Raises PreconditionError if it was iterated before,
-        because samples would count twice."""
+        """Iterates over this rank's batches. Raises PreconditionError if the step was iterated
+        before, because samples would count twice."""
         if self._batches is None:
             raise PreconditionError(
                 f"step {self.number} of epoch {self.epoch} was already iterated. Iterate over a "
@@ -116,8 +117,7 @@ class Dealer:
         seed: int,
         balance: Balance,
     ) -> None:
-        """`batch_size`: number of samples in a step over all ranks or, for leased batches, in one
-        batch."""
+        """`batch_size`: total number of samples in a step or, for leased batches, in one batch."""
         self._orders = orders
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
@@ -137,8 +137,8 @@ class Dealer:
         return self._plan(self._orders.length(epoch))
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Returns the plan of `epoch` from the order itself: a sampler may draw fewer indices than
-        its length."""
+        """Returns the plan of `epoch`, drawing the order, because a sampler may draw fewer indices
+        than its length."""
         return self._plan(len(self._orders.order(epoch)))
 
     def deal(self, cursor: Cursor, placement: Placement) -> DealtStep | None:
@@ -151,8 +151,7 @@ class Dealer:
         return dealt_by(plan, positions, cursor, placement, self._balance)
 
     def leased(self, epoch: int, number: int, placement: Placement) -> DealtStep:
-        """Returns the leased batch `number` of `epoch` as a step that belongs to this rank
-        alone."""
+        """Returns the leased batch `number` of `epoch` as a step of this rank alone."""
         positions = self.plan(epoch).step(number * self._batch_size)
         block = Block(index=0, positions=positions)
         return DealtStep(
@@ -160,9 +159,8 @@ class Dealer:
         )
 
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """Returns the request for a block's batch. If the rank has no samples in the step, returns
-        a request for the step's first samples as a stand-in, because the rank must take part in
-        collectives."""
+        """Returns the request for a block's batch. If the block has no samples, requests the step's
+        first samples as a stand-in, because the rank must take part in collectives."""
         positions = block.positions or dealt.positions[: dealt.placement.least_samples]
         indices = tuple(self._orders.indices(dealt.epoch, positions))
         return Request(
@@ -181,12 +179,12 @@ class Dealer:
         }
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """Returns `request` and all later requests of its rank in the epoch, assuming that the
+        """Returns `request` and all later requests of its rank in the epoch, provided that the
         ranks do not change."""
         return itertools.dropwhile(lambda planned: planned != request, self._planned(dealt))
 
     def following_leases(self, dealt: DealtStep, numbers: Iterable[int]) -> Iterator[Request]:
-        """Returns the requests for the batches of `numbers`. As with the iterator `numbers`, the
+        """Returns the requests for the batches of `numbers`. Like the iterator `numbers`, the
         result may yield further items after it was exhausted."""
 
         def whole(number: int) -> Request:
@@ -221,13 +219,13 @@ _SHORTEST_RETRY_S = 0.01
 
 
 class LeasedBatches:
-    """Leased batches of one epoch. Used by one thread."""
+    """Leased batches of one epoch. Must be used by one thread."""
 
     def __init__(self, *, loader: str, epoch: int, batches_in_epoch: int, ahead: int) -> None:
-        """`ahead`: number of leases to keep at once, so that data workers stay busy."""
+        """`ahead`: number of leases to have at the same time, so that data workers stay busy."""
         self.epoch = epoch
         self.done = False
-        """True if every batch of the epoch is finished, on this member or another."""
+        """True if every batch of the epoch is finished, on any member."""
         self._loader = loader
         self._batches_in_epoch = batches_in_epoch
         self._ahead = ahead
@@ -237,10 +235,10 @@ class LeasedBatches:
         self._finished: list[int] = []
 
     def take(self, session: LoaderSession) -> int | None:
-        """Returns the next batch to train on, or the previous one again if it was not finished.
-        Returns None if no batch is available: either the epoch is `done`, or all remaining batches
-        are leased by other members. In the latter case, first waits for the interval requested by
-        the coordinator."""
+        """Returns the number of the next batch to train on, which is the previous batch if that is
+        not finished. Returns None if no batch is available: either the epoch is `done`, or all
+        remaining batches are leased by other members. In the latter case, first waits for the
+        interval requested by the coordinator."""
         if self._current is not None:
             return self._current
         want = self._ahead - len(self._held)
@@ -262,12 +260,12 @@ class LeasedBatches:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Leased batches that follow the one returned last, in order."""
+        """Leased batches that follow the batch returned last, in order."""
         return tuple(self._held)
 
     def coming(self) -> Iterator[int]:
-        """Yields the batch returned last, then the other leased batches in order, then batches that
-        are leased later. The iterator may yield further batches after it was exhausted."""
+        """Yields the batch returned last, then the other leased batches in order, and then batches
+        that are leased later. May yield further batches after it was exhausted."""
         self._announced = deque(self._held)
         if self._current is not None:
             self._announced.appendleft(self._current)
@@ -281,9 +279,10 @@ class LeasedBatches:
         self._current = None
 
     def acknowledge(self, session: LoaderSession) -> None:
-        """Reports finished batches to the coordinator when the loop is left, because there may be
-        no further lease. Gives back all other batches, except for the current batch, which may
-        still be finished. Within a round of inner steps, that batch is given back too."""
+        """Reports finished batches to the coordinator when the script leaves the loop, because
+        there may be no further lease. Returns all other batches except the current one, which may
+        still be finished. In the middle of a round of inner steps, the current batch is returned
+        too."""
         session.wait_for_others(None)
         try:
             if self._lease(session, 0).took_back_at_hand:
@@ -300,15 +299,15 @@ class LeasedBatches:
             want=want,
             at_hand=self._current,
         )
-        self._finished.clear()  # only now, because repeating this is harmless and losing it is not
+        self._finished.clear()  # only now: reporting them twice is harmless, losing them is not
         self._held += answer.batches
         self._announced += answer.batches
         return answer
 
 
 class _Drain:
-    """Iterator that removes items from a deque. Raises StopIteration whenever the deque is
-    empty."""
+    """Iterator that removes and yields items from a deque. Raises StopIteration whenever the deque
+    is empty."""
 
     def __init__(self, items: deque[int]) -> None:
         self._items = items
@@ -323,57 +322,57 @@ class _Drain:
 
 
 class Supply(abc.ABC):
-    """Deals one step after another. Repeats a step until it is committed."""
+    """Deals one step after another. A step is dealt again until it is committed."""
 
     leased: ClassVar[bool] = False
 
     def __init__(self, progress: LoaderProgress) -> None:
         self.current: DealtStep | None = None
-        """Step that was dealt and has not been committed or dropped yet."""
+        """The step that was dealt and is neither committed nor dropped; None if there is none."""
         self._progress = progress
 
     @abc.abstractmethod
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """Makes the next step the current step and returns it. Returns None if no step is available
-        now, or the epoch is over."""
+        now, or the epoch has ended."""
 
     @abc.abstractmethod
     def request(self, dealt: DealtStep, block: Block) -> Request:
         """Returns the request for the batch of `block` in the step `dealt`. For a block without
-        samples, requests a stand-in."""
+        samples, the request is for a stand-in."""
 
     @abc.abstractmethod
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """Returns `request`, which belongs to the step `dealt`, and the requests that will probably
-        follow."""
+        """Returns `request`, which belongs to the step `dealt`, followed by the requests that will
+        probably come next."""
 
     @abc.abstractmethod
     def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
         """Returns the request that will probably follow `request` in the epoch; None if there is
-        none, or if it is unknown."""
+        none or it is not known."""
 
     @abc.abstractmethod
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """Returns the entries for `block` in the record of samples (`record.py`): samples,
-        expected, dataset, drawn."""
+        """Returns the entries for `block` in the sample record (`record.py`): samples, expected,
+        dataset, drawn."""
 
     @abc.abstractmethod
     def plan(self, epoch: int) -> EpochPlan:
-        """Returns the division of `epoch` into steps, as far as it is known without reading the
+        """Returns how `epoch` is divided into steps, as far as this is known without reading the
         data or drawing the order."""
 
     def dealing(self, epoch: int) -> dict[str, Any]:
         """Returns values that, in addition to the loader's arguments, determine the batches. They
-        must be the same on all ranks. JSON-able. Returns the same object while the values are
+        must be the same on all ranks. JSON-able. Returns the same object as long as the values are
         unchanged."""
         return {}
 
     def limit(self, max_steps: int | None) -> None:
-        """Ends the run's steps after `max_steps` steps over all epochs; None: no limit."""
+        """Limits the run to `max_steps` steps over all epochs; None: no limit."""
         self._progress.max_steps = max_steps
 
     def epochs_of(self, max_steps: int) -> int:
-        """Returns an upper bound of the number of epochs needed for `max_steps` steps."""
+        """Returns an upper bound on the number of epochs for `max_steps` steps."""
         return sys.maxsize
 
     def steps_until(self, epoch: int) -> int | None:
@@ -383,12 +382,12 @@ class Supply(abc.ABC):
         if progress.max_steps is None:
             return steps
         left = max(0, progress.max_steps - progress.cursor.global_step)
-        if steps is None:  # the epochs of this loader may end earlier
+        if steps is None:  # this loader's epochs may end earlier
             return left if epoch >= sys.maxsize else None
         return min(steps, left)
 
     def _steps_until(self, epoch: int) -> int | None:
-        """Returns the number of steps until `epoch` begins, without regard to `max_steps`."""
+        """Returns the number of steps until `epoch` begins, disregarding `max_steps`."""
         cursor = self._progress.cursor
         return max(0, (epoch - cursor.epoch) * len(self.plan(cursor.epoch)) - cursor.step)
 
@@ -397,12 +396,12 @@ class Supply(abc.ABC):
         self.current = None
 
     def reset(self) -> None:
-        """Drops the current step, because another cursor was loaded."""
+        """Drops the current step because a different cursor was loaded."""
         self.drop()
 
     def commit(self) -> DealtStep | None:
-        """Commits the current step by moving the cursor, and returns the step. Returns None if
-        there is no current step."""
+        """Commits the current step by moving the cursor. Returns the step, or None if there is no
+        current step."""
         dealt, self.current = self.current, None
         if dealt is not None:
             self._advance(dealt)
@@ -410,7 +409,7 @@ class Supply(abc.ABC):
 
     @abc.abstractmethod
     def _advance(self, dealt: DealtStep) -> None:
-        """Moves the cursor over a committed step."""
+        """Moves the cursor past a committed step."""
 
     @property
     @abc.abstractmethod
@@ -418,26 +417,26 @@ class Supply(abc.ABC):
         """True if the current step is known to be the last of its epoch."""
 
     def rest(self) -> None:  # noqa: B027  # most supplies read nothing
-        """Stops reading ahead. Called when the loop is left."""
+        """Stops reading ahead. Must be called when the script leaves the loop."""
 
     def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027
         # most supplies have nothing to report
-        """Reports finished batches when the loop is left, because there may be no further lease.
-        Raises ShoalError if the report fails."""
+        """Reports finished batches when the script leaves the loop, because there may be no further
+        lease. Raises ShoalError if the report fails."""
 
     def capture(self) -> dict[str, Any]:
-        """Returns the loader's state other than the cursor. JSON-able."""
+        """Returns the loader's state except the cursor. JSON-able."""
         return {}
 
     def load(self, state: Mapping[str, Any], *, loader: str) -> None:  # noqa: B027
         # most supplies have no state in addition to the cursor
-        """Loads the result of `capture`. The cursor in `state` has been checked and is loaded
-        afterwards. Raises CorruptDataError and ConfigurationError without having changed
-        anything."""
+        """Loads the result of `capture`. The caller has checked the cursor in `state`, and loads it
+        afterwards. If this method raises CorruptDataError or ConfigurationError, nothing has
+        changed."""
 
 
 class IndexedSupply(Supply):
-    """Supply of steps from a dataset whose samples can be accessed by index."""
+    """Supply of steps from a dataset with samples that can be accessed by index."""
 
     def __init__(self, dealer: Dealer, progress: LoaderProgress) -> None:
         super().__init__(progress)
@@ -464,11 +463,11 @@ class IndexedSupply(Supply):
 
 
 class DealtSupply(IndexedSupply):
-    """Supply in which every rank gets its part of every step."""
+    """Supply that deals every rank its part of every step."""
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """Implements `Supply.take`. After a run with another batch size, `drop_last` may leave out
-        the samples after the cursor."""
+        """Implements `Supply.take`. `drop_last` may omit the samples after the cursor if the run
+        had a different batch size before."""
         self.current = self._dealer.deal(self._progress.cursor, placement)
         if self.current is None:
             self._progress.end_epoch()
@@ -495,12 +494,12 @@ class DealtSupply(IndexedSupply):
 
 
 class LeasedSupply(IndexedSupply):
-    """Supply of leased batches: every batch is a step of one rank."""
+    """Supply of leased batches. Every batch is a step of one rank alone."""
 
     leased = True
 
     def __init__(self, dealer: Dealer, progress: LoaderProgress, *, ahead: int) -> None:
-        """`ahead`: number of leases to keep at once."""
+        """`ahead`: number of leases to have at the same time."""
         super().__init__(dealer, progress)
         self._ahead = ahead
         self._leases: LeasedBatches | None = None
@@ -552,15 +551,15 @@ class LeasedSupply(IndexedSupply):
         return next(self._dealer.following_leases(dealt, self._leases.held), None)
 
     def reset(self) -> None:
-        """Implements `Supply.reset`. Leases of other epochs than the new cursor's become
-        invalid."""
+        """Implements `Supply.reset`. Leases become invalid unless they belong to the new cursor's
+        epoch."""
         super().reset()
         if self._leases is not None and self._leases.epoch != self._progress.cursor.epoch:
             self._leases = None
 
     @property
     def ends_epoch(self) -> bool:
-        """Always False: no single member knows which batches of the epoch are finished."""
+        """False, because no single member knows which batches of the epoch are finished."""
         return False
 
     def _advance(self, dealt: DealtStep) -> None:

@@ -1,8 +1,8 @@
 """Converts the arguments of a torch DataLoader into the arguments of Shoal's loader.
 
-The arguments that only affect the speed of torch's data workers (`prefetch_factor`,
+The arguments that only affect the operation of torch's data workers (`prefetch_factor`,
 `persistent_workers`, `in_order`, `timeout`, `pin_memory_device`) have no counterpart. The table in
-docs/guides/data-sources.md names what becomes of each argument.
+docs/guides/data-sources.md shows how each argument is converted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.utils.data import (
 from shoal_worker.data.streaming.stream import is_stream
 
 _STATEFUL: Final = "torchdata.stateful_dataloader"
-"""Package with a DataLoader and samplers that do the same as torch's and can save their position,
-which Shoal does itself."""
+"""Package whose DataLoader and samplers behave like torch's but can also save their position, which
+Shoal's loader does itself."""
 
 
 def arguments_of(loader: Any, what: str) -> dict[str, Any]:
-    """Returns the arguments of Shoal's loader for the same dataset, order and batches. The batch
-    size is the DataLoader's, for a script on one process.
+    """Returns arguments for Shoal's loader that give the same dataset, order and batches. The
+    global batch size is the DataLoader's batch size.
 
     Args:
         loader: a torch DataLoader.
@@ -48,7 +48,7 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
     _check_data_workers(loader, what)
     order = order_of(loader, what)
     batches: Any = loader.batch_sampler
-    # a kept sampler has its own generator, which Shoal seeds anew in each epoch
+    # the kept sampler has its own generator, which Shoal seeds again in each epoch
     seed = seed_of(loader, batches.sampler) if "shuffle" in order else {}
     return {
         "dataset": loader.dataset,
@@ -61,11 +61,11 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
 
 
 def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
-    """Returns the arguments for the order of the loader's sampler.
+    """Returns the loader arguments that give the same order as the DataLoader's sampler.
 
     Raises:
-        ConfigurationError: the dataset or a batch sampler of another kind forms the batches, or the
-            sampler deals samples to ranks.
+        ConfigurationError: the batches are formed by the dataset or by an unsupported batch
+            sampler, or the sampler deals samples to ranks.
     """
     streams = is_stream(loader.dataset)
     batches: Any = loader.batch_sampler
@@ -103,11 +103,11 @@ def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
 
 
 def seed_of(loader: DataLoader[Any], sampler: Any) -> dict[str, int]:
-    """Returns the seed of the random generator that the script gave the DataLoader or its sampler;
-    nothing if it gave none."""
+    """Returns the argument `seed` from the random generator that the script passed to the
+    DataLoader or its sampler; an empty dict if it passed none."""
     generators = [loader.generator]
     if not type(sampler).__module__.startswith(_STATEFUL):
-        # where the script gives none, torchdata's sampler creates one, with another seed on each
+        # if the script passes none, torchdata's sampler creates one, with a different seed on each
         # rank
         generators.append(getattr(sampler, "generator", None))
     for generator in generators:
@@ -117,7 +117,7 @@ def seed_of(loader: DataLoader[Any], sampler: Any) -> dict[str, int]:
 
 
 def fetching_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns the arguments that control how batches are made from samples."""
+    """Returns the loader arguments that control how batches are created from samples."""
     return {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,
@@ -144,7 +144,8 @@ def _check_iteration(loader: DataLoader[Any], what: str) -> None:
 
 
 def _check_data_workers(loader: DataLoader[Any], what: str) -> None:
-    """Raises ConfigurationError if Shoal's data workers would behave differently."""
+    """Raises ConfigurationError if Shoal's data workers would behave differently from the
+    DataLoader's."""
     if not loader.num_workers:
         return  # torch ignores these arguments as well
     if loader.worker_init_fn is not None:
@@ -167,8 +168,8 @@ def _check_data_workers(loader: DataLoader[Any], what: str) -> None:
 
 
 def _is_one_of(kind: type, torchs: type) -> bool:
-    """Returns whether a class of samplers is torch's class, or torchdata's class of the same name,
-    and not a subclass."""
+    """Returns whether `kind` is torch's class, or torchdata's class of the same name, but not a
+    subclass."""
     return kind is torchs or (
         kind.__module__.startswith(_STATEFUL) and kind.__name__ == torchs.__name__
     )

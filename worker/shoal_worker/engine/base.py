@@ -1,14 +1,14 @@
 """Interface and defaults of engines. An engine trains and stores a strategy's model, behind the
 public `ShardedModel` and `ShardedOptimizer`.
 
-There are four engines: `replicated/engine.py` (every rank holds the entire model),
-`sharding/engine.py` (tensors are sharded over the ranks), `mesh/engine.py` (layers and stages are
-on different ranks) and `asynchronous/engine.py` (values are on parameter servers). A strategy
-declares its engine and the engine's options (`strategies/declaration.py`).
+There are four engines: `replicated/engine.py` (every rank has the full model), `sharding/engine.py`
+(tensors are sharded across the ranks), `mesh/engine.py` (layers and stages are on different ranks)
+and `asynchronous/engine.py` (values are on parameter servers). A strategy declares its engine and
+the engine's options (`strategies/declaration.py`).
 
 The user's model and optimizer forward their calls to the engine, and the session calls it as a
-`TrainingEngine`. Everything runs on the training thread, except hooks of a backward pass, which run
-on torch's thread for it while the training thread waits.
+`TrainingEngine`. All methods run on the training thread, except hooks of a backward pass, which run
+on torch's autograd thread while the training thread waits.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ T = TypeVar("T")
 class Setup:
     """Arguments for creating an engine.
 
-    Three of them can be called like the model. `module` only computes. `call` is the same forward
-    pass, compiled if torch.compile was used; `Engine.forward` calls `call`. `model` is the public
-    wrapper, which calls `Engine.forward`; `Engine.train_step` calls `model`."""
+    Three of the arguments can be called like the model. `module` only computes. `call` is the same
+    forward pass, compiled if torch.compile was used; `Engine.forward` calls `call`. `model` is the
+    public wrapper, which calls `Engine.forward`; `Engine.train_step` calls `model`."""
 
     strategy: str
-    """Name of the strategy, for errors and metadata."""
+    """Strategy's name, for errors and metadata."""
     module: nn.Module
     """The user's own module, unsharded."""
     call: Callable[..., Any]
     """Forward pass of the module, compiled if torch.compile was used."""
     model: Callable[..., Any]
-    """The `ShardedModel`, called as the user calls it, with the user's hooks."""
+    """The `ShardedModel`. Calling it runs the user's hooks too."""
     show: Callable[[nn.Module], None]
     """Function that sets the module returned by `ShardedModel.module`."""
     session: StrategySession
     config: ShardingConfiguration
     backend_name: str
     options: Mapping[str, Any]
-    """Keyword arguments of `as_distributed` that belong to the strategy."""
+    """Keyword arguments of `as_distributed` that are specific to the strategy."""
     several: bool = False
     """True if the model is one of several. Passes of the other models may then run through this one
-    and add to its gradients, even while the script has frozen it."""
+    and add to its gradients, and the script may freeze it for some of them."""
 
 
 def _normalizes_batches(layer: nn.Module) -> bool:
@@ -87,7 +87,8 @@ def _normalizes_batches(layer: nn.Module) -> bool:
 
 
 class Engine(TrainingEngine):
-    """One model and its optimizer in training. By default, every rank holds both entirely."""
+    """Trains one model with its optimizer. The defaults are for engines whose ranks all have the
+    full model and optimizer."""
 
     keeps_parameters_whole: ClassVar[bool] = False
     """True if the module's own `state_dict()` contains the current values of the parameters between
@@ -109,7 +110,7 @@ class Engine(TrainingEngine):
         check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
         self.least_samples = 2 if any(map(_normalizes_batches, setup.module.modules())) else 1
         self.extremes = find_extremes(setup.module)
-        """Buffers that hold minima and maxima (`extremes.py`)."""
+        """Buffers that contain minima and maxima, by name (`extremes.py`)."""
         self._setup = setup
         self._entry: Callable[..., Any] | None = None
         """Method of the module that the next forward pass calls; None: `forward`."""
@@ -121,14 +122,15 @@ class Engine(TrainingEngine):
     @abc.abstractmethod
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Attaches the optimizer and registers this engine with the session: module and optimizer
-        become part of the run's state. Called once."""
+        become part of the run's state. Must be called once."""
 
     @abc.abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass. In training, begins a step if no loader has begun one."""
+        """Runs the module's forward pass. In training mode, begins a step if no loader has begun
+        one."""
 
     def entering(self, name: str, *, frozen: bool) -> Callable[..., Any]:
-        """Returns a function that runs a forward pass through the module's method `name` instead of
+        """Returns a function that runs a forward pass with the module's method `name` in place of
         its `forward` (`register_forward_method`). It behaves as `Engine.forward`, or as
         `Engine.forward_frozen` if `frozen`."""
 
@@ -146,8 +148,8 @@ class Engine(TrainingEngine):
         return call
 
     def check_forward_method(self, name: str) -> None:
-        """Checks that forward passes can use the module's method `name`. Raises ConfigurationError
-        if only `forward` can be used."""
+        """Checks that the module's method `name` can be used as a forward pass; otherwise raises
+        ConfigurationError."""
 
     def _as_forward(self, name: str) -> Callable[..., Any]:
         """Returns a function that calls the module's method `name` as the module's forward pass."""
@@ -162,7 +164,8 @@ class Engine(TrainingEngine):
 
     @abc.abstractmethod
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Runs both passes for a batch and returns the loss (`ShardedModel.train_step`)."""
+        """Runs the forward and backward passes of a batch and returns the loss
+        (`ShardedModel.train_step`)."""
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
@@ -186,7 +189,7 @@ class Engine(TrainingEngine):
 
     @abc.abstractmethod
     def synchronize_gradients(self) -> None:
-        """Sums the step's gradients over the ranks (`ShardedModel.synchronize_gradients`)."""
+        """Reduces the step's gradients across ranks (`ShardedModel.synchronize_gradients`)."""
 
     def zero_grad(self, clear: Callable[[], None]) -> None:
         """Clears the gradients of the current step. `clear`: torch's own method, which clears
@@ -226,19 +229,19 @@ class Engine(TrainingEngine):
 
     def check_values_here(self, call: str, instead: str) -> None:
         """Checks that this rank has all values of the module; otherwise raises PreconditionError.
-        `call`, `instead`: name of the call that needs them, and an alternative, for the error."""
+        `call`, `instead`: user's call that needs the values, and an alternative, for the error."""
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Checks a conversion such as `to`, `half` or `cuda`. Returns whether torch should apply
         `fn` to the module's tensors.
 
         Raises:
-            PreconditionError: the conversion would separate the tensors from the ranks' shards.
+            PreconditionError: the engine cannot apply the conversion to the ranks' shards.
         """
         return True
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Returns copies of all unsharded parameters (`ShardedModel.gather_full_parameters`)."""
+        """Returns full copies of all parameters (`ShardedModel.gather_full_parameters`)."""
         return {name: p.detach().clone() for name, p in self.module.named_parameters()}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -256,17 +259,18 @@ class Engine(TrainingEngine):
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters, or its parts of them, by name (`ShardedModel.local_shard`)."""
+        """This rank's parameters, or this rank's parts of the parameters, by name
+        (`ShardedModel.local_shard`)."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Loads a complete state dict (`ShardedModel.load_full`). Raises CorruptDataError if it
-        belongs to another model."""
+        belongs to a different model."""
         check_model_fits(tensors, self.module, ModuleState(self.module).shapes(listed=True))
         load_captured(self.module, tensors, listed=True)
 
     def _check_fits(self, tensors: Mapping[str, Any]) -> None:
-        """Checks that `tensors` is a state of the module; otherwise raises CorruptDataError."""
+        """Checks that `tensors` fits the module; otherwise raises CorruptDataError."""
         check_model_fits(tensors, self.module, ModuleState(self.module).shapes())
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
@@ -294,11 +298,11 @@ class Engine(TrainingEngine):
         state = self._whole_state()
         copied = copy.deepcopy(self.module, blank_copies(self.module))
         for key, tensor in ModuleState(copied).tensors.items():
-            tensor.data = state[key]  # a function that replaces some of the values, or none
+            tensor.data = state[key]  # already a copy, so no memory is shared
         return copied
 
     def layout(self) -> dict[str, Any]:
-        """Returns facts about the distribution over the ranks, as JSON, for
+        """Returns a JSON-serializable description of the model's distribution across the ranks, for
         `ShardedModel.get_model_metadata`."""
         return {}
 
@@ -310,7 +314,7 @@ class Engine(TrainingEngine):
 
     updates_parts = False
     """True if this process's optimizer updates only parts of the parameters, or none at all. Step
-    hooks would then see other tensors than in a single process."""
+    hooks would then see different tensors than on a single process."""
 
     # True means that other objects replace the parameters in the module when the ranks are assigned
     # their parts
@@ -326,21 +330,21 @@ class Engine(TrainingEngine):
         """Ends the step, and returns its outcome.
 
         Args:
-            update: function that updates the model, called in `apply` if the step counts.
-                `ShardedOptimizer` provides it. It calls this engine in turn: `scale_gradients` to
-                undo a GradScaler's scale, then `step_optimizer`.
-            scaled: True if the gradients still contain the scale of a GradScaler.
+            update: function of `ShardedOptimizer` that updates the model. `apply` calls it if the
+                step is committed. It calls `scale_gradients` of this engine to undo a GradScaler's
+                scale, and then `step_optimizer`.
+            scaled: True if the gradients are still multiplied by a GradScaler's scale.
             inspected: True if a GradScaler has checked the gradients for infinities."""
         return self._session.lifecycle.finish_step(partial(self.apply, update))
 
     def apply(self, update: Callable[[], None]) -> None:
         """Calls `update`, with this rank's gradients available to the optimizer. Called once the
-        step counts."""
+        step is committed."""
         update()
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """Runs the step of the user's optimizer. If the gradients are not `usable`, nothing is
-        updated, but the step counts."""
+        """Runs the step of the user's optimizer. If the gradients are not `usable`, the parameters
+        stay unchanged, but the step counts."""
         assert self.optimizer is not None
         if usable:
             self.optimizer.step()
@@ -352,25 +356,26 @@ class Engine(TrainingEngine):
         `name`: its name; empty: none."""
 
     def skip(self) -> None:
-        """Records a step that counts although a GradScaler found its gradients unusable, so that
-        nothing is updated. Called on all ranks or on none."""
+        """Records that a committed step has no update because a GradScaler found its gradients
+        unusable. Called on all ranks or on none."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Calls `apply` in a step of several models whose outcome is not yet known. Returns an
-        object with which `exchange_update` can undo the update."""
+        """Calls `apply` in a step of several models whose outcome is not yet known. Returns the
+        update, for `exchange_update`, which can undo it."""
         assert self.optimizer is not None
         update = TentativeUpdate(self.optimizer)
         apply()
         return update
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Undoes the given update. If it is already undone, makes it again."""
+        """Undoes `update`, or reapplies it if it is undone."""
         update.exchange()
 
     def freeze(self) -> Callable[[], None]:
         """Freezes the model after its own update in a step of several models. Gradients still pass
-        through the module to other models, but not to its parameters. Returns a function that
-        unfreezes the model and restores the buffers to their values at the call of `freeze`."""
+        through the module to other models, but its own parameters receive none. Returns a function
+        that unfreezes the model and restores the buffers to their values at the call of
+        `freeze`."""
         with inside():
             trained = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad
@@ -385,16 +390,16 @@ class Engine(TrainingEngine):
         return thaw
 
     def divide_alike(self, several: Sequence[Engine]) -> None:
-        """Makes the engines of several attached models divide the ranks in the same way."""
+        """Makes the engines of several attached models use the same mesh of ranks."""
 
     def fetch_put_back(self) -> None:
-        """Fetches unsharded values again from the ranks that own them, after updates of the current
-        step were undone on all ranks. All ranks must call it. If it fails, the step is marked as
-        lost."""
+        """Gathers unsharded values again from the ranks that own them, after updates of the current
+        step were undone on all ranks. Must be called on all ranks. If it fails, the step is marked
+        as failed."""
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass while none of its parameters requires a gradient. Nothing
-        is reduced."""
+        """Runs the module's forward pass while none of its parameters requires a gradient. Its
+        backward pass does not reduce gradients."""
         return self._compute(*args, **kwargs)
 
     def has_gradients(self) -> bool:
@@ -409,8 +414,8 @@ class Engine(TrainingEngine):
 
     @property
     def changing_buffers(self) -> bool:
-        """True if the module has buffers on which the ranks must agree. Only used with several
-        models."""
+        """True if the module has buffers whose changes must be combined across ranks. Only used
+        with several models."""
         return False
 
     def scale_gradients(self, scale: float) -> None:
@@ -428,18 +433,18 @@ class Engine(TrainingEngine):
         return self.optimizer.state_dict()
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads an optimizer's complete state, the same on all ranks.
+        """Loads the optimizer's complete state, which must be the same on all ranks.
 
         Raises:
-            CorruptDataError: the state belongs to another optimizer; nothing is changed.
+            CorruptDataError: the state belongs to a different optimizer. Nothing is changed.
         """
         self._check_optimizer_fits(state)
         assert self.optimizer is not None
         load_optimizer(self.optimizer, state, exact=False)
 
     def _check_optimizer_fits(self, state: Mapping[str, Any]) -> None:
-        """Checks that `state` is a state of this optimizer over unsharded parameters; otherwise
-        raises CorruptDataError."""
+        """Checks that `state` is a complete state of this optimizer, for unsharded parameters;
+        otherwise raises CorruptDataError."""
         assert self.optimizer is not None
         check_fits(
             state,
@@ -448,8 +453,8 @@ class Engine(TrainingEngine):
         )
 
     def synchronize_parameters(self) -> None:
-        """Averages the parameters over the ranks. Does nothing by default, because they are equal
-        after every step."""
+        """Averages the parameters across ranks. Does nothing by default, because they are the same
+        on all ranks after every step."""
 
     def synchronize_optimizer_state(self) -> None:
         """Synchronizes the ranks' optimizer states. Does nothing by default, because each rank's
@@ -460,19 +465,19 @@ class Engine(TrainingEngine):
     @property
     @override
     def data_parallel_rank(self) -> int:
-        """Rank of this process: each rank is a replica."""
+        """Rank of this process, because each rank is a replica by default."""
         return self._session.rank
 
     @property
     @override
     def data_parallel_size(self) -> int:
-        """Number of ranks: each rank is a replica."""
+        """Number of ranks, because each rank is a replica by default."""
         return self._session.world_size
 
     @property
     @override
     def consistency_check_every(self) -> int:
-        """Number of steps after which ranks compare their state, from the configuration."""
+        """Number of steps between comparisons of the ranks' state, from the configuration."""
         return self.config.consistency_check_every
 
     @override
@@ -480,7 +485,7 @@ class Engine(TrainingEngine):
         return {
             join_path(("model", key)): tensor
             for key, tensor in ModuleState(self.module).tensors.items()
-            # not values of other classes, which may be stored elsewhere or may not be plain
+            # other classes may store their values elsewhere, or not as plain tensors
             if type(tensor) is nn.Parameter
             and tensor.layout is torch.strided
             and not tensor.requires_grad
@@ -505,10 +510,6 @@ class Engine(TrainingEngine):
         return self.module.named_parameters()
 
     def _check_can_travel(self, key: str, value: Any) -> None:
-        """Checks that an entry of the optimizer's state can be sent; otherwise raises
+        """Checks that an entry of the optimizer's state can be sent to peers; otherwise raises
         ConfigurationError."""
         flatten({key: value})
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Checks a state without changing anything. Raises CorruptDataError if `restore` would
-        refuse it."""

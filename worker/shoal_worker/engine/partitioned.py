@@ -1,15 +1,16 @@
-"""Common part of engines whose ranks need not hold the entire model: the end of a step, and
-operations between steps.
+"""Base of engines whose ranks need not have the full model: the end of a step, and operations
+between steps.
 
-`sharding/engine.py` shards a model's tensors over the ranks (zero1 and similar). `mesh/engine.py`
-splits a model's layers and stages (tensor, pipeline, hybrid). In both cases a step is prepared when
-each rank has everything needed to apply it, for itself and for the rank that it mirrors. The
-gradients' norm and all other values that the ranks need are sent together with the step vote
-(`CommitPayload`). Each rank then updates its own part. Sharded state is resharded after the update.
+`sharding/engine.py` shards a model's tensors across ranks (zero1 and similar). `mesh/engine.py`
+splits a model's layers and stages (tensor, pipeline, hybrid). In both cases, a step is prepared
+when each rank has everything needed to update its own part of the model and the parts that it
+mirrors. The gradients' norm and all other values that ranks need from each other are sent together
+with the step vote (`CommitPayload`). Each rank then updates its own part. If the ranks have
+changed, the state is resharded after the update.
 
 torch's own calls (`state_dict`, `zero_grad`, `to`) either work correctly, or raise an error that
 names the alternative. Most of this is implemented in the parameters themselves
-(`hidden_parameters.py`). docs/torch-calls.md has the table.
+(`hidden_parameters.py`). docs/torch-calls.md has a table of all calls.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ from shoal_worker.state.fits import check_elementwise
 
 @dataclass(kw_only=True)
 class CommitPayload:
-    """Data about a committed step, the same on all ranks. It is sent to ranks that missed the
-    commit all-reduce.
+    """Data about a committed step, the same on all ranks. Ranks that missed the commit all-reduce
+    receive it from a peer.
     """
 
     number: int
-    """Number of the step for this model, from 1."""
+    """Number of this model's step, from 1."""
     divisor: float
-    """Number by which the summed gradients are divided."""
+    """Divisor of the summed gradients."""
     squared_norm: float
-    """Squared norm of the summed gradients, before the division."""
+    """Squared norm of the summed gradients, before division by `divisor`."""
 
     @property
     def norm(self) -> float:
@@ -72,19 +73,19 @@ class CommitPayload:
 
 @dataclass(kw_only=True)
 class ShardedCommitPayload(CommitPayload):
-    """Commit data of a model that is sharded over all ranks, so that every rank has a piece of each
-    parameter.
+    """Commit data of a model that is sharded across all ranks, so that every rank has a piece of
+    each parameter.
     """
 
     present: list[bool]
     """One flag for each trained parameter: True if at least one rank has used it."""
     changes: torch.Tensor
-    """Changes of the buffers, averaged over the ranks."""
+    """Changes of the buffers, averaged across ranks."""
 
 
 class CommitSum:
-    """Several float64 vectors that are summed over the ranks in one all-reduce. Their lengths are
-    the same on all ranks."""
+    """Several float64 vectors that are summed across ranks in one all-reduce. Each has the same
+    length on all ranks."""
 
     def __init__(self, *parts: torch.Tensor | Sequence[float]) -> None:
         self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
@@ -106,30 +107,30 @@ Closed = TypeVar("Closed", bound=CommitPayload)
 
 
 class Gradients(Protocol):
-    """Gradients of a step, as passed to this rank's optimizer."""
+    """Gradients of a step, as this rank's optimizer uses them."""
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients by `factor`."""
         ...
 
     def norm_here(self) -> float:
-        """Returns the norm of all gradients on this rank, including mirrored ones."""
+        """Returns the norm of all gradients on this rank, including gradients of mirrors."""
         ...
 
 
 class PartitionedEngine(Engine, Generic[State, Closed]):
-    """Engine of a model whose state is divided over ranks, so that no rank needs to hold all of
+    """Engine of a model whose state is partitioned across ranks, so that no rank needs all of
     it."""
 
     updates_parts = True
     _payload_type: type[Closed]
-    """Type of the data about a committed step."""
+    """Class of the data about a committed step."""
 
     # ------------------------------------------------------------------------- what is cut, and how
 
     @abc.abstractmethod
     def _make_state(self) -> State:
-        """Creates the partitioned state from the module, which has values at that time."""
+        """Creates the partitioned state from the module, which must not be on the meta device."""
 
     @property
     @abc.abstractmethod
@@ -149,7 +150,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _parameter_names(self) -> Mapping[str, str]:
-        """Returns the state dict's keys of all parameters, in order. The value of each key is the
+        """Returns the state dict's keys of all parameters, in order. Each key is mapped to the
         first key of the same parameter, because a tied parameter has several keys."""
 
     @abc.abstractmethod
@@ -158,8 +159,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
-        """Runs both passes for a batch. Returns the loss, or None if only a peer computes it; the
-        loss then arrives with the commit all-reduce."""
+        """Runs the forward and backward passes of a batch. Returns the loss, or None if only a peer
+        computes it; the loss then arrives with the commit all-reduce."""
 
     @property
     @abc.abstractmethod
@@ -168,7 +169,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _hand_out(self, commit_payload: Closed) -> None:
-        """Passes the gradients of a committed step to the optimizer."""
+        """Makes the gradients of a committed step available to the optimizer."""
 
     @abc.abstractmethod
     def _drop_gradients(self) -> None:
@@ -183,8 +184,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     # ---------------------------------------------------------------------------------------- start
 
     def __init__(self, setup: Setup) -> None:
-        """Creates the engine. The model is sharded when the first step begins; until then all ranks
-        hold it entirely.
+        """Creates the engine. The model is sharded when the first step begins; until then, every
+        rank has the full model.
 
         Raises:
             ConfigurationError: the module has no trained parameter.
@@ -192,32 +193,32 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         super().__init__(setup)
         check_trains(self.module)
         self._parts: State | None = None
-        """State of the model; None while the module is on the meta device."""
+        """Partitioned state of the model; None while the module is on the meta device."""
         self._applied = 0
         """Number of steps applied since the initial state or a checkpoint; the same on all
         ranks."""
         self._commit_payload: Closed | None = None
-        """Commit data of the last committed step. That may be the current step."""
+        """Commit data of the last committed step, which may be the current step."""
         self._clipped = 1.0
-        """Factor by which clipping has scaled the current step's gradients."""
+        """Factor that clipping has applied to the current step's gradients."""
         self._shown = False
         """True if a GradScaler may have inspected and unscaled the current step's gradients."""
         self._handed_out = 0.0
-        """Norm of this rank's gradients before a GradScaler could have changed them; 0 if none
-        could.
+        """Norm of this rank's gradients before a GradScaler could have changed them; 0 if no
+        GradScaler could have.
         """
         self._skipped = False
-        """True if a GradScaler found infinities in the gradients. The step then counts, but nothing
-        is updated."""
+        """True if a GradScaler found infinities in the gradients. The step then counts, but the
+        parameters stay unchanged."""
         self._carried = False
-        """True if, at a backward pass of the current step, gradients of the last step had not been
-        cleared.
+        """True if a backward pass of the current step found gradients of the last step that had not
+        been cleared.
         """
         self._whereabouts = Whereabouts(self.strategy)
 
     def _build(self) -> None:
         """Creates the state if the module has values. Called at the end of each engine's
-        constructor, and again when a module on the meta device gets values."""
+        constructor, and again when a module on the meta device receives values."""
         if not has_values(self.module):
             return
         self._parts = self._make_state()
@@ -249,8 +250,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return bool(self._options.get("elementwise_optimizer", False))
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Attaches the optimizer and registers the engine with the session. This rank's pieces take
-        the place of the optimizer's parameters in the first step at the latest.
+        """Attaches the optimizer and registers the engine with the session. In the optimizer's
+        groups, this rank's pieces replace the parameters, in the first step at the latest.
         """
         self.optimizer = optimizer
         if optimizer is not None:
@@ -276,8 +277,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Trains on a batch, which is the same on all ranks of a replica, and returns the loss. The
         loss is sent with the commit all-reduce.
 
-        In `loader.steps()` the batch is a micro-batch. Its own loss is returned, on every rank of
-        the replica.
+        In `loader.steps()` the batch is a micro-batch. Returns the micro-batch's own loss, on every
+        rank of the replica.
         """
         session = self._session
         mean_loss = self._take_pass(inputs, targets, loss_fn)
@@ -294,8 +295,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _trains(self) -> bool:
-        """True if a forward pass that begins now is a training pass. This includes passes in eval
-        mode within a step whose gradients are not yet reduced."""
+        """True if a forward pass that begins now belongs to training. In a step whose gradients
+        have not been reduced yet, this includes passes in evaluation mode."""
         step = self._session.step
         return torch.is_grad_enabled() and (
             self.module.training or (step is not None and step.control is None)
@@ -312,7 +313,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _reduce(self, step: Step, share: Share) -> None:
-        """Sums the gradients and prepares the step. On failure the step is marked as lost."""
+        """Sums the gradients and prepares the step. On failure, marks the step as failed."""
 
     def _refuse_reduced(self, step: Step) -> None:
         if step.control is not None:
@@ -324,13 +325,13 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             )
 
     def _is_lost(self) -> bool:
-        """Returns whether the step is known to be lost, or none is in progress."""
+        """Returns whether the step is known to have failed, or no step is in progress."""
         step = self._session.step
         return step is None or step.lost is not None
 
     def _proves_lost(self) -> bool:
-        """Waits until all collectives issued so far have ended, and returns whether the step is
-        lost. Without waiting, a failure on a device would be noticed too late.
+        """Waits until all collectives issued so far have ended, and returns whether the step has
+        failed. Without the wait, a failure on a device would be noticed too late.
         """
         if not self._is_lost():
             self._session.lifecycle.settle_collectives()
@@ -368,11 +369,12 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clips the gradients, and returns their norm over all ranks. Apart from finishing the
-        step's sums and commit all-reduce, which includes the norm, this needs no communication.
+        """Clips the gradients, and returns their norm over all ranks. First reduces them and
+        commits the step, if necessary; the norm is part of the commit all-reduce, so no further
+        communication is needed.
 
         Raises:
-            ConfigurationError: a norm other than the Euclidean one.
+            ConfigurationError: `norm_type` is not 2.
         """
         if norm_type != 2.0:
             raise ConfigurationError(
@@ -382,23 +384,23 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._session.lifecycle.reduce_and_commit()
         step, commit_payload, norm = self._session.step, self._commit_payload, 0.0
         if step is not None and step.control is not None and commit_payload is not None:
-            # otherwise the step is lost
+            # otherwise the step was aborted
             norm = commit_payload.norm * self._scaled_by
             scale = max_norm / (norm + 1e-6)
-            if not scale >= 1.0:  # a norm of NaN makes all gradients NaN
+            if not scale >= 1.0:  # if the norm is NaN, all gradients become NaN
                 self._clipped *= scale
                 self.scale_gradients(scale)
         return torch.full((), norm, dtype=torch.float64, device=self._session.device)
 
     def scale_gradients(self, scale: float) -> None:
-        """Multiplies the gradients with which this rank updates its part."""
+        """Multiplies the gradients of this rank's part by `scale`."""
         with inside():
             self._gradients.scale(scale)
 
     def groups_are_read(self) -> None:
-        """Commits a step without micro-batches before its optimizer's groups are read. The reader
-        may be a GradScaler, which looks for infinities in the gradients. What it finds on one rank
-        must reach all ranks.
+        """Reduces the gradients and commits the step before the optimizer's groups are read, unless
+        the step has micro-batches. The reader may be a GradScaler, which looks for infinities in
+        the gradients; all ranks must see an infinity that occurs on one of them.
         """
         step = self._session.step
         if step is None or step.share is None:
@@ -417,8 +419,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _scaled_by(self) -> float:
-        """Factor by which the gradients were scaled since they were passed to the optimizer, by
-        clipping and by a GradScaler's `unscale_`. The same on all ranks."""
+        """Factor that clipping and a GradScaler's `unscale_` have applied to the gradients since
+        they were passed to the optimizer. It is the same on all ranks."""
         if self._shown:
             with inside():
                 before, now = self._handed_out, self._gradients.norm_here()
@@ -440,7 +442,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
         """Updates this rank's part in a step of several models whose outcome is not yet known.
-        Afterwards the step has no gradients any more.
+        Afterwards, the step's gradients count as used.
         """
         update = super().apply_tentatively(apply)
         self._whereabouts.pending = False
@@ -478,8 +480,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """Discards the gradients of earlier backward passes. Sums of micro-batches are kept, as
-        under ddp, because a step's gradients never include those of other steps."""
+        """Discards the gradients of earlier backward passes. Keeps sums of the current step's
+        micro-batches, as ddp does, because they contain no gradients of other steps."""
         step = self._session.step
         if not self.has_values() or (
             step is not None and step.in_micro_batches and step.control is None
@@ -500,9 +502,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             )
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Checks a conversion of the module. Accepts the device and dtype that all tensors already
-        have; otherwise raises PreconditionError. Returns False, because torch must not apply the
-        conversion.
+        """Checks a conversion of the module. Accepts only the device and dtype that all tensors
+        already have; otherwise raises PreconditionError. Returns False, because torch must not
+        apply the conversion.
         """
         for kind in {
             (t.dtype, t.device)
@@ -522,19 +524,20 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Returns copies of all unsharded parameters. Called by every rank."""
+        """Returns full copies of all parameters, gathered from the ranks. Must be called on every
+        rank."""
         whole, keys = self._whole_state(), self._named_state().keys
         return {name: whole[keys[name]] for name in dict.fromkeys(self._parameter_names().values())}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns a copy of the complete state dict. Called by every rank."""
+        """Returns a copy of the complete state dict. Must be called on every rank."""
         whole = self._whole_state(rank0_only=rank0_only)
         for name in self._named_state().left_out:
             whole.pop(name, None)
         return whole
 
     def _named_state(self) -> ModuleState:
-        """Returns the names of the module's state. The values may be absent."""
+        """Returns the module's state by name. Parameter values may be absent."""
         return ModuleState(self.module)
 
     def _whole_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -551,7 +554,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return whole
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's complete state, as on a single process. Called by every rank."""
+        """Returns the optimizer's complete state, as on a single process. Must be called on every
+        rank."""
         whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:
@@ -563,7 +567,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the optimizer's complete state, the same on all ranks. Called by every rank."""
+        """Loads the optimizer's complete state. Must be called on every rank, with the same
+        state."""
         self._held.load_optimizer(state)
 
     @torch.no_grad()
@@ -576,7 +581,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """This rank's own pieces of the parameters, by name."""
+        """This rank's own pieces of the parameters, by name; without mirrors."""
         return {name: piece.detach() for name, piece in self._own_pieces()}
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
@@ -584,8 +589,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Raises an error, because ranks that mirror this rank's pieces, or that apply the step
-        later, would use other gradients.
+        """Raises an error, because ranks that mirror this rank's pieces, or apply the step later,
+        would use different gradients.
 
         Raises:
             ConfigurationError: always.

@@ -1,7 +1,7 @@
-"""Features for engines of any kind.
+"""Features that work with any engine.
 
 - `several_models`: several models in one loop, combined in one engine. `model_session`: the session
-  as the engine of one of these models sees it.
-- `synchronized_norms`: layers that normalize over the samples of all ranks.
-- `whole_batch`: rows of all ranks, for losses over the whole batch.
+  as seen by the engine of one of these models.
+- `synchronized_norms`: layers that normalize over all ranks' samples.
+- `whole_batch`: gathers the rows of all ranks, for losses over the entire batch.
 """

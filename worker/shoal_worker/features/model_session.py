@@ -33,17 +33,17 @@ class ModelSession:
         peers: list[ModelSession],
         together: Callable[[Session, Sequence[ModelSession]], TrainingEngine],
     ) -> None:
-        """`peers`: sessions of all models in order, to which this one is added. `together`:
-        function that combines the models' engines."""
+        """`peers`: list of all models' sessions in order; this session is appended to it.
+        `together`: combines the models' engines."""
         self.engine: Engine | None = None
-        """Engine of the model, once attached."""
+        """Engine of the model; None until it is attached."""
         self.stepped = False
-        """True if the model's optimizer was called in the run's current step."""
+        """True if the model's optimizer has been called in the run's current step."""
         self.update: TentativeUpdate | None = None
         """Copy of the model's values and optimizer state from before its update in the run's
-        current step; None if the model was not updated."""
+        current step; None if the model has not been updated."""
         self.passed = False
-        """True if a training forward pass used the model in the run's current step."""
+        """True if a training forward pass has used the model in the run's current step."""
         self.number = len(peers)
         self._updates = 0
         """Number of steps of the model's optimizer so far."""
@@ -58,20 +58,20 @@ class ModelSession:
     # ---------------------------------------------------------------------- per model
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Attaches the model's engine. Once all models have one, attaches their combined engine to
-        the run."""
+        """Attaches the model's engine. Once all models have an engine, attaches their combined
+        engine to the run."""
         assert isinstance(engine, Engine)
         self.engine = engine
         if all(peer.engine is not None for peer in self._peers):
             self._session.attach(self._together(self._session, self._peers))
 
     def trains(self, engine: object) -> bool:
-        """Returns whether `engine` is this model's engine and not a clone's."""
+        """Returns whether `engine` is this model's own engine, not that of a clone."""
         return engine is self.engine
 
     @property
     def step(self) -> Step | None:
-        """This model's own step within the run's current step."""
+        """This model's own step within the run's current step, if any."""
         step, own = self._session.step, self._own
         if step is None or own is None:
             return None
@@ -88,9 +88,9 @@ class ModelSession:
         return self
 
     def ensure_step(self) -> Step:
-        """Returns this model's own step, and begins the run's step if necessary. Raises
-        ConfigurationError in a step with micro-batches, where each model would need its own loop
-        over these."""
+        """Returns this model's own step, beginning the run's step if necessary. Raises
+        ConfigurationError in a step with micro-batches, because each model would need its own loop
+        over them."""
         step = self._session.lifecycle.ensure_step()
         self.passed = True
         if step is not self._session.step:
@@ -119,8 +119,8 @@ class ModelSession:
 
     @property
     def frozen(self) -> bool:
-        """True if no parameter of the model may get a gradient, because the model was updated for
-        this batch or the script has frozen it."""
+        """True if no parameter of the model may receive a gradient, because the model has been
+        updated for this batch or the script has frozen it."""
         assert self.engine is not None
         with inside():
             return self.stepped or not any(
@@ -129,9 +129,9 @@ class ModelSession:
 
     def refuse_stale(self, output: Any) -> None:
         """Makes a backward pass raise an error if it reaches `output`, the result of a forward
-        pass, after the model's next update. The values that the forward pass used no longer exist
-        by then, and autograd does not notice this for sharded parameters. The behaviour is the same
-        under every strategy."""
+        pass, after the model's next update. The update replaces the values that the forward pass
+        used, and autograd does not detect this for sharded parameters. For consistency, the error
+        is raised under every strategy."""
         updates = self._updates
 
         def check(_: Any) -> None:
@@ -170,8 +170,8 @@ class ModelSession:
         self._session.lifecycle.abort_step(reason)
 
     def settle_step(self, step: Step) -> None:
-        """Aborts this model's own step if its outcome is unknown. No rank can have committed the
-        run's step, because this rank has not prepared it."""
+        """Aborts this model's own step if its outcome is unknown. This is safe: no rank can have
+        committed the run's step, because this rank has not prepared it."""
         own = self.step
         if own is not None and own.unresolved and own.phase is not StepPhase.COMMITTED:
             own.abort()
@@ -186,8 +186,8 @@ class ModelSession:
             self.reduce_and_commit()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Called when the model's optimizer steps. Updates the model, and ends the run's step if
-        all other optimizers have stepped."""
+        """Updates the model, and ends the run's step if all other optimizers have stepped. Must be
+        called when the model's optimizer steps."""
         session = self._session
         step = session.step
         if step is None:
@@ -219,8 +219,8 @@ class ModelSession:
         return StepStatus.PENDING
 
     def reduce(self) -> None:
-        """Ends the model's own step: sums its gradients and buffer changes over the ranks. If that
-        fails, the run's step is lost."""
+        """Ends the model's own step: sums its gradients and buffer changes across ranks. If that
+        fails, the run's step is aborted."""
         assert self.engine is not None
         self.reduce_and_commit()
         step, own = self._session.step, self.step
@@ -230,7 +230,7 @@ class ModelSession:
 
     @property
     def reported_loss(self) -> SupportsFloat | None:
-        """Loss that `train_step` reported in the model's own step."""
+        """Loss reported by `train_step` in the model's own step."""
         return self._own.loss if self._own is not None else None
 
     def _update(self, apply: Callable[[], None]) -> None:

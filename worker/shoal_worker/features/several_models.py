@@ -1,28 +1,28 @@
 """Several models in one loop, each with its own optimizer: a generator and a discriminator, an
 actor and a critic.
 
-A batch is one step of the run, as with one model. Each optimizer may step once for the batch, in
-any order. The step counts as a whole or not at all:
+A batch is one step of the run, as with one model. Each optimizer may step once per batch, in any
+order. Either all of the step's updates count, or none:
 
-- Each model has its own step within the run's step, which its engine prepares and commits as it
-  would the run's step. So when an optimizer steps, all ranks have the same gradients. It updates
-  its model at once, because the passes of other models must see the new values. A copy of the old
-  values is kept (`tentative_update.py`).
+- Each model has its own step within the run's step. The model's engine prepares and commits this
+  step as if it were the run's. So when an optimizer steps, all ranks have the same gradients. It
+  updates its model immediately, because other models' passes must see the new values. A copy of the
+  old values is kept (`tentative_update.py`).
 - When the last optimizer has stepped, or the loop requests the next batch, the run's step is
-  prepared and committed by one small all-reduce of the step vote. A rank that sees the result of
-  this commit all-reduce knows that every rank has made every update.
+  prepared and committed by one small all-reduce of the step vote. A rank that receives the result
+  of this commit all-reduce knows that every rank has made every update.
 - If a rank fails before that, every survivor undoes the updates, and the batch is dealt again. A
-  rank that prepared the run's step but did not see the commit all-reduce is in doubt. While it asks
-  its peers, to which it may have to send the committed state, the updates are withdrawn. They are
-  reinstated if a peer has seen the commit all-reduce.
+  rank that prepared the run's step but did not receive the result does not know the outcome. It
+  withdraws the updates while it asks its peers, because it may have to send them the committed
+  state, and reinstates the updates if a peer has received the result.
 
 After its update, a model may still be called, so that gradients flow through it to other models
 (through the discriminator to the generator). Its own parameters then receive no gradients, and its
 buffers do not change.
 
-The engine of each model sees a `ModelSession` (`model_session.py`) in place of the session, and the
-session sees `SeveralEngines` in place of an engine. The training thread owns both; a collective's
-callback may mark a step as lost."""
+Each model's engine uses a `ModelSession` (`model_session.py`) as its session, and the session uses
+`SeveralEngines` as its engine. The training thread owns both; a collective's callback may mark a
+step as lost."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _log = logging.getLogger(__name__)
 
 
 class SeveralEngines(TrainingEngine):
-    """Combined engine of several models with one strategy and the same sharding."""
+    """Combined engine of several models that have the same strategy and mesh."""
 
     def __init__(self, session: Session, models: Sequence[ModelSession]) -> None:
-        """`models`: sessions of the models, with their engines attached."""
+        """`models`: sessions of the models. Their engines must be attached."""
         self._session = session
         self._models = models
         self._engines = [model.engine for model in models if model.engine is not None]
@@ -64,8 +64,8 @@ class SeveralEngines(TrainingEngine):
         self.backend_name = self._first.backend_name
         self.least_samples = max(engine.least_samples for engine in self._engines)
         self._settings: list[list[dict[str, Any]]] = []
-        """Settings of the optimizers' parameter groups at the step's beginning. While updates are
-        withdrawn, the settings after the updates."""
+        """Settings of the optimizers' parameter groups when the step began or, while updates are
+        withdrawn, after the updates."""
         self._withdrawn = False
         self._warned = False
 
@@ -74,7 +74,7 @@ class SeveralEngines(TrainingEngine):
     def models(self) -> int:
         return len(self._engines)
 
-    # ---------------------------------------------------------------------------------- one for all
+    # ---------------------------------------------------------------------- the same for all models
 
     @property
     @override
@@ -151,7 +151,7 @@ class SeveralEngines(TrainingEngine):
     def consistency_check_every(self) -> int:
         return self._first.consistency_check_every
 
-    # ------------------------------------------------------------------------------ each for itself
+    # ------------------------------------------------------------------------------- model by model
 
     @override
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
@@ -239,8 +239,8 @@ class SeveralEngines(TrainingEngine):
 
     @override
     def writes_apart(self) -> ShoalError:
-        """Returns the error for the first model. Each model has already compared its writes in its
-        own step, so this reports only differences that were not found there."""
+        """Returns the first model's error. Each model has already compared its writes in its own
+        step, so only differences that were not found there are reported here."""
         return self._first.writes_apart()
 
     @override
@@ -297,8 +297,8 @@ class SeveralEngines(TrainingEngine):
         return summed, {}
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:
-        """Ends the step of a model that is not updated for this batch. Buffer changes in the
-        model's passes are still summed over the ranks, and its gradients are discarded."""
+        """Ends the step of a model that is not updated for this batch. Changes of its buffers are
+        still summed across ranks; its gradients are discarded."""
         if not self._warned and engine.has_gradients():
             self._warned = True
             _log.warning(
@@ -357,7 +357,7 @@ class SeveralEngines(TrainingEngine):
         for engine in self._engines:
             engine.discard_step()
         step = self._session.step
-        if step is not None and step.lost is None:  # the step's loop was left, on all ranks
+        if step is not None and step.lost is None:  # the script left the step's loop, on all ranks
             for engine in updated:
                 engine.fetch_put_back()
 
@@ -374,7 +374,7 @@ class SeveralEngines(TrainingEngine):
 
 
 def _settings_of(engine: Engine) -> list[dict[str, Any]]:
-    """Returns the settings of the parameter groups of an engine's optimizer."""
+    """Returns the settings of all parameter groups of an engine's optimizer."""
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return [
         {

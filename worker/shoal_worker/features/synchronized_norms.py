@@ -1,11 +1,11 @@
-"""SyncBatchNorm in an elastic job: each layer normalizes over the samples of all ranks.
+"""SyncBatchNorm in an elastic job: each layer normalizes over all ranks' samples.
 
 torch's own layer requires CUDA and the default process group, which an elastic job does not have.
-The class of such layers in a trained model is therefore changed to `SynchronizedNorm`. They
-communicate with the other ranks within the pass (`ranks_in_passes.py`).
+The class of such layers in a trained model is therefore changed to `SynchronizedNorm`. These layers
+communicate with the other ranks during passes (`ranks_in_passes.py`).
 
-Statistics weight the values as the step weights its samples: a rank with fewer samples counts less,
-and a rank with a stand-in batch does not count.
+Statistics weight each rank's values like the step weights its samples: a rank with fewer samples
+counts less, and a rank with a stand-in batch does not count.
 
 Ioffe and Szegedy, "Batch Normalization", 2015, section 3, over all ranks' samples.
 """
@@ -27,8 +27,8 @@ from shoal_worker.torch_internals import _BatchNorm, uncompiled
 
 
 def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool) -> None:
-    """Makes the SyncBatchNorm layers of `module` normalize over the ranks of `session`. `sums`:
-    losses are sums, not means."""
+    """Makes the SyncBatchNorm layers of `module` normalize over all ranks of `session`. `sums`:
+    True if losses are sums, not means."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
     ranks = NormsOfRanks(session, sums=sums) if layers else None
     for layer in layers:
@@ -37,8 +37,8 @@ def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool
 
 
 class SynchronizedNorm(nn.SyncBatchNorm):
-    """A SyncBatchNorm layer of a trained model. Behaves as a BatchNorm in evaluation, in a copy,
-    and outside of steps."""
+    """A SyncBatchNorm layer in a trained model. In evaluation, in a copy of the model, and outside
+    of steps, behaves like BatchNorm."""
 
     ranks: NormsOfRanks | None
 
@@ -55,18 +55,18 @@ class SynchronizedNorm(nn.SyncBatchNorm):
 
 
 class _Statistics(NamedTuple):
-    """Statistics of a layer's input over all ranks, by channel."""
+    """Statistics of a layer's input, per channel, over all ranks."""
 
     mean: torch.Tensor
     variance: torch.Tensor
     """Biased variance."""
     values: float
-    """Number of values per channel, summed over all ranks."""
+    """Number of values per channel, over all ranks."""
 
 
 class NormsOfRanks:
-    """Connects one model's synchronized layers with the ranks over which they normalize. Copies of
-    the model have None instead."""
+    """Connects one model's synchronized layers with the other ranks. Copies of the model have None
+    instead."""
 
     @override
     def __init__(self, session: StrategySession, *, sums: bool) -> None:
@@ -80,8 +80,8 @@ class NormsOfRanks:
         return _nobody, ()
 
     def factor(self) -> float | None:
-        """Returns the factor by which this rank's gradients are multiplied in the sum over the
-        ranks. None if this pass does not belong to a step with other ranks.
+        """Returns the factor of this rank's gradients in their sum across ranks. Returns None if
+        this pass does not belong to a step with other ranks.
 
         Raises:
             ConfigurationError: the step is split into micro-batches.
@@ -98,10 +98,10 @@ class NormsOfRanks:
     def normalize(
         self, layer: nn.SyncBatchNorm, values: torch.Tensor, factor: float
     ) -> torch.Tensor:
-        """Normalizes `values` of shape (samples, channels, ...) over all ranks, and updates the
+        """Normalizes `values`, of shape (samples, channels, ...), over all ranks, and updates the
         layer's running statistics."""
         found = self._statistics(values.detach(), counts=factor > 0)
-        if found is None:  # the step is lost, so any values suffice
+        if found is None:  # the step is aborted, so any values suffice
             zeros = values.new_zeros(values.shape[1])
             return nn.functional.batch_norm(
                 values, zeros, zeros + 1, layer.weight, layer.bias, training=False
@@ -128,7 +128,7 @@ class NormsOfRanks:
 
     @torch.no_grad()
     def sum(self, own: torch.Tensor) -> torch.Tensor | None:
-        """Sums the ranks' flat tensors, in rank order. Returns None if the step is lost."""
+        """Sums all ranks' flat tensors, in rank order. Returns None if the step is lost."""
         rows = self._gather(own)
         return rows.sum(0) if rows is not None else None
 
@@ -155,8 +155,8 @@ class NormsOfRanks:
 
 
 class _Normalized(torch.autograd.Function):
-    """Computes (values - mean) / deviation * weight + bias. The backward pass sums the
-    contributions to the statistics' gradients over the ranks."""
+    """Computes (values - mean) / deviation * weight + bias. The backward pass sums the ranks'
+    contributions to the gradients of the statistics."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
@@ -176,8 +176,8 @@ class _Normalized(torch.autograd.Function):
         of_bias, of_weight = gradient.sum(dimensions), (gradient * normalized).sum(dimensions)
         of_values = None
         if ctx.needs_input_grad[0]:
-            # The loss is the sum over the ranks of factor * that rank's loss, and the returned
-            # gradient will be multiplied by the factor.
+            # The loss is the sum over ranks of factor * the rank's loss, and the returned gradient
+            # will be multiplied by the factor.
             own = torch.cat([of_bias, of_weight]).double() * ctx.factor
             summed = ctx.ranks.sum(own)
             if summed is None or ctx.factor == 0:
@@ -213,7 +213,7 @@ def _tell(layer: nn.SyncBatchNorm, found: _Statistics) -> None:
 
 
 def _dimensions(values: torch.Tensor) -> list[int]:
-    """Returns the indices of all dimensions except that of the channels."""
+    """Returns the indices of all dimensions except the channels."""
     return [0, *range(2, values.dim())]
 
 
@@ -224,9 +224,9 @@ def _spread(of_channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """Converts values to a dtype in which long sums do not lose precision."""
+    """Converts values to a dtype wide enough for long sums."""
     return values if values.dtype is torch.float64 else values.float()
 
 
 def _nobody() -> None:
-    """Returns None. An unpickled model has this result in place of the ranks."""
+    """Returns None. An unpickled model has None in place of its `NormsOfRanks`."""

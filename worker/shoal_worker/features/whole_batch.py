@@ -1,19 +1,19 @@
-"""Implements `shoal.whole_batch`: the rows of all ranks' samples in a pass, for losses that compare
-samples with each other.
+"""Implements `shoal.whole_batch`: gathers the rows of all ranks' samples in a pass, for losses that
+compare samples with one another.
 
 A contrastive loss over only one rank's samples is a different loss, with fewer pairs. Each rank
 therefore receives all ranks' rows and computes the loss of the entire batch. Gradients flow back
-only to the rank's own rows. They are divided by the rank's weight in the step, because the sum over
-the ranks multiplies them by it again. The gradient of each row therefore counts once, as in one
-process. A parameter that is used after the rows were combined (a temperature) has the full gradient
-on every rank; the weighted sum over the ranks equals this gradient. The backward pass needs no
-communication.
+only to the rank's own rows. They are divided by the rank's weight in the step, because the sum
+across ranks multiplies them by this weight again. The gradient of each row therefore counts once,
+as in a single process. A parameter that is used after the rows have been combined (a temperature)
+has the full gradient on every rank, and so has the weighted sum across ranks. The backward pass
+does not communicate.
 
 Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", ICML 2020,
 section 2.2 (negatives over all devices).
 
-Used by the training thread; in a backward pass that recomputes a checkpointed block, by torch's
-thread.
+Used by the training thread and, in a backward pass that recomputes a checkpointed block, by torch's
+autograd thread.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class WholeBatch:
-    """Combines the rows of all ranks in one session."""
+    """Combines all ranks' rows in one session."""
 
     def __init__(self, session: Session, *, refusal: str | None) -> None:
-        """`refusal`: reason why this run does not support it, and the alternative; None if
+        """`refusal`: why this run does not support `whole_batch`, and what to use instead; None if
         supported."""
         self._session: Session = weakref.proxy(session)  # this object lives as long as the session
         self._ranks = RanksInPasses(self._session, "the whole batch")
         self._refusal = refusal
         self._step: Callable[[], Step | None] = lambda: None
         """Weak reference to the last step in which rows were combined. In that step, this rank had
-        `_rows` rows, of `_total` rows in all."""
+        `_rows` of the `_total` rows."""
         self._rows, self._total = 1, 1
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -69,9 +69,9 @@ class WholeBatch:
         return self._stand_in(tensors, rows) if whole is None else whole
 
     def _stand_in(self, tensors: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """Returns stand-in rows for a pass outside of a step with other ranks, or in a lost step,
-        where any values suffice. If rows were already combined in this step, there are as many
-        stand-in rows as before, because the script uses both together."""
+        """Returns stand-in rows, for a pass outside of a step with other ranks or in an aborted
+        step, where any values suffice. If rows have already been combined in this step, returns the
+        same number of rows as then, because the script uses both results together."""
         step = self._session.step
         if step is None or self._step() is not step:
             return list(tensors)
@@ -133,7 +133,7 @@ class WholeBatch:
 
 
 class _WithOwnRows(torch.autograd.Function):
-    """Returns the combined rows. The backward pass returns this rank's own rows of the gradient."""
+    """Returns the combined rows. The backward pass returns the gradient of this rank's own rows."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _WithOwnRows(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    # a gradient of the gradient would lack the rows of other ranks
+    # a second derivative would lack the rows of other ranks
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
@@ -157,10 +157,7 @@ _known: weakref.WeakKeyDictionary[Session, WholeBatch] = weakref.WeakKeyDictiona
 
 
 def prepare(session: Session, refusal: str | None) -> None:
-    """Enables `whole_batch` in a session that has a model.
-
-    `refusal`: see `WholeBatch`.
-    """
+    """Enables `whole_batch` in a session that has a model. `refusal`: see `WholeBatch`."""
     _known[session] = WholeBatch(session, refusal=refusal)
 
 
@@ -169,7 +166,7 @@ def whole_batch(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch
     """Returns `tensors` with the rows of all ranks, in rank order (`shoal.whole_batch`).
 
     Raises:
-        PreconditionError: `as_distributed` was not called yet.
+        PreconditionError: `as_distributed` has not been called yet.
     """
     if session not in _known:
         raise PreconditionError(
@@ -207,7 +204,7 @@ def _rows(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns a digest of the tensors' formats: dtypes, and shapes without the first dimension."""
+    """Returns a digest of the tensors' dtypes and shapes without the first dimension."""
     said = str([(str(each.dtype), tuple(each.shape[1:])) for each in tensors]).encode()
     return int.from_bytes(hashlib.sha256(said).digest()[:6], "big")
 

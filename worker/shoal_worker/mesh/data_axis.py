@@ -1,8 +1,8 @@
-"""A rank's storage of the parameters of its part and of their optimizer state: a full copy on each
-replica, or a shard.
+"""A rank's storage for the parameters in its part of the model and for their optimizer state: a
+full copy on each replica, or a shard.
 
-The sharded form works like zero1, zero2 and fsdp among the ranks with the same part: each rank
-updates its own shard and the shard that it mirrors, and the parameters are gathered after the
+With shards, the ranks that have the same part of the model work as under zero1, zero2 or fsdp: each
+rank updates its own shard and the shard that it mirrors, and the parameters are gathered after the
 update or for the passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5;
 docs/explanation/mesh.md#sharding-along-the-data-axis.)
 """
@@ -40,29 +40,29 @@ from shoal_worker.sharding.whole_vectors import spread
 _NO_CAP: Final = float("inf")
 
 State = Mapping[str, Mapping[str, Any]]
-"""Optimizer state by parameter name, in the shapes of `pieces`."""
+"""Optimizer state by parameter name, with the shapes of `pieces`."""
 
 
 class DataAxis(abc.ABC):
-    """Storage of a rank's part of the parameters. `pieces`: these parameters, in the form in which
-    the module uses them."""
+    """Storage of a rank's part of the parameters. `pieces`: these parameters, as the module uses
+    them."""
 
     execution: ShardedExecution | None = None
-    """Gathers and frees the pieces block by block, if they are unsharded only while their block
-    computes; otherwise None."""
+    """Gathers and frees the pieces block by block, if they are unsharded only during their block's
+    passes; otherwise None."""
 
     def __init__(self, pieces: Mapping[str, nn.Parameter]) -> None:
         self.pieces = pieces
 
     @abc.abstractmethod
     def gather(self) -> None:
-        """Unshards the pieces until `free`, before the passes of a pipeline. All ranks with the
-        same part must call it. A failure marks the step lost, or raises MembershipChanged outside
-        of a step."""
+        """Unshards the pieces until `free`, before the passes of a pipeline. Must be called on all
+        ranks with the same part. A failure marks the step as lost; outside of a step, it raises
+        MembershipChanged."""
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Returns the pieces to the form in which they are stored between passes."""
+        """Restores the pieces to their storage format between passes."""
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -71,14 +71,14 @@ class DataAxis(abc.ABC):
     @property
     @abc.abstractmethod
     def own(self) -> Mapping[str, torch.Tensor]:
-        """Tensors for whose values this rank is responsible: its pieces, or its shards of them."""
+        """Tensors that this rank updates: its pieces, or its shards of them."""
 
     @abc.abstractmethod
     def use(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State
     ) -> None:
-        """Attaches the optimizer with the given state. `groups`: names of the optimizer's
-        parameters, possibly including some that this rank does not have."""
+        """Attaches the optimizer with the given state. `groups`: names of the parameters in each of
+        its groups, possibly including some that this rank does not have."""
 
     @abc.abstractmethod
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -86,7 +86,7 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """Returns the elements of the pieces that this rank has, by shard, for
+        """Returns this rank's elements of the pieces, by shard and name, for
         `resharding.gather`."""
 
     @abc.abstractmethod
@@ -96,12 +96,12 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self) -> None:
-        """Copies the owners' values to pieces that are unsharded between passes. All ranks with the
-        same part must call it. A failure marks the step as lost."""
+        """Copies the owners' values to pieces that are unsharded between passes. Must be called on
+        all ranks with the same part. A failure marks the step as lost."""
 
     def updated(self) -> None:
-        """Copies the result of the optimizer's step to the pieces, now or at the next gather. A
-        failure marks the step as lost."""
+        """Copies the result of the optimizer's step to the pieces, immediately or at the next
+        gather. A failure marks the step as lost."""
         self.changed()
         self.fetch()
 
@@ -115,9 +115,9 @@ class DataAxis(abc.ABC):
         averages: bool,
         device: torch.device,
     ) -> MeshGradients:
-        """Creates the gradients. `counts(name)`: returns whether this rank is the one of its
-        replica whose gradient of the parameter counts in the norm. `first`: True if this rank
-        belongs to the first replica. The other arguments are those of `MeshGradients`."""
+        """Creates the gradients. `counts(name)`: returns whether the norm counts this rank's
+        gradient of the parameter; this is the case on one rank per replica. `first`: True if this
+        rank belongs to the first replica. For the other arguments, see `MeshGradients`."""
 
 
 class Replicated(DataAxis):
@@ -193,8 +193,8 @@ class Replicated(DataAxis):
 
 
 class InShards(DataAxis):
-    """Data axis on which the parameters are grouped in units. Each unit is divided into shards, one
-    per replica, and each rank mirrors another rank's shard."""
+    """Data axis with sharding. The parameters are grouped in units. Each unit is split into shards,
+    one per replica, and each rank mirrors another rank's shard."""
 
     def __init__(
         self,
@@ -215,12 +215,13 @@ class InShards(DataAxis):
         Args:
             leaves: the module's parameters for these pieces: the pieces themselves, or DTensors
                 around them.
-            kind: function that returns the kind of a piece; pieces of one kind are on the same
-                ranks of a replica.
-            division: division of the units over the replicas.
-            bucket_bytes: number of bytes gathered and reduced at once, unless done by blocks.
-            blocks: with `Stage.PARAMETERS`, modules gathered in their passes, the outermost first,
-                with the names of their pieces; None: `gather` gathers everything.
+            kind: returns the kind of a piece; pieces of the same kind are on the same ranks of a
+                replica.
+            division: how the units are divided among the replicas.
+            bucket_bytes: number of bytes gathered or reduced in one collective, unless this is done
+                by blocks.
+            blocks: with `Stage.PARAMETERS`, modules that are gathered for their own passes, the
+                outermost first, with the names of their pieces; None: `gather` gathers all pieces.
             prefetch: number of blocks gathered ahead.
             whereabouts: location of the model's hidden parameters.
         """
@@ -308,8 +309,8 @@ class InShards(DataAxis):
             unit.load([values[name] for name in unit.parameter_names])
 
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """Implements `DataAxis.runs`. Reads the shards instead of the pieces, which may be out of
-        date after a failure."""
+        """Implements `DataAxis.runs`. Reads the shards, because the pieces may be out of date after
+        a failure."""
         states = optimizer.state if optimizer is not None else {}
         runs: dict[int, dict[str, PieceState]] = {}
         for unit in self.units:
@@ -358,7 +359,7 @@ class InShards(DataAxis):
 
 
 def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
-    """Moves a value of the optimizer's state to the device on which the optimizer expects it."""
+    """Moves a value of the optimizer's state to the device where the optimizer expects it."""
     if not isinstance(value, torch.Tensor):
         return value
     here = value.to(piece.device) if value.dim() else value
@@ -368,8 +369,8 @@ def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
 def alike_pieces(
     pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float
 ) -> Iterator[list[str]]:
-    """Yields for each unit the names of its pieces: pieces of one kind, at most `cap` bytes in
-    total. A larger piece is a unit by itself."""
+    """Groups the pieces into units and yields the names in each unit: pieces of one kind, at most
+    `cap` bytes in total. A larger piece forms a unit of its own."""
     kinds: dict[tuple[torch.dtype, bool, Hashable], list[str]] = {}
     for name, piece in pieces.items():
         kinds.setdefault((piece.dtype, piece.requires_grad, kind(name)), []).append(name)

@@ -1,17 +1,17 @@
-"""The engine of tensor, pipeline and hybrid: several ranks together have one replica, with the
+"""The engine of tensor, pipeline and hybrid: several ranks together form one replica, with the
 model's layers and stages on different ranks.
 
 One engine covers three axes (`layouts.py`): `tensor` and `pipeline` have a single rank on the other
 axes, and `hybrid` uses all axes. The model's layers communicate during passes, along the tensor
 axis and between stages. A step ends as described in `engine/partitioned.py`. Each rank accumulates
-the gradients of its part over the micro-batches. The gradients are final once they are summed over
-the replicas and, if replicas have shards of the sums (`data_axis.py`), sent to the ranks that
-mirror these shards. After a failure the state is split for the remaining ranks (`reshard`) from the
-parts that are still on any of them. A part that is on no rank is lost: see
+the gradients of its part over the micro-batches. The gradients are final once they are summed
+across replicas and, if replicas have shards of the sums (`data_axis.py`), sent to the ranks that
+mirror these shards. After a failure, the remaining ranks split the state again (`reshard`), from
+the parts that they still have. A part that no remaining rank has is lost: see
 docs/strategies/hybrid.md.
 
-`rank_mesh.py` contains the current division of the ranks, and `parts.py` this rank's part of the
-model. Everything runs on the training thread.
+`rank_mesh.py` contains the current mesh, and `parts.py` this rank's part of the model. Everything
+runs on the training thread.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from shoal_worker.torch_internals import after_backward, pytree
 
 
 class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
-    """State and steps of a model that is split over several ranks."""
+    """State and steps of a model that is split across several ranks."""
 
     _payload_type = CommitPayload
 
@@ -93,19 +93,19 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         """Names of modules with activation checkpointing."""
         self._template = template_of(self.module, self.config, own, pipelined=plan.pipelined)
         if plan.sharding is not None and plan.sharding.blocks is not None:
-            # raises for names that the model does not have
+            # raises if the model does not have the named blocks
             plan.sharding.blocks(self._template.module)
         self.layouts = Layouts(plan, self._template)
         self._knows_others = False
-        """True if there are several models and `layouts` already includes the constraints of the
-        others."""
+        """True if there are several models and `layouts` already includes the other models'
+        constraints."""
         self._mesh: RankMesh | None = None
-        """This rank's mesh. None before the first step, on a spare, and after a failed attempt to
-        create the mesh."""
+        """This rank's mesh; None before the first step, on a spare, and after a failed attempt to
+        create a mesh."""
         self._in_passes = False
         """True if a forward pass is waiting for its backward pass."""
         self._begun = -1
-        """Number of applied steps when the last step began."""
+        """Number of applied steps when the current or last step began."""
         self._came = False
         """True if a backward pass of the current step has begun."""
         self._standing_in: nn.Module | None = None
@@ -117,24 +117,24 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Extends `PartitionedEngine.attach`. Raises ConfigurationError if the model cannot be
-        split over the ranks with which the job begins."""
+        split across the job's initial ranks."""
         super().attach(optimizer)
         session = self._session
         if self._setup.several and not self._knows_others:
             return  # all models are checked together with the last one
         if session.begins and not session.is_joining:
-            # ranks that remain after a death wait for a replacement
+            # ranks that remain after a failure wait for a replacement
             self.layouts.check_start(session.world_size, ranks_may_come=session.ranks_may_come)
 
     def _make_state(self) -> ModelParts:
         refuse_loading(self.module)
         self._writes: list[WrittenParameters] = []
         self._piece_writes = WrittenParameters((), self.strategy)
-        """Records writes to the pieces in the division of the mesh `_writes_of`."""
+        """Detects writes to the pieces on the mesh `_writes_of`."""
         self._writes_of: RankMesh | None = None
         self._attributes = ModuleAttributes(self.module, numbers=False)
         self._looked = False
-        """True if a step of this process was already checked for writes through `.data`."""
+        """True if a step of this process has already been checked for writes through `.data`."""
         return ModelParts(
             self.module,
             self._template,
@@ -182,7 +182,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def _laid_out(self) -> RankMesh:
         if self._mesh is None:
             raise PreconditionError(
-                "the model has not been divided over the ranks yet; that happens when the first "
+                "the model has not been split across the ranks yet; it is split when the first "
                 "step begins"
             )
         return self._mesh
@@ -200,7 +200,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     replaces_parameters = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass. All ranks of a replica run it together.
+        """Runs the module's forward pass. Must be called on all ranks of a replica.
 
         Raises:
             ConfigurationError: the model is a pipeline in training mode; only train_step can run a
@@ -255,7 +255,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def _await_gradients(self, output: Any) -> None:
         """Keeps the module's parameters visible until a backward pass has run through `output` or
-        the step is over."""
+        the step has ended."""
         if self._parts is not None:
             self._parts.hidden.show()
             self._in_passes = True
@@ -280,7 +280,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._held.hidden.hide()
 
     def _begin_pass(self) -> bool:
-        """Prepares the passes of training. Returns True if the passes are part of a step."""
+        """Prepares a training pass. Returns whether the pass is part of a step."""
         step = self._session.lifecycle.ensure_step()
         if step is not self._session.step:
             return False  # a pass of a joiner before its loop
@@ -351,8 +351,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """Implements `ShardedModel.predict`. All ranks of a replica call this method with the same
-        inputs and get the same outputs."""
+        """Implements `ShardedModel.predict`. Must be called on all ranks of a replica, with the
+        same inputs; all get the same outputs."""
         if self._ahead:
             return call_module(self._stand_in().eval(), inputs)
         self._note_pass()
@@ -363,7 +363,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Implements `ShardedModel.generate`. Each rank computes with its part of each layer,
-        unless some parameters are on other ranks between passes."""
+        unless parameters are sharded or on other ranks between passes."""
         if self._plan.pipelined or self._plan.sharding is not None:
             return super().generate(*args, **kwargs)
         if self._options.get("loss_parallel"):
@@ -383,15 +383,15 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return module.generate(*args, **kwargs)
 
     def _note_pass(self) -> None:
-        """Records that the ranks of the replica are about to communicate in a pass, within a step
-        or between steps."""
+        """Records that the ranks of the replica are about to communicate in a pass, in a step or
+        between steps."""
         step = self._session.step
         if step is not None and self._mesh is not None:
             step.issues(FORWARD)
 
     @contextlib.contextmanager
     def _passing(self) -> Iterator[None]:
-        """Makes all parameters visible while the module computes within the context."""
+        """Makes all parameters visible within the context, while the module computes."""
         if self._parts is None or self._in_passes:
             yield
             return
@@ -403,14 +403,14 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def _ahead(self) -> bool:
-        """True if this rank cannot run a pass with its peers. Either this process's script is at
-        another position than theirs, or a failure has interrupted the division of the ranks, so
-        that the model is on no rank and the step is lost."""
+        """True if this rank cannot run a pass with its peers: either this process is joining, so
+        its script is at a different position, or there is no mesh, because a failure interrupted
+        its creation and the step will be aborted."""
         return self.is_sharded and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
-        """Returns a module whose outputs are not used, for a rank that cannot reach its peers.
-        Returns the module itself if it is not split."""
+        """Returns a module that computes meaningless outputs, for a rank that cannot reach its
+        peers. Returns the module itself if it is not split."""
         if not self.is_sharded:
             return self.module
         if self._standing_in is None:
@@ -426,9 +426,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         )
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        """Runs inputs through the pipeline. A failure within a step marks the step as lost; no
-        error is raised into the user's loop, and the outputs are meaningless. A failure in an
-        operation between steps is raised, and the operation is repeated."""
+        """Runs inputs through the pipeline. A failure within a step marks the step as lost; the
+        outputs are then meaningless, and no error is raised in the user's loop. A failure between
+        steps is raised, and the operation is retried."""
         with LosingStep(self._session, raises_outside=True):
             return self._laid_out.predict(inputs)
         return call_module(self._stand_in(), inputs)
@@ -454,8 +454,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """Implements `TrainingEngine.capture`: returns the whole state before the first step, and
-        afterwards only the part that every rank has."""
+        """Implements `TrainingEngine.capture`: before the first step, returns the complete state;
+        afterwards, only the data that every rank has."""
         if not self.is_sharded:
             own = {
                 "model": ModuleState(self.module).captured(),
@@ -483,8 +483,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             held.check(state)
             if self.is_sharded and (self._mesh is None or self._mesh.group.broken is not None):
                 self._mesh = None
-                # Parts of the state are lost, and this state replaces them. It is split again when
-                # the next step begins.
+                # Parts of the state are lost, and this state replaces them. It will be split again
+                # when the next step begins.
                 held.make_whole()
             held.load_values(state["model"])
             if state["optimizer"] is not None:
@@ -494,8 +494,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         else:
             if self._mesh is None or state["applied"] != self._applied:
                 self._release()
-                # no state, or one that is too old: the peers' state arrives when the ranks are
-                # divided
+                # this rank's state is missing or too old; the peers' state arrives when the ranks
+                # form a mesh
                 held.drop()
                 self._commit_payload = None
             held.settings = state["settings"]
@@ -516,8 +516,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._held.data_axis.updated()
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Implements `Engine.exchange_update`. The replicas fetch the values from their owners no
-        later than the start of the next step."""
+        """Implements `Engine.exchange_update`. The replicas fetch the new values from the owners by
+        the start of the next step."""
         super().exchange_update(update)
         self._held.data_axis.changed()
 
@@ -556,16 +556,16 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     @torch.no_grad()
     def consolidate(self, channel: Channel) -> None:
         """Implements `TrainingEngine.consolidate`. Some ranks may have begun the first step and
-        split the model for ranks that are gone."""
+        split the model across ranks that have since left."""
         if self._parts is not None and self._parts.make_whole_again(channel):
             self._mesh = None
 
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
-        """Divides the ranks again. `gathered`: True to assemble the state from the ranks' parts;
-        False if each rank has the whole state.
+        """Splits the model for the ranks of `group`. `gathered`: True to assemble the state from
+        the ranks' parts; False if each rank has the complete state.
 
-        A failure at any point leaves every rank with its previous parts, so that the ranks can be
-        divided again.
+        A failure at any point leaves every rank with its previous parts, so that this can be
+        repeated with other ranks.
         """
         held, axes = self._held, self.layouts.axes(group.world_size)
         at = axes.at(group.rank)
@@ -579,7 +579,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             )
             self._mesh = mesh
         if gathered:
-            group.exchange(b"")  # all ranks have their parts; until then a spare's state is needed
+            group.exchange(b"")  # all ranks have their parts; a spare's state is needed until then
         if mesh is None:
             self._release()
             held.drop()
@@ -598,7 +598,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def holds(self) -> list[str]:
-        """Implements `TrainingEngine.holds`: lists this rank's shards of its part of the model."""
+        """Implements `TrainingEngine.holds`: lists this rank's shards, each as
+        "STAGE.PART.SHARD"."""
         if self._mesh is None or not self.is_sharded:
             return []
         cut = self._mesh.cut
@@ -615,7 +616,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._standing_in = None
         if self._mesh is None:
             with LosingStep(self._session) as dividing:
-                if self.lacks_ranks:  # a step that begins in this state is always lost
+                if self.lacks_ranks:  # a step that begins with too few ranks is always aborted
                     raise MembershipChanged("there are too few ranks for one replica of the model")
                 self._lay_out(self._session.group or alone(), gathered=False)
             if dividing.failed:
@@ -628,11 +629,11 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         assert step is not None
         self._came = False
         if self._applied == self._begun or step.in_micro_batches or self._plan.pipelined:
-            # Gradients of a lost step are invalid. After micro-batches and pipelines there are none
-            # to add to.
+            # Gradients of an aborted step are invalid. After micro-batches or a pipeline, there are
+            # no gradients to add to.
             self._held.hidden.drop_gradients()
         self._begun = self._applied
-        self._held.data_axis.fetch()  # gradients left by an update that was undone
+        self._held.data_axis.fetch()  # an update that was undone may have left gradients
         mesh.begin_step(self._applied + 1)
         if step.source is None:
             mesh.seed_step()
@@ -710,7 +711,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Implements `TrainingEngine.whole_everywhere`: returns unsplit parameters and buffers,
-        which are equal on all ranks. Pipeline stages have none in common."""
+        which are the same on all ranks. Pipeline stages have no tensors in common."""
         mesh, held = self._mesh, self._held
         if mesh is None or mesh.cut.axes.pipeline > 1:
             return {}
@@ -724,7 +725,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return {"the parameters": unsplit, "the buffers": mesh.buffers.begun_from()}
 
     def _writes_to_pieces(self, mesh: RankMesh) -> WrittenParameters:
-        """Returns the writes to the pieces in the current division of ranks."""
+        """Returns the detector of writes to the pieces, for the current mesh."""
         if self._writes_of is not mesh:
             replicated = isinstance(self._held.data_axis, Replicated)
             compared, whole = (
@@ -739,7 +740,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return self._piece_writes
 
     def _agree_on_extremes(self, mesh: RankMesh, step: Step, share: Share) -> None:
-        """Compares extremes with the ranks that have the same part. Raises MembershipChanged."""
+        """Compares extremes across the ranks that have the same part. Raises MembershipChanged."""
         extremes = mesh.buffers.extremes
         if extremes:
             extremes.refuse_other_shapes(self.strategy)
@@ -777,7 +778,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return
         step = self._session.step
         if step is not None and step.control is not None:
-            # they are included in the ranks' sum, with the changes of the buffers
+            # they are included in the ranks' sum, together with changes of buffers
             self._mesh.forget()
         else:
             self._mesh.drop_gradients()
@@ -814,9 +815,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def changing_buffers(self) -> bool:
         return self._mesh is not None and self._mesh.buffers.size > 0
 
+    @override
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Implements `Engine.check_state`. Creates the parameters of a model on the meta device
-        from the state."""
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 
@@ -833,7 +833,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank's replica of the model; 0 on a spare."""
+        """Index of this rank's replica; 0 on a spare."""
         at = self.layouts.axes(self._session.world_size).at(self._session.rank)
         return at.data if at is not None else 0
 
@@ -877,8 +877,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """Implements `TrainingEngine.whole_for`. The whole model has to fit on each rank in
-        addition to the rank's part."""
+        """Implements `TrainingEngine.whole_for`. Each rank must have room for the complete model in
+        addition to its part."""
         if self._parts is None or not self.is_sharded:
             yield
             return
@@ -893,12 +893,12 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             self._show(own)
 
     def _show(self, module: nn.Module) -> None:
-        """Uses `module` in passes and shows it as `ShardedModel.module`."""
+        """Makes `module` the one that passes use and that `ShardedModel.module` returns."""
         self.module = module
         self._setup.show(module)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Implements `Engine.clone`: returns a plain module as the user wrote it."""
+        """Implements `Engine.clone`: returns a plain module, of the user's classes."""
         return self._whole_module(self._whole_state())
 
     @override

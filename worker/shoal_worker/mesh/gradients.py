@@ -1,8 +1,8 @@
-"""This rank's gradients in a step: accumulated over micro-batches by weight, then summed over the
+"""This rank's gradients in a step: accumulated over micro-batches by weight, then summed across
 replicas.
 
-The changes of the buffers and the set of used parameters are summed with the gradients. This module
-does not decide how a step ends. Used by the training thread only.
+The changes of buffers and the set of used parameters are summed with the gradients. This module
+does not decide how a step ends. Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from shoal_worker.sharding.gradients import CutGradients, squared_norms
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
-# ------------------------------------------------------------- replicated on each rank of one part
+# --------------------------------------------------------------------------------------- replicated
 
 _SMALLEST: Final = 1e-12
-"""Norm in float32 below which squares may have been rounded to zero."""
+"""Float32 norm below which squares may have been rounded to zero."""
 
 
 class MeshGradients(abc.ABC):
-    """Gradients of this rank's part of the model, for one division of the ranks."""
+    """Gradients of this rank's part of the model, on one mesh."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class MeshGradients(abc.ABC):
         self._apart = (
             None if alike else torch.zeros(buffers.size, dtype=buffers.dtype, device=device)
         )
-        """Changes of the buffers, if they need a wider dtype."""
+        """Changes of the buffers, if they need a wider dtype than the gradients; otherwise None."""
         if self._apart is not None:
             self._changes = self._apart
 
     @abc.abstractmethod
     def added(self, name: str) -> torch.Tensor:
-        """Returns the accumulated gradient of one parameter in the parameter's shape, before the
-        sum over the replicas and before any division."""
+        """Returns the accumulated gradient of one parameter, in the parameter's shape, before it is
+        summed across replicas and divided."""
 
     @abc.abstractmethod
     def squared_norm(self) -> float:
@@ -74,7 +74,7 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def hand_out(self, divisor: float) -> None:
-        """Gives the optimizer its gradients: the sums over the replicas, divided by `divisor`. A
+        """Gives the optimizer its gradients: the sums across replicas, divided by `divisor`. A
         parameter that no replica used gets no gradient."""
 
     @abc.abstractmethod
@@ -83,11 +83,11 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def norm_here(self) -> float:
-        """Returns the norm of the optimizer's gradients on this rank."""
+        """Returns the norm of the gradients that this rank's optimizer has."""
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Discards the gradients that were set for the optimizer."""
+        """Discards the gradients that the optimizer was given."""
 
     def begin(self) -> None:
         """Resets the gradients and the changes of buffers for a new step."""
@@ -98,7 +98,7 @@ class MeshGradients(abc.ABC):
         self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor
     ) -> None:
         """Adds the results of passes: gradients by parameter name, and changes of buffers. Passes
-        without weight are skipped, since their results may be arbitrary."""
+        with weight 0 are skipped, because their results may be arbitrary."""
         if not weight > 0:
             return
         self.add_all(
@@ -112,14 +112,14 @@ class MeshGradients(abc.ABC):
         self._weight += weight
 
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Adds gradients by parameter name, times `factor`. The caller must not change these
+        """Adds gradients by parameter name, times `factor`. The caller must not modify these
         gradients afterwards."""
         together: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, gradient in gradients.items():
             added = self.added(name)
             if gradient.layout is torch.strided and gradient.dtype == added.dtype:
                 together.append((added, gradient))
-            else:  # one by one: temporary results are as large
+            else:  # one by one: temporary results are as large as the gradients
                 added.add_(gradient.to(added.dtype), alpha=factor)
         if together:
             torch._foreach_add_(
@@ -134,56 +134,57 @@ class MeshGradients(abc.ABC):
 
     @property
     def any_left(self) -> bool:
-        """True if passes have produced gradients that were not passed to `add` yet."""
+        """True if passes have produced gradients that have not been passed to `add` yet."""
         return False
 
     sums_passes = False
-    """True if the replicas sum each pass with `sum_pass` instead of summing once per step."""
+    """True if the replicas sum gradients after each pass, with `sum_pass`, instead of once per
+    step."""
 
     @abc.abstractmethod
     def sum_pass(self) -> None:
-        """Sums the gradients added since the last call, including gradients that this rank shares
-        with other ranks of its replica. A failure marks the step as lost."""
+        """Sums the gradients added since the last call across replicas. Gradients of parameters
+        that are on several stages must be summed across those stages first. A failure marks the
+        step as lost."""
 
     def take_part(self) -> None:
-        """Takes part in the collectives of a pass for which only other replicas have samples."""
+        """Participates in the collectives of a pass that only other replicas have samples for."""
         if self.sums_passes:
             self.sum_pass()
 
     def sum_over(self, replicas: Group) -> None:
-        """Sums the step's gradients over the replicas. Raises MembershipChanged."""
+        """Sums the step's gradients across replicas. Raises MembershipChanged."""
         replicas.all_reduce(self._flat)
         if self._apart is not None:
             replicas.all_reduce(self._apart)
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the parameters that have gradients here."""
+        """Names of the parameters that have gradients on this rank."""
         return list(self._pieces)
 
     @property
     def like(self) -> torch.Tensor:
-        """Returns a tensor whose dtype and device are those required for changes of buffers."""
+        """Returns a tensor with the dtype and device required for changes of buffers."""
         return self._changes
 
     @property
     def present(self) -> Mapping[str, bool]:
-        """Name of each parameter -> True if a rank has used it in this step."""
+        """Parameter name -> whether any rank has used the parameter in this step."""
         return {
             name: count > 0
             for name, count in zip(self._pieces, self._presence.tolist(), strict=True)
         }
 
     def use(self, names: Sequence[str]) -> None:
-        """Marks these parameters as used, because another rank with the same parameters has used
-        them."""
+        """Marks these parameters as used, because another rank that has them has used them."""
         for index, name in enumerate(self._pieces):
             if name in names:
                 self._presence[index] += 1
 
     @property
     def divisor(self) -> float:
-        """Number by which the summed gradients are divided."""
+        """Divisor of the summed gradients."""
         return self.total_weight if self._averages else 1.0
 
     @property
@@ -198,11 +199,11 @@ class MeshGradients(abc.ABC):
 
 
 class ReplicatedGradients(MeshGradients):
-    """Gradients that each replica stores entirely. With several replicas they are in one flat
-    vector with the other sums, so that one all-reduce suffices.
+    """Gradients that each replica stores in full. With several replicas, they are put into one flat
+    vector together with all other sums, so that one all-reduce suffices.
 
     The result of a step's first pass is kept unchanged together with its factor: most steps have
-    one pass, so this avoids adding the result to zeros. The result is never written to, since
+    one pass, so this avoids adding the result to zeros. The result is never modified, because
     autograd may have used its memory for two parameters.
     """
 
@@ -215,14 +216,15 @@ class ReplicatedGradients(MeshGradients):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """Creates empty gradients. `counts(name)`: returns whether this rank counts the parameter
-        in the norm."""
+        """Creates empty gradients. `counts(name)`: returns whether the norm counts this rank's
+        gradient of the parameter."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self._counted = [name for name in self._pieces if counts(name)]
         self._first: dict[str, tuple[torch.Tensor, float]] = {}
-        """Gradient and factor of parameters to which one gradient was added."""
+        """Parameter name -> gradient and its factor, if one gradient has been added for the
+        parameter."""
         self._sums: dict[str, torch.Tensor] = {}
-        """Sums of parameters to which several gradients were added."""
+        """Parameter name -> sum, if several gradients have been added for the parameter."""
 
     @override
     def begin(self) -> None:
@@ -256,7 +258,7 @@ class ReplicatedGradients(MeshGradients):
             self._first[name] = gradients[name].to(self._flat.dtype), factor
 
     def sum_pass(self) -> None:
-        """Not used for replicated gradients; see `MeshGradients`."""
+        """Does nothing: replicated gradients are summed once per step, by `sum_over`."""
 
     @override
     def sum_over(self, replicas: Group) -> None:
@@ -289,8 +291,7 @@ class ReplicatedGradients(MeshGradients):
         )
 
     def _added_times(self, name: str) -> tuple[torch.Tensor, float]:
-        """Returns the accumulated gradient as a tensor and a factor by which it must be
-        multiplied."""
+        """Returns the accumulated gradient as a tensor and its factor."""
         return self._first[name] if name in self._first else (self.added(name), 1.0)
 
     @override
@@ -309,7 +310,7 @@ class ReplicatedGradients(MeshGradients):
             gradient, factor = self._added_times(name)
             if gradient.dtype == piece.dtype:
                 together.append((piece, gradient, divisor / factor))
-            else:  # one by one: needs its mean in the wider dtype
+            else:  # one by one: the mean must be computed in the wider dtype
                 piece.grad = strided_like(gradient.div(divisor / factor).to(piece.dtype), piece)
         if together:
             means = torch._foreach_div(
@@ -337,9 +338,9 @@ class ReplicatedGradients(MeshGradients):
 
 def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
     """Returns the squared norm of tensors, each multiplied by a number. Rows are summed in float32
-    and the row sums in float64: longer float32 sums lose precision, and float64 throughout takes
-    several times as long. If squares exceed the range of float32, everything is computed in
-    float64."""
+    and the row sums in float64: longer float32 sums would lose precision, and float64 throughout
+    would take several times as long. If squares exceed the range of float32, everything is computed
+    in float64."""
     terms = list(terms)
     if any(not tensor.is_cpu for tensor, _ in terms):  # a device converts while reading
         norms_there = squared_norms([tensor for tensor, _ in terms])
@@ -371,20 +372,21 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
     return norms
 
 
-# ---------------------------------------------------------------------------------------- in shards
+# ------------------------------------------------------------------------------------------ sharded
 #
-# Gradients of a step that the replicas sum and split: each replica keeps the sums of its shard and
-# of the shard that it mirrors. The gradients of a pipeline are scattered after the passes, never
-# from hooks: its schedule accumulates its own micro-batches and may split backward passes in two,
-# which hooks do not see. Gradients shared by stages are therefore summed first.
+# Gradients of a step that the replicas reduce-scatter: each replica keeps the sums of its own shard
+# and of the shard that it mirrors. The gradients of a pipeline are scattered after the passes,
+# never from hooks, because its schedule accumulates its own micro-batches and may split backward
+# passes in two without hooks noticing. The gradients of parameters shared by stages can therefore
+# be summed first.
 
 _IN_FLIGHT: Final = 2
-"""Maximum number of reductions in progress at once."""
+"""Maximum number of reductions in progress at the same time."""
 
 
 class ScatteredGradients(MeshGradients):
-    """Gradients of the trained units in one rank's part of the model. They are reduce-scattered:
-    each replica keeps the sums of its own shards."""
+    """Gradients of the trained units in one rank's part of the model, reduce-scattered across
+    replicas: each replica keeps the sums of its own shards."""
 
     def __init__(
         self,
@@ -400,7 +402,7 @@ class ScatteredGradients(MeshGradients):
         device: torch.device,
     ) -> None:
         """Creates empty gradients. `units`: trained units of `pieces`. `counted`: units whose shard
-        this rank counts in the norm."""
+        on this rank counts in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self.sums_passes = stage > Stage.OPTIMIZER
         self._units, self._counted = units, counted
@@ -471,13 +473,13 @@ class GradientsOfPasses(ScatteredGradients):
     backward passes."""
 
     def __init__(self, *args: Any, execution: ShardedExecution, **kwargs: Any) -> None:
-        """Creates empty gradients. `execution`: runs the units. The other arguments are those of
-        `ScatteredGradients`."""
+        """Creates empty gradients. `execution`: gathers and frees the units. For the other
+        arguments, see `ScatteredGradients`."""
         super().__init__(*args, **kwargs)
         self._execution = execution
 
     def sum_pass(self) -> None:
-        """Does nothing: the pass itself started the reduction."""
+        """Does nothing: the backward pass has already started the reduction."""
 
     @override
     def take_part(self) -> None:

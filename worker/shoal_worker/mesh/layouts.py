@@ -1,9 +1,9 @@
-"""Placement of each tensor of a model's state for a division of the ranks. Also defines how each
-tensor is split and assembled.
+"""Placement of each tensor of a model's state on a mesh of ranks. Also defines how each tensor is
+split and assembled.
 
-Everything is derived from shapes alone, so that every rank derives the same placement. This
-includes divisions in which the rank has never been, such as a peer's division or one from before a
-rank died. The module uses no process groups and no values.
+Everything is derived from shapes alone, so every rank derives the same placement, even for a mesh
+that it was never part of, such as one from before it joined. The module uses neither process groups
+nor the tensors' values.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from shoal_worker.tensor_parallel.plan import (
 
 # --------------------------------------------------------------------------------------------- axes
 #
-# Division of the ranks of a generation: into replicas of the model, and each replica into pipeline
-# stages and tensor-parallel parts. Adjacent ranks share a tensor-parallel group (they are on one
-# host), then a pipeline; replicas follow each other. Ranks that remain when no further replica can
-# be formed are spares. Pure.
+# A generation's mesh: the ranks are divided into replicas of the model, and each replica into
+# pipeline stages and tensor-parallel parts. Adjacent ranks form a tensor-parallel group (they are
+# probably on one host), adjacent groups form a pipeline, and pipelines are replicas. Ranks that are
+# left when no further replica can be formed are spares. Pure functions.
 
 
 class Coordinate(NamedTuple):
-    """A rank's position on the three axes."""
+    """A rank's position on the mesh's three axes."""
 
     pipeline: int
     tensor: int
@@ -53,7 +53,7 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Sizes of the three axes."""
+    """Sizes of a mesh's three axes."""
 
     pipeline: int
     tensor: int
@@ -66,8 +66,8 @@ class Axes:
 
     @property
     def working(self) -> int:
-        """Number of ranks that are not spares. Lower ranks work; this rank and higher ranks are
-        spares."""
+        """Number of ranks that are not spares. Ranks below this number are part of the mesh; the
+        others are spares."""
         return self.replica_size * self.data
 
     def at(self, rank: int) -> Coordinate | None:
@@ -79,12 +79,12 @@ class Axes:
         return Coordinate(stage, part, replica)
 
     def rank(self, pipeline: int, tensor: int, data: int) -> int:
-        """Returns the rank at a position; the inverse of `at`."""
+        """Returns the rank at a position. The inverse of `at`."""
         return data * self.replica_size + pipeline * self.tensor + tensor
 
     def lines(self) -> Iterator[tuple[str, str, list[int]]]:
-        """Yields the axis, name and ranks of every group along one axis, in the same order on every
-        rank."""
+        """Yields the axis, name and ranks of each group of ranks along an axis, in the same order
+        on every rank."""
         yield "all", "working", list(range(self.working))
         for data in range(self.data):
             for stage in range(self.pipeline):
@@ -125,8 +125,8 @@ PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_ra
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """Returns the module's structure without values. Tied tensors remain tied. Activation
-    checkpointing is dropped, since its forward pass is an attribute of the module, not of the
+    """Returns a copy of the module on the meta device. Tied tensors remain tied. Activation
+    checkpointing is dropped, because its forward pass is an attribute of the module, not of the
     module's class."""
     tensors = {id(t): empty_on(t, torch.device("meta")) for t in named_tensors(module).values()}
     checkpointed = [part for part in module.modules() if "forward" in part.__dict__]
@@ -158,7 +158,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A model as the user wrote it, without values, and the options for splitting it."""
+    """The user's model, on the meta device, and the options for splitting it."""
 
     module: nn.Module
     """The module, on the meta device."""
@@ -166,17 +166,17 @@ class Template:
     """Options for `make_plan`."""
     pipeline: PipelineSettings
     pipelined: bool
-    """True if the model runs as a pipeline, even if the pipeline has only one rank."""
+    """True if the model runs as a pipeline, even if that pipeline has only one rank."""
     names: tuple[str, ...] = field(init=False)
-    """Names of the tensors of the state, parameters first. Tied tensors appear once, under their
+    """Names of the tensors in the state, parameters first. A tied tensor appears once, under its
     first name."""
     first_names: Mapping[str, str] = field(init=False)
-    """First name of each tensor, by every name that the tensor has in the module."""
+    """Every name of a tensor in the module -> the tensor's first name."""
     keys: Mapping[str, str] = field(init=False)
-    """Name of each tensor, by the tensor's key in the state dict."""
+    """Key in the state dict -> name of the tensor."""
     parameter_names: frozenset[str] = field(init=False)
     tied_parameters: frozenset[str] = field(init=False)
-    """Names of tied parameters other than their first names."""
+    """All names of tied parameters except their first names."""
     _tensors: Mapping[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -204,11 +204,11 @@ class Template:
         object.__setattr__(self, "_tensors", {name: named[name] for name in self.names})
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Returns the tensors of `names` on the meta device, in their full shapes."""
+        """Returns the tensors of `names` on the meta device, with their full shapes."""
         return self._tensors
 
     def stages(self, ranks: int) -> tuple[int, ...]:
-        """Returns the rank of each stage of a pipeline over `ranks` ranks."""
+        """Returns the rank of each stage of a pipeline on `ranks` ranks."""
         kind = schedule_kind(self.pipeline.schedule)
         return stage_ranks(
             kind, ranks, checked_stages_per_rank(kind, self.pipeline.stages_per_rank)
@@ -218,8 +218,7 @@ class Template:
 def template_of(
     module: nn.Module, config: ShardingConfiguration, options: Mapping[str, Any], *, pipelined: bool
 ) -> Template:
-    """Returns the template of a module. `options`: the strategy's options for splitting the
-    module."""
+    """Returns the template of a module. `options`: the strategy's options for splitting it."""
     return Template(
         module=meta_copy(module),
         plan_options={
@@ -239,11 +238,10 @@ def template_of(
 
 
 class Blueprint:
-    """Plan of one division of a model's state over the ranks: which rank has which part of each
-    tensor."""
+    """Layout of a model's state on one mesh: which rank has which part of each tensor."""
 
     def __init__(self, template: Template, axes: Axes) -> None:
-        """Plans the division. Raises ConfigurationError if the model cannot be split in this
+        """Computes the layout. Raises ConfigurationError if the model cannot be split in this
         way."""
         self.template = template
         self.axes = axes
@@ -260,13 +258,13 @@ class Blueprint:
             }
         if template.pipelined:
             self.rank_of = template.stages(axes.pipeline)
-            # a single rank, which may hold the whole model, is not split
+            # a single rank, which may have the complete model, is not split
             cut_points = template.pipeline.cut_points if axes.pipeline > 1 else None
             self.split = split_model(template.module, len(self.rank_of), cut_points=cut_points)
 
     def holders(self, name: str) -> Sequence[int]:
         """Returns the positions on the pipeline axis that have a tensor. The first of them counts
-        the tensor."""
+        it."""
         if self.split is None:
             return (0,)
         return list(dict.fromkeys(self.rank_of[stage] for stage in self.split.placement[name]))
@@ -291,9 +289,8 @@ class Blueprint:
         return Share(parameters=here, elsewhere=tuple(elsewhere))
 
     def counts(self, name: str, at: Coordinate) -> bool:
-        """Returns whether the rank at a position is the one that counts a parameter's elements, in
-        the norm for example. If several ranks of a replica have the same elements, only one of them
-        counts."""
+        """Returns whether the rank at a position counts a parameter's elements, for example in a
+        norm. If several ranks of a replica have the same elements, only one of them counts."""
         whole_elsewhere = name not in self._layouts and at.tensor > 0
         return at.pipeline == self.holders(name)[0] and not whole_elsewhere
 
@@ -303,12 +300,11 @@ class Blueprint:
         return tuple(self.holders(name)), name in self._layouts
 
     def parts(self, name: str) -> int:
-        """Returns the number of parts into which the tensor axis splits a tensor."""
+        """Returns how many parts the tensor axis splits a tensor into."""
         return self.axes.tensor if name in self._layouts else 1
 
     def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
-        """Returns a copy of one part of a tensor, in the form that the ranks store. `whole`: a
-        tensor of the parameter's shape."""
+        """Returns a copy of one part of a tensor, as a rank stores it. `whole`: the full tensor."""
         layout = self._layouts.get(name)
         return whole.clone() if layout is None else cut(whole, layout, self.axes.tensor, part)
 
@@ -318,7 +314,7 @@ class Blueprint:
         return whole.shape if layout is None else cut_shape(layout, self.axes.tensor, part)
 
     def join(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Assembles a tensor from its parts; the inverse of `cut`."""
+        """Assembles a tensor from its parts. The inverse of `cut`."""
         layout = self._layouts.get(name)
         if layout is None:
             return parts[0]
@@ -326,10 +322,10 @@ class Blueprint:
         return torch.cat(list(parts), layout.dimension).reshape(layout.shape)
 
 
-# --------------------------------------------------------------------------------- the whole module
+# ------------------------------------------------------------------------------- the unsplit module
 #
-# The whole module as the user wrote it, in addition to this rank's part: for evaluation, for
-# copies, and as a stand-in.
+# The unsplit module, in addition to this rank's part: for evaluation, for copies, and as a
+# stand-in.
 
 
 def whole_module(
@@ -338,8 +334,8 @@ def whole_module(
     unsaved: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> nn.Module:
-    """Returns a new module with these values. `unsaved`: buffers that are not in the module's state
-    dict."""
+    """Returns a new unsplit module with these values. `unsaved`: buffers that are not in the
+    module's state dict."""
     whole = copy.deepcopy(template.module).to_empty(device=device)
     for first, second in template.first_names.items():  # to_empty separates tied parameters
         owner, _, name = first.rpartition(".")
@@ -359,13 +355,12 @@ def zeros(template: Template) -> dict[str, torch.Tensor]:
     return {key: torch.zeros(tensors[first].shape) for key, first in template.keys.items()}
 
 
-# -------------------------------------------------------------------------------- division of ranks
+# ------------------------------------------------------------------------------------------- meshes
 #
-# Axes along which a model's ranks are divided, for any number of ranks: combines a strategy's plan
-# with the constraints of the model.
+# The mesh for any number of ranks: combines a strategy's plan with the model's constraints.
 
 Fits = Callable[[Axes], bool]
-"""Function that returns whether the model can be split along these axes."""
+"""Function that returns whether the model can be split on a mesh with these axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,38 +369,38 @@ class Sharding:
 
     stage: Stage
     bucket_bytes: int
-    """Number of bytes reduced or gathered at once."""
+    """Number of bytes reduced or gathered in one collective."""
     blocks: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
-    """Function that returns the parts of a module that are gathered together in its passes."""
+    """Function that returns parts of a module; each of them is gathered for its own passes."""
     prefetch: int = 1
     """Number of parameter groups gathered ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """A strategy's plan for dividing ranks along the axes."""
+    """A strategy's plan for forming a mesh."""
 
     axes_for: Callable[[int, Fits], Axes]
-    """Function that returns the division for a number of ranks. Ranks that are in no replica are
-    spares."""
+    """Function that returns the mesh's axes for a number of ranks. Ranks that are not part of a
+    replica are spares."""
     axes_at_start: Callable[[int], Axes] | None = None
-    """Function that returns the division required for the ranks with which the job begins. After a
-    rank is lost, the best possible division of the remaining ranks is used. None: the user has set
-    the sizes."""
+    """Function that returns the axes required for the job's initial number of ranks. After a rank
+    is lost, the remaining ranks use the best possible axes instead. None: the user has set the
+    sizes."""
     pipelined: bool
-    """True if the model is run as a pipeline."""
+    """True if the model runs as a pipeline."""
     cuts_parameters: bool
-    """True if ranks have pieces of parameters, which some optimizers cannot update."""
+    """True if ranks have parts of parameters, which some optimizers cannot update."""
     sharding: Sharding | None = None
 
 
 def first_that_fits(candidates: Iterable[Axes], fits: Fits) -> Axes:
-    """Returns the first candidate that is a possible division. If the candidates are sorted by
-    descending size, additional ranks never increase a rank's part of the model. Ranks that do not
-    fit into a replica are spares.
+    """Returns the first candidate for which the model can be split. If the candidates are sorted by
+    descending size, additional ranks never increase a rank's part of the model. Ranks that are left
+    over are spares.
 
     Raises:
-        ConfigurationError: no division is possible."""
+        ConfigurationError: the model cannot be split for any candidate."""
     for axes in candidates:
         if fits(axes):
             return axes
@@ -413,7 +408,7 @@ def first_that_fits(candidates: Iterable[Axes], fits: Fits) -> Axes:
 
 
 def checked_size(option: str, value: object) -> int:
-    """Returns `value`. Raises ConfigurationError if it is not a number of ranks."""
+    """Returns `value`. Raises ConfigurationError unless it is a valid number of ranks."""
     if not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{option}={value!r}: expected a number of ranks, at least 1")
     return value
@@ -427,11 +422,11 @@ def plan_along(
     pipelined: bool,
     cuts_parameters: bool,
 ) -> MeshPlan:
-    """Returns the plan for one axis in addition to the replicas. `axes(size, replicas)`: returns
-    the axes for a size of this axis.
+    """Returns the plan for a strategy with one axis besides the replicas. `axes(size, replicas)`:
+    returns the axes, given the size of this axis and the number of replicas.
 
-    `options[option]` is the size of the axis. By default the axis is as large as the model allows;
-    at the start of a job its size must be the number of ranks.
+    `options[option]` is the size of the axis. By default, the axis is as large as the model allows;
+    at the start of a job, its size must then equal the number of ranks.
     """
     given = options.get(option)
     if given is not None:
@@ -452,25 +447,24 @@ def plan_along(
 
 
 class Layouts:
-    """Divisions of the ranks of one model, or of several models that are divided in the same way.
-    Equal on every rank."""
+    """Meshes for one model, or for several models that use the same mesh. The same on every
+    rank."""
 
     def __init__(self, plan: MeshPlan, template: Template) -> None:
         self._plan = plan
         self._template = template
         self._templates = [template]
-        """Templates of all models that have to be split along the same axes, including
-        `template`."""
+        """Templates of all models that must be split on the same mesh, including `template`."""
         self._known: dict[int, Axes] = {}
 
     def divide_alike(self, several: Sequence[Layouts]) -> None:
-        """Restricts the divisions to those in which every model of `several` can be split.
-        `several`: layouts of the models trained by these ranks, including this one."""
+        """Restricts the meshes so that every model in `several` can be split. `several`: layouts of
+        all models that these ranks train, including this one."""
         self._templates = [each._template for each in several]
         self._known.clear()
 
     def axes(self, world_size: int) -> Axes:
-        """Returns the division of `world_size` ranks.
+        """Returns the axes for `world_size` ranks.
 
         Raises:
             ConfigurationError: the model cannot be split in this way.
@@ -484,9 +478,8 @@ class Layouts:
         return self.axes(world_size).data == 0
 
     def check_start(self, world_size: int, *, ranks_may_come: bool) -> None:
-        """Raises ConfigurationError if the model does not fit on the ranks with which the job
-        begins. `ranks_may_come`: True if more ranks may join later, so that surplus ranks may
-        become useful."""
+        """Raises ConfigurationError if the model cannot be split across the job's initial ranks.
+        `ranks_may_come`: True if more ranks may join later, which may make use of surplus ranks."""
         if self._plan.axes_at_start is not None:
             for template in self._templates:
                 Blueprint(template, self._plan.axes_at_start(world_size))

@@ -1,9 +1,9 @@
-"""One model and its optimizer on this rank: the whole state at first, then this rank's part.
+"""One model and its optimizer on this rank: the complete state at first, then this rank's part.
 
-The user's module remains the same object. Its layers are changed in place and get other parameters
-each time that the ranks are divided. The optimizer updates `pieces`: plain tensors that share the
-memory of the layers' parameters or, if the data axis splits the parameters, this rank's shard
-(`data_axis.py`). Used by the training thread only.
+The user's module remains the same object. Its layers are changed in place and get different
+parameters each time that a mesh is formed. The optimizer updates `pieces`: plain tensors that share
+the memory of the layers' parameters or, if the data axis shards the parameters, this rank's shard
+(`data_axis.py`). Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 
 # ----------------------------------------------------------------- parameters hidden between passes
 #
-# The parts of a module's parameters that are hidden between passes, while this rank has only its
-# part of them. Values are hidden for a parameter that is split or on another stage (no torch call
-# on this part alone means the whole); gradients are hidden for the others, since they are not
-# summed over the replicas yet. Everything is visible in passes. See
-# `engine/state/hidden_parameters.py`.
+# Hides parts of a module's parameters between passes, while this rank has only its own part of
+# them. The values of a parameter that is split or on another stage are hidden, because a torch call
+# on this rank's part would not have the effect that the script intends. The gradients of all
+# trained parameters are hidden until they are summed across replicas. Everything is visible in
+# passes. See `engine/state/hidden_parameters.py`.
 
 
 class HiddenParameters:
-    """Hides the parameters of one module, in its current division, between passes."""
+    """Hides the parameters of one module, on its current mesh, between passes."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], whereabouts: Whereabouts) -> None:
-        """Hides the parameters of one module. `parameters`: all parameters, including parameters on
-        the meta device, which are on another rank."""
+        """Prepares to hide the parameters of one module. `parameters`: all parameters, including
+        those of other ranks, which are on the meta device."""
         self._whereabouts = whereabouts
         self._all = [
             (parameter, HiddenParameter(name, whereabouts))
@@ -79,7 +79,7 @@ class HiddenParameters:
         ]
         self._trained = [each for each in self._all if each[0].requires_grad]
         self._handed_out = False
-        """True if the parameters' gradients are the final sums with which the optimizer updates."""
+        """True if the parameters' gradients are the final sums that the optimizer uses."""
 
     def hide(self) -> None:
         """Hides the parameters after a pass."""
@@ -95,8 +95,8 @@ class HiddenParameters:
                 hide_gradient(parameter, place)
 
     def handed_out(self, updated: Iterable[torch.Tensor]) -> None:
-        """Records that the step's gradients are summed and that the parameters have the gradients
-        for this rank's update. The script must not set other gradients.
+        """Records that the step's gradients have been summed and that the parameters have the
+        gradients for this rank's update. From now on, the script must not set other gradients.
 
         `updated`: tensors that the optimizer updates. If no rank has used one of these parameters,
         it has no gradient on any rank.
@@ -111,13 +111,13 @@ class HiddenParameters:
 
     @property
     def are_split(self) -> bool:
-        """True if some parameters of this module are split over ranks of one replica."""
+        """True if some parameters of this module are split across ranks of one replica."""
         return bool(self._split)
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """Context in which a committed step is applied. Afterwards the step's gradients are
-        dropped; which parameters had one is remembered until the script clears the gradients."""
+        """Context for applying a committed step. On exit, the step's gradients are dropped, but
+        until the script clears the gradients, it remains known which parameters had one."""
         carried = [
             (parameter, place)
             for parameter, place in self._trained
@@ -131,8 +131,8 @@ class HiddenParameters:
 
     @property
     def carries(self) -> bool:
-        """True if some parameter has a gradient that is on another rank, or had one in the last
-        step that the script has not cleared."""
+        """True if any parameter has a gradient on another rank, or had one in the last step that
+        the script has not cleared."""
         return any(place.gradient for _, place in self._trained)
 
     def show(self) -> None:
@@ -142,7 +142,7 @@ class HiddenParameters:
         self.show_gradients()
 
     def show_gradients(self) -> None:
-        """Restores the gradients of parameters that have values on this rank."""
+        """Restores the gradients of parameters whose values are on this rank."""
         for parameter, place in self._trained:
             show_gradient(parameter, place)
 
@@ -153,7 +153,7 @@ class HiddenParameters:
             drop_gradient(parameter, place)
 
     def release(self) -> None:
-        """Makes the parameters ordinary ones again, before another object hides them."""
+        """Makes the parameters ordinary again, before a different object hides them."""
         for parameter, place in self._all:
             show(parameter, place)
 
@@ -163,7 +163,7 @@ class HiddenParameters:
 _ALONE = Axes(pipeline=1, tensor=1, data=1)
 
 Shard = Callable[["ModelParts"], DataAxis]
-"""Function that returns the data axis for the pieces of a model that has been laid out."""
+"""Function that returns the data axis for a model's pieces, once the model is split."""
 
 
 class ModelParts(PartitionedState):
@@ -179,13 +179,12 @@ class ModelParts(PartitionedState):
         checkpointed: Sequence[str],
         whereabouts: Whereabouts,
     ) -> None:
-        """Wraps a module. `checkpointed`: modules with activation checkpointing. `whereabouts`:
-        location of the hidden parameters."""
+        """Wraps a module. `checkpointed`: names of modules with activation checkpointing.
+        `whereabouts`: location of the hidden parameters."""
         self.module = module
         self.template = template
         self.cut: MeshCut | None = None
-        """Position of this rank in the division of the ranks. None: this rank has the whole
-        model."""
+        """This rank's position on the mesh. None: this rank has the complete model."""
         self.blueprint: Blueprint | None = None
         self.pieces: dict[str, nn.Parameter] = {}
         """This rank's part of each parameter."""
@@ -195,15 +194,15 @@ class ModelParts(PartitionedState):
         self.data_axis: DataAxis = Replicated({})
         """Storage of the pieces."""
         self._group_names: list[list[str]] = []
-        """Names of the parameters in the optimizer's groups, in the user's order."""
+        """Names of the parameters in each of the optimizer's groups, in the user's order."""
         self.whereabouts = whereabouts
         self.hidden = HiddenParameters({}, whereabouts)
         self._device = device
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
         self._before: list[RankParts] = []
-        """Parts of previous divisions, the newest first, until the next commit (several if
-        consecutive divisions failed halfway), and copies of data that only one other rank has."""
+        """Parts for previous meshes, the newest first, until the next commit (several if forming a
+        mesh has failed repeatedly), and copies of data that only one other rank has."""
         self._blueprints: dict[Axes, Blueprint] = {}
         self._beside = frozenset(other_entries(module))
         """Keys of the module's extra state."""
@@ -218,35 +217,34 @@ class ModelParts(PartitionedState):
         self.optimizer = optimizer
 
     def blueprint_for(self, axes: Axes) -> Blueprint:
-        """Returns the placement of each tensor for a division of the ranks. Raises
-        ConfigurationError if the model cannot be split in this way."""
+        """Returns the placement of each tensor on a mesh with these axes. Raises ConfigurationError
+        if the model cannot be split in this way."""
         if axes not in self._blueprints:
             self._blueprints[axes] = Blueprint(self.template, axes)
         return self._blueprints[axes]
 
     @property
     def is_whole(self) -> bool:
-        """True if this rank has the whole state, as before the first division."""
+        """True if this rank has the complete state, because the model is not split."""
         return self.cut is None and bool(self.pieces)
 
     @property
     def is_empty(self) -> bool:
-        """True if this rank has no state, not even from a previous division."""
+        """True if this rank has no state, not even for a previous mesh."""
         return self.cut is None and not self.pieces and not self._before
 
     def is_trained(self, name: str) -> bool:
-        """Returns whether a parameter is trained. `name`: its name in the whole model."""
+        """Returns whether a parameter is trained. `name`: its name in the unsplit model."""
         return self.template.tensors()[name].requires_grad
 
-    # -------------------------------------------------------------------------------------- cutting
+    # ------------------------------------------------------------------------------------ splitting
 
     def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
-        """Collects this rank's part of the state for other axes, for `lay_out`. Every rank of
-        `channel` calls this method. `at`: this rank's position on the new axes; None: it gets no
-        part.
+        """Collects this rank's part of the state for new axes, for `lay_out`. Must be called on
+        every rank of `channel`. `at`: this rank's position on the new axes; None: it gets no part.
 
-        The current state is not changed yet, because the collection may fail until its end. No rank
-        ever has more than a few unsplit tensors."""
+        Does not change the current state, because the collection may fail at any time. No rank ever
+        has more than a few unsplit tensors."""
         blueprint = self.blueprint_for(axes)
         parts = (
             self._taken(one, blueprint, at) if at is not None else None
@@ -261,11 +259,11 @@ class ModelParts(PartitionedState):
         taken: Sequence[WholeTensor],
         shard: Shard | None,
     ) -> None:
-        """Splits the state for other axes. `mesh`: mesh of this rank's tensor-parallel group; None
-        if it has no peers there. `taken`: the result of `take`. `shard`: function that splits the
-        pieces along the data axis."""
+        """Splits the state for new axes. `mesh`: mesh of this rank's tensor-parallel group; None if
+        the rank has no peers there. `taken`: the result of `take`. `shard`: shards the pieces along
+        the data axis; None: no sharding."""
         blueprint = self.blueprint_for(cut.axes)
-        # A failure from here on leaves the parts of previous divisions and none of this one.
+        # A failure from here on leaves the parts for previous meshes, and none for this one.
         self._before, self.pieces, self.cut = self.held(), {}, None
         self._lay_out_module(blueprint, cut.at, mesh)
         self.cut, self.blueprint = cut, blueprint
@@ -283,12 +281,13 @@ class ModelParts(PartitionedState):
         )
 
     def forget_before(self) -> None:
-        """Discards previous divisions, after the state was committed in the new division."""
+        """Discards the parts for previous meshes, once the state has been committed on the new
+        mesh."""
         self._before = []
 
     def make_whole(self) -> None:
-        """Allocates the whole state on this rank, with arbitrary values, until the state is split
-        again."""
+        """Allocates the complete state on this rank, with arbitrary values, until the state is
+        split again."""
         self._strip()
         named = named_tensors(self.module)
         self._replace(
@@ -299,7 +298,7 @@ class ModelParts(PartitionedState):
         self._point_optimizer({})
 
     def drop(self) -> None:
-        """Drops all state on this rank, which becomes a spare."""
+        """Drops all state, because this rank becomes a spare."""
         self._before = []
         self._strip()
         self.pieces, self.parameters, self.data_axis = {}, {}, Replicated({})
@@ -308,8 +307,8 @@ class ModelParts(PartitionedState):
         self.hide()
 
     def hide(self) -> None:
-        """Hides the parameters after the module was laid out. Torch calls between passes are then
-        handled as described in `HiddenParameters`."""
+        """Hides the parameters of the split module between passes, as described in
+        `HiddenParameters`."""
         named = named_tensors(self.module)
         parameters = {
             name: named[name]
@@ -321,7 +320,7 @@ class ModelParts(PartitionedState):
         self.hidden.hide()
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns this rank's shards with their optimizer state, by description."""
+        """Returns this rank's shards with their optimizer state, keyed by a description."""
         assert self.cut is not None
         at, common = self.cut.at, {}
         for position, runs in self.data_axis.runs(self.optimizer).items():
@@ -342,14 +341,14 @@ class ModelParts(PartitionedState):
         """Implements `TrainingEngine.keep_two_copies`."""
         copied = copy_singles(channel, self.held(), self.blueprint_for, leaving)
         if copied is not None:
-            # copied first, because a leaving rank leaves once it has received all other ranks'
+            # copied first, because a leaving rank exits once it has received all other ranks'
             # messages below
             self._before = [*self._before, *copied]
             channel.exchange(b"")
 
     def hold(self) -> RankParts | None:
-        """Returns this rank's part of the split state. Before the first division, this is the whole
-        state, as the part of a division with number -1. Returns None if this rank has no state."""
+        """Returns this rank's part of the split state. While the model is not split, returns the
+        complete state, as the part for mesh number -1. Returns None if this rank has no state."""
         if not self.pieces and self.cut is None:
             return None
         cut = self.cut or MeshCut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))
@@ -368,10 +367,10 @@ class ModelParts(PartitionedState):
         return RankParts(cut=cut, runs=runs)
 
     def make_whole_again(self, channel: Channel) -> bool:
-        """Restores the whole state on all ranks if only some of the ranks have split it and others
-        may be gone. No step was taken on the split state, so it is unchanged. Returns True if this
-        rank had split its state. Called by all ranks within an operation. Raises the same errors as
-        `gather`."""
+        """Restores the complete state on all ranks if only some ranks have split it and some may
+        have left. The state is unchanged, because no step was taken since the split. Returns
+        whether this rank had split its state. Must be called on all ranks, within an operation.
+        Raises the same errors as `gather`."""
         received = channel.exchange(b"whole" if self.is_whole else b"")
         if all(received) or not any(received):
             return False
@@ -382,14 +381,14 @@ class ModelParts(PartitionedState):
         return True
 
     def gather_whole(self, channel: Channel) -> dict[str, Any]:
-        """Returns the whole state, assembled from the ranks' parts, for `take_whole`. All ranks
-        must call it. Raises the same errors as `gather`."""
+        """Returns the complete state, assembled from the ranks' parts, for `take_whole`. Must be
+        called on all ranks. Raises the same errors as `gather`."""
         state = self._as_one_process(channel)
-        channel.exchange(b"")  # all ranks have the state; until then this rank's is needed
+        channel.exchange(b"")  # all ranks have the state; this rank's part is needed until then
         return state
 
     def take_whole(self, state: Mapping[str, Any]) -> None:
-        """Loads the whole state into this rank, which must have room for it."""
+        """Loads the complete state into this rank, which must have room for it."""
         self.make_whole()
         self.load_values(state["model"])
         if state["optimizer"] is not None:
@@ -427,7 +426,7 @@ class ModelParts(PartitionedState):
             checkpoint_activations(self.module, lambda part: part in self._checkpointed)
 
     def _strip(self) -> None:
-        """Restores the module as the user wrote it, without values."""
+        """Restores the user's module, with its tensors on the meta device."""
         self.data_axis.release()
         self.hidden.release()
         self.hidden = HiddenParameters({}, self.whereabouts)
@@ -437,8 +436,7 @@ class ModelParts(PartitionedState):
         self._put_meta()
 
     def _put_meta(self) -> None:
-        """Replaces every tensor of the state by a tensor without values. Tied tensors remain
-        tied."""
+        """Replaces every tensor of the state with a meta tensor. Tied tensors remain tied."""
         fresh = {
             name: empty_on(tensor, torch.device("meta"))
             for name, tensor in self.template.tensors().items()
@@ -475,8 +473,8 @@ class ModelParts(PartitionedState):
         self.data_axis = Replicated(self.pieces)
 
     def counts(self, name: str) -> bool:
-        """Returns whether this rank is the one that counts a parameter's elements. If several ranks
-        of a replica have the same elements, only one of them counts."""
+        """Returns whether this rank counts a parameter's elements. If several ranks of a replica
+        have the same elements, only one of them counts."""
         assert self.blueprint is not None
         assert self.cut is not None
         return self.blueprint.counts(name, self.cut.at)
@@ -566,7 +564,7 @@ class ModelParts(PartitionedState):
             return whole.clone()
         return self.blueprint.cut(name, whole, self.cut.at.tensor)
 
-    # ------------------------------------------------------------------------------------ the whole
+    # --------------------------------------------------------------------------- the complete state
 
     @override
     def assemble(self, channel: Channel) -> dict[str, Any]:
@@ -596,8 +594,8 @@ class ModelParts(PartitionedState):
         return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
     def help_assemble(self, channel: Channel) -> None:
-        """Serves the first rank's call of `assemble`. Called on the other ranks, which need memory
-        for a few unsplit tensors at a time."""
+        """Serves the first rank's call of `assemble`. Must be called on the other ranks. Needs
+        memory for a few unsplit tensors at a time."""
         if not self.is_whole and not self.is_empty:
             for _ in gather(channel, self.held(), self.blueprint_for):
                 pass
@@ -605,7 +603,7 @@ class ModelParts(PartitionedState):
 
     def gather_beside(self, channel: Channel) -> dict[str, Any]:
         """Returns the module's extra state, taken for each submodule from the first rank that runs
-        it. All ranks of `channel` must call it."""
+        it. Must be called on all ranks of `channel`."""
         if not self._beside:
             return {}
         here = {key: value for key, value in other_entries(self.module).items() if self._runs(key)}
@@ -617,8 +615,7 @@ class ModelParts(PartitionedState):
         return merged
 
     def _runs(self, key: str) -> bool:
-        """Returns whether this rank runs the module to which the extra-state entry `key`
-        belongs."""
+        """Returns whether this rank runs the module that owns the extra-state entry `key`."""
         if self.cut is None or self.blueprint is None:
             return bool(self.pieces)
         return self.blueprint.share(self.cut.at).runs(key.rpartition(".")[0])
@@ -647,5 +644,5 @@ class ModelParts(PartitionedState):
         } | self.gather_beside(channel)
 
     def unsaved(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that are in no state dict; every rank keeps them."""
+        """Returns the buffers that are not in any state dict. Every rank keeps them."""
         return unsaved_buffers(self.module)

@@ -1,7 +1,7 @@
-"""The ranks of one generation in a model's current division: this rank's groups along the axes, and
-the objects that compute and sum on these groups.
+"""A model's current mesh: this rank's groups along the axes, and the objects that compute and sum
+on these groups.
 
-Created for each generation and dropped with it. Used by the training thread only.
+Created for each generation and dropped with it. Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def alone() -> Group:
 
 class RankMesh:
     """One rank's part of its generation's mesh: its groups along the axes, and the objects that
-    compute and sum on these groups. Spares have no mesh."""
+    compute and sum on these groups. A spare does not have one."""
 
     def __init__(
         self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None
     ) -> None:
-        """Connects the groups along the axes. All ranks of `group` except spares must call it.
+        """Connects the groups along the axes. Must be called on all ranks of `group` except spares.
         `sharding`: options for sharding along the data axis, or None.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         at = axes.at(group.rank)
         assert at is not None
@@ -99,16 +99,16 @@ class RankMesh:
 
     @property
     def replicas(self) -> Group:
-        """Group of the ranks with the same part of the model."""
+        """Group of the ranks that have the same part of the model."""
         return self._groups["data"]
 
     @contextlib.contextmanager
     def drawing_alike(self) -> Iterator[None]:
-        """Context in which the ranks of one replica draw the same random numbers. Outside of it,
-        each rank draws its own numbers, and the context does not affect them.
+        """Context in which the ranks of one replica draw the same random numbers. Does not affect
+        the numbers that each rank draws outside of the context.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         line, device = self._groups.get("tensor"), self._session.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -124,8 +124,8 @@ class RankMesh:
         averages: bool,
         extremes: Mapping[str, Kind],
     ) -> None:
-        """Splits the model for this mesh with `ModelParts.lay_out`. `averages`: argument of
-        `MeshGradients`. `extremes`: argument of `CommittedBuffers`."""
+        """Splits the model for this mesh with `ModelParts.lay_out`. `averages`: see
+        `MeshGradients`. `extremes`: see `CommittedBuffers`."""
         before = parts.data_axis.execution
         parts.lay_out(self.cut, self.tensor_mesh, taken, self._shard)
         blueprint = parts.blueprint
@@ -162,7 +162,7 @@ class RankMesh:
 
     @property
     def execution(self) -> ShardedExecution | None:
-        """Execution of the sharded pieces, if any; see `DataAxis.execution`."""
+        """Execution of the sharded pieces; see `DataAxis.execution`."""
         return self._parts.data_axis.execution
 
     def release(self) -> None:
@@ -173,9 +173,9 @@ class RankMesh:
     # --------------------------------------------------------------------------------------- passes
 
     def seed_step(self) -> None:
-        """Seeds the generators of a replica's ranks equally for the step that begins, from the
-        first rank's seed, the step and the replica. Used if no Shoal loader seeds the
-        generators."""
+        """Seeds the generators of a replica's ranks identically for the step that begins, from the
+        first rank's seed, the step and the replica. Used if there is no Shoal loader that seeds
+        them."""
         if self.cut.axes.replica_size > 1:
             seed_generators((self._seed, self._session.steps, self.cut.at.data))
 
@@ -188,11 +188,11 @@ class RankMesh:
             self.execution.begin_step(number)
 
     def begin_pass(self, step: Step) -> None:
-        """Prepares a pass of this replica in a step, or its part in a pass of other replicas. In a
-        lost step, whose gradients are not used, nothing is sent.
+        """Prepares a pass of this replica in a step, or its participation in a pass of other
+        replicas. Does not communicate in an aborted step, because its gradients are not used.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         if self.execution is None:
             return
@@ -202,18 +202,18 @@ class RankMesh:
         self.execution.reduces_in_backward = True
         self.execution.factor = self.gradients.factor(weight or 0.0)
         if step.lost is None and step.in_micro_batches and self.replicas.world_size > 1:
-            # otherwise the passes might be known only in some groups of replicas
+            # otherwise only some groups of replicas might learn about the passes
             self.execution.learn_passes(self.all)
 
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool
     ) -> torch.Tensor | None:
-        """Runs a batch through the pipeline and accumulates gradients and changes of buffers in the
-        module. Returns the batch's loss. Without `everywhere`, returns the loss only on the last
-        stage, and None on the other ranks.
+        """Runs a batch through the pipeline, and accumulates gradients and changes of buffers.
+        Returns the batch's loss or, without `everywhere`, None on all ranks except the last
+        stage's.
 
         Raises:
-            MembershipChanged: a rank failed or is gone.
+            MembershipChanged: a rank failed or left.
         """
         assert self.pipeline is not None
         self._micro_batches, self._weighed_changes = (
@@ -225,7 +225,7 @@ class RankMesh:
         return take(micro_batches, loss)
 
     def _observe(self, moment: str, stage: int, index: int) -> None:
-        """Makes each micro-batch start from the committed buffers, whatever the pipeline's
+        """Makes each micro-batch start from the committed buffers, regardless of the pipeline's
         schedule."""
         if self._weighed_changes is None or not self._parts.module.training:
             return
@@ -238,10 +238,10 @@ class RankMesh:
                 self.buffers.extremes.micro_batch_ends()
 
     def add(self, weight: float) -> None:
-        """Adds the results of the passes since the last call with the given weight.
+        """Adds the results of all passes since the last call, with the given weight.
 
         Raises:
-            MembershipChanged: a rank failed or is gone.
+            MembershipChanged: a rank failed or left.
         """
         if self._weighed_changes is None:
             changes = self.buffers.changes(self.gradients.like, weight, weight)
@@ -257,14 +257,14 @@ class RankMesh:
             self._parts.data_axis.free()
 
     def take_part(self) -> None:
-        """Takes part in the collectives of a pass for which only other replicas have samples."""
+        """Participates in the collectives of a pass that only other replicas have samples for."""
         if self.pipeline is not None:
             self._parts.data_axis.gather()
             self._parts.data_axis.free()
         self.gradients.take_part()
 
     def predict(self, inputs: Any) -> Any:
-        """Runs inputs through the pipeline. Raises MembershipChanged."""
+        """Runs inputs through the pipeline and returns its output. Raises MembershipChanged."""
         assert self.pipeline is not None
         self._parts.data_axis.gather()
         try:
@@ -273,10 +273,10 @@ class RankMesh:
             self._parts.data_axis.free()
 
     def sum_gradients(self) -> None:
-        """Sums the gradients over the stages that share a parameter, and over the replicas.
+        """Sums gradients across stages that share a parameter, and across replicas.
 
         Raises:
-            MembershipChanged: a rank failed or is gone.
+            MembershipChanged: a rank failed or left.
         """
         if not self.gradients.sums_passes:
             self._sum_shared()
@@ -302,8 +302,8 @@ class RankMesh:
                 gradients.use([name])
 
     def forget(self) -> None:
-        """Discards the step's gradients: the optimizer's and the module's. Does not communicate,
-        since the group may be over."""
+        """Discards the step's gradients, both the optimizer's and the module's. Does not
+        communicate, because the group may have ended."""
         for parameter in self._parts.parameters.values():
             drop_gradient(parameter)
         self.gradients.forget()
@@ -329,7 +329,7 @@ def _in_shards(
     assert parts.blueprint is not None
     blocks = None
     if sharding.blocks is not None:
-        # types of the model as the user wrote it, because each split layer has a class of its own
+        # types in the user's module, because each split layer has a class of its own
         blocks = [
             (parts.module.get_submodule(one.name), one.names)
             for one in sharding.blocks(parts.template.module)
@@ -349,7 +349,7 @@ def _in_shards(
 
 
 class _OneRank:
-    """Stand-in for the process group of a pipeline with a single rank."""
+    """Replaces the process group of a pipeline that has only one rank."""
 
     def rank(self) -> int:
         return 0

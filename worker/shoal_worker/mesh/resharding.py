@@ -1,9 +1,9 @@
-"""Assembles a state that is split over ranks, one tensor at a time, on all ranks.
+"""Assembles a state that is split across ranks, one tensor at a time, on all ranks.
 
-The functions use messages to all ranks instead of collectives along the axes. They are used after
-ranks have joined or left, when the parts are still split for the previous ranks, and in operations
-between steps, when the newest group may include ranks without any part. They are not intended for
-every step.
+The functions send messages to all ranks instead of using collectives along the axes. They are
+called after ranks have joined or left, when the parts are still split for the previous ranks, and
+in operations between steps, when the newest group may include ranks without any part. They are too
+slow for every step.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
 _CHUNK_BYTES: Final = 32 << 20
-"""Number of bytes of values sent at once. A message also contains the optimizer state of these
-values, and a few copies of the message exist temporarily."""
+"""Number of bytes of values in one message. The message also contains the optimizer state of these
+values, and a few copies of it exist temporarily."""
 _VALUE: Final = ""
-"""Key of a tensor's values; other keys are those of its optimizer state."""
+"""Key of a tensor's values. Other keys belong to its optimizer state."""
 
 MeshPlace = tuple[int, int, int]
-"""Position on the pipeline axis, position on the tensor axis, and shard along the data axis."""
+"""Position on the pipeline axis, position on the tensor axis, and number of the shard along the
+data axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCut:
-    """Describes one division of the ranks, and this rank's position in it."""
+    """Describes one mesh and this rank's position in it."""
 
     number: int
-    """Number of the generation that made the division. Later divisions replace it."""
+    """Number of the generation that formed the mesh. Newer meshes replace older ones."""
     axes: Axes
     at: Coordinate
     shards: int = 1
-    """Number of shards into which the data axis splits each rank's part: 1, or the size of the data
+    """Number of shards along the data axis for each rank's part: 1, or the size of the data
     axis."""
     mirrored: int | None = None
-    """The shard that this rank mirrors in addition to its own shard."""
+    """Number of the shard that this rank mirrors in addition to its own shard; None if it mirrors
+    none."""
 
     @property
     def positions(self) -> list[int]:
-        """This rank's shards, its own first."""
+        """Numbers of this rank's shards, its own shard first."""
         return [self.at.data % self.shards, *([self.mirrored] if self.mirrored is not None else [])]
 
     def row(self) -> list[int]:
-        """Encodes the division and the position as integers, to be sent to the other ranks."""
+        """Encodes the mesh and the position as integers, for sending to other ranks."""
         axes = self.axes
         return [
             self.number,
@@ -93,8 +95,8 @@ class MeshCut:
 @dataclass(frozen=True, kw_only=True)
 class PieceState:
     """Elements of a tensor (or of this rank's part of the tensor) in one shard, and their optimizer
-    state. If there are several shards, the tensor is flattened, and each shard contains the
-    elements that follow those of the previous one."""
+    state. If there are several shards, the tensor is flattened, and each shard continues where the
+    previous one ends."""
 
     value: torch.Tensor
     state: Mapping[str, Any]
@@ -102,25 +104,25 @@ class PieceState:
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """Parts of a split state that a rank has. They share memory with the state."""
+    """The parts of a split state that a rank has. They share memory with the state."""
 
     cut: MeshCut
     runs: Mapping[int, Mapping[str, PieceState]]
-    """Shard -> name of a tensor -> its elements in that shard. Entries other than parameters are
-    not split along the data axis and belong to shard 0."""
+    """Shard -> tensor name -> the tensor's elements in that shard. Tensors that are not parameters
+    are not split along the data axis and belong to shard 0."""
     copied: bool = False
-    """True if this is a copy of another rank's data, to be used when no rank has the original any
-    more."""
+    """True if this is a copy of another rank's data, to be used only if no rank has the original
+    any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTensor:
-    """One tensor of the state as it would be on a single process, on the CPU."""
+    """One unsplit tensor of the state, on the CPU."""
 
     name: str
     value: torch.Tensor
     elements: Mapping[str, torch.Tensor]
-    """Optimizer state that has the parameter's shape."""
+    """Optimizer state with the parameter's shape."""
     rest: Mapping[str, Any]
     """All other optimizer state."""
 
@@ -132,14 +134,14 @@ def gather(
     *,
     state: bool = True,
 ) -> Iterator[WholeTensor]:
-    """Yields the tensors of the newest division that is still complete, in the template's order.
+    """Yields the tensors of the newest mesh whose parts are all available, in the template's order.
     Every rank of `channel` must exhaust the iterator.
 
-    `held`: this rank's parts of all divisions. `state`: True to include the optimizer's state.
+    `held`: this rank's parts for all meshes. `state`: True to include the optimizer's state.
 
     Raises:
-        ShardsLostError: no division is complete any more.
-        MembershipChanged: the group is over.
+        ShardsLostError: parts are missing for every mesh.
+        MembershipChanged: the group has ended.
     """
     newest, cut = _newest(channel, held)
     blueprint = blueprint_for(cut.axes)
@@ -173,19 +175,19 @@ def copy_singles(
     blueprint_for: Callable[[Axes], Blueprint],
     leaving: Collection[int],
 ) -> list[RankParts] | None:
-    """Copies data that only one rank has to another rank, for the newest complete division. Returns
-    the copies that this rank keeps, or None on all ranks if nothing has to be copied. A division
-    with a single replica is never copied, because each of its ranks has the only copy of its part.
+    """Copies each part that only one rank has to a second rank, for the newest complete mesh.
+    Returns the copies that this rank keeps, or None on all ranks if nothing has to be copied.
+    Nothing is copied if the mesh has a single replica, where every part exists only once.
 
-    `held`: this rank's parts of all divisions. `leaving`: ranks about to leave, which keep no
-    copies and whose data does not count.
+    `held`: this rank's parts for all meshes. `leaving`: ranks about to leave; they keep no copies,
+    and their data does not count.
 
     Raises:
-        MembershipChanged: the group is over."""
+        MembershipChanged: the group has ended."""
     try:
         newest, cut = _newest(channel, held)
     except ShardsLostError:
-        return None  # reported when the state is resharded
+        return None  # this is reported when the state is resharded
     copies = plan_copies(newest, range(channel.world_size), leaving) if cut.axes.data > 1 else []
     if not copies:
         return None
@@ -252,8 +254,8 @@ def _take_copies(answer: bytes, arrived: Mapping[MeshPlace, dict[str, PieceState
 
 
 def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[MeshPlace], MeshCut]:
-    """Finds the newest complete division. Returns, for each of its parts, the ranks that have the
-    part, and the `MeshCut` of one of these ranks."""
+    """Finds the newest complete mesh. Returns, for each of its parts, the ranks that have the part,
+    and the `MeshCut` of one of these ranks."""
     rows = [[int(one.copied), *one.cut.row()] for one in held]
     claims: list[Claim[MeshPlace]] = []
     cuts: dict[int, MeshCut] = {}
@@ -281,7 +283,7 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class _Senders:
-    """Chooses for each part of a tensor the rank that sends it."""
+    """Chooses which rank sends each part of a tensor."""
 
     blueprint: Blueprint
     ranks: Mapping[MeshPlace, Sequence[int]]
@@ -291,8 +293,8 @@ class _Senders:
 
     def of(self, name: str, elements: int) -> dict[tuple[int, int], int]:
         """Returns the rank that sends each part and shard of one tensor. `elements`: number of
-        elements of the tensor. All shards of one part come from one stage, since each stage splits
-        shared tensors in its own way."""
+        elements of the tensor. All shards of one part come from the same stage, because each stage
+        splits shared tensors in its own way."""
         stage = self.stages.choose(self.blueprint.holders(name), elements)
         parts = self.blueprint.parts(name)
         own = {
@@ -306,8 +308,8 @@ class _Senders:
 def _run_at(
     held: Sequence[RankParts], stage: int | None, part: int, shard: int, name: str
 ) -> PieceState | None:
-    """Returns a tensor's elements at a position, if this rank has them. `stage`: None means any
-    stage, because copies of a shared tensor are equal."""
+    """Returns this rank's elements of a tensor at a position, if it has them. `stage`: None for any
+    stage, because all copies of a shared tensor are the same."""
     at_hand = (
         one for one in held if one.cut.at.tensor == part and stage in (None, one.cut.at.pipeline)
     )

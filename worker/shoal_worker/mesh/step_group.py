@@ -1,11 +1,11 @@
-"""A DeviceMesh and a process group with a unique name. torch's tensor-parallel code uses them for a
-part of a generation's group.
+"""A DeviceMesh and a process group with a unique name, which torch's tensor-parallel code uses for
+a part of a generation's group.
 
-torch finds groups by name in the single world of a process. A generation's groups are short-lived
-and belong to no such world. Split layers communicate in the middle of a forward or backward pass,
-which may be the user's. If a collective fails within a step, no error is raised: the result is
-zeros, the step is marked lost, and `optimizer.step()` reports the loss. Between steps the error is
-raised.
+torch finds groups by name in the process's single world, but a generation's groups are short-lived
+and do not belong to such a world. Split layers communicate in the middle of a forward or backward
+pass, possibly in the user's own code. If a collective fails within a step, no error is raised: the
+result is zeros, the step is marked as lost, and `optimizer.step()` returns LOST. Between steps, the
+error is raised.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class StepGroup(ForwardingGroup):
     """Process group that forwards to the process group of `group`. A failure is reported to the
     session's current step, or raised outside of a step.
 
-    torch's caches keep this object forever. It therefore does not keep the session or the group
-    alive; without the group its collectives fail.
+    torch's caches keep this object forever, so it does not keep the session or the group alive.
+    Once the group no longer exists, its collectives fail.
     """
 
     backend_name: ClassVar[str] = "shoal_step"
@@ -49,7 +49,7 @@ class StepGroup(ForwardingGroup):
 
     @property
     def _group(self) -> Group:
-        """Group to which collectives are forwarded. Raises MembershipChanged if it no longer
+        """Group that collectives are forwarded to. Raises MembershipChanged if it no longer
         exists."""
         group = self._held_group()
         if group is None:
@@ -61,8 +61,8 @@ class StepGroup(ForwardingGroup):
         return [self._device]
 
     def failed(self, error: MembershipChanged) -> None:
-        """Ends the group for all ranks. Marks the current step as lost because of `error`, or
-        raises `error` outside of a step."""
+        """Aborts the group on all ranks because of `error`. Marks the current step as lost; outside
+        of a step, raises `error`."""
         group = self._held_group()
         if group is not None:
             group.abort(str(error))
@@ -86,7 +86,7 @@ class StepGroup(ForwardingGroup):
 
 
 class StepWork(Work):
-    """Work of a collective whose failure is reported to the current step."""
+    """Work of a collective. A failure is reported to the current step."""
 
     def __init__(self, work: Work | None, group: StepGroup, outputs: Any) -> None:
         """Wraps `work`, which is None if the collective has already failed."""
@@ -94,13 +94,13 @@ class StepWork(Work):
         self._work, self._group, self._outputs = work, group, outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for a result, which is valid unless the step is lost. Raises MembershipChanged
-        outside of a step."""
+        """Waits for the result, which is valid unless the step is lost. Outside of a step, a
+        failure raises MembershipChanged."""
         work, self._work = self._work, None
         if work is not None:
             try:
-                # torch passes 0 for no timeout. The host may continue before integers have arrived
-                # only if they are not indices.
+                # torch passes 0 for no timeout. The host may continue before the result has
+                # arrived, unless the result contains integers, which may be used as indices.
                 if not timeout and all(one.is_floating_point() for one in self.result()):
                     self._group.come_after(work)
                 else:
@@ -115,11 +115,11 @@ class StepWork(Work):
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Returns whether there is a result, even if it is invalid because the step is lost."""
+        """Returns whether there is a result, even an invalid one because the step is lost."""
         return self.is_completed()
 
     def synchronize(self) -> None:
-        """Waits for the collective, as `wait` does."""
+        """Waits for the collective, like `wait`."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ class StepWork(Work):
         return [one for one in pytree.tree_leaves(self._outputs) if isinstance(one, torch.Tensor)]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Waits, and returns a completed future of the output tensors."""
+        """Waits, and returns a completed future with the output tensors."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self.result())
@@ -142,10 +142,10 @@ def _blank(outputs: Any) -> None:
 
 
 class GroupMesh(DeviceMesh):
-    """A one-dimensional mesh over a process group that is not registered in a world. The mesh's
-    ranks are the group's.
+    """A one-dimensional mesh on a process group that is not registered in a world. Its ranks are
+    the ranks of the group.
 
-    No two meshes are equal, whatever ranks they have, since DTensor caches by mesh. DTensor's
+    No two meshes are equal, even with the same ranks, because DTensor caches by mesh. DTensor's
     caches keep meshes, and therefore their groups, forever (`StepGroup`).
     """
 

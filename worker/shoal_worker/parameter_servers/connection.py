@@ -1,9 +1,9 @@
-"""A worker's connection to one parameter server: its identity, partitions, address and client, and
-single attempts to pull values over it.
+"""A worker's connection to one parameter server: the server's identity, partitions, address and
+client, and single attempts to pull values from it.
 
-`Connection` finds a server again after the server has moved or restarted. `Pulls` sends the
-requests and places the received values. Other modules decide when to call and when to retry
-(server_link.py, persistence.py).
+`Connection` finds the server again after it has moved or restarted. `Pulls` sends the requests and
+stores the received values. Other modules decide when to call and when to retry (server_link.py,
+persistence.py).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shoal_worker.parameter_servers.tensors import (
 )
 
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Transfer rate that is assumed for the deadline of a stream. A minute is added to that
-deadline."""
+"""Assumed transfer rate for the deadline of a stream, in bytes per second. A minute is added to
+that deadline."""
 
 
 class Connection:
-    """Connection to one parameter server. Used by one thread at a time, except for `close`."""
+    """Connection to one parameter server. Must be used by one thread at a time, except `close`."""
 
     def __init__(self, job: Job, share: ServerShare) -> None:
-        """Creates a connection to the server that has the partitions of `share`. Does not connect
+        """Creates a connection to the server with the partitions in `share`. Does not connect
         yet."""
         self._job = job
         self.address = share.address
@@ -44,7 +44,7 @@ class Connection:
         self.adopt(share)
 
     def adopt(self, share: ServerShare) -> None:
-        """Replaces the list of the server's partitions by the one from the newest shard map. Must
+        """Replaces the list of the server's partitions with the list in the newest shard map. Must
         not be called during another call."""
         self.share = share
         self.partitions: Mapping[int, Partition] = {
@@ -56,13 +56,13 @@ class Connection:
         self._stored_bytes = sum(partition.size_bytes for partition in share.partitions)
 
     def stream_deadline(self, more_bytes: int = 0) -> timedelta:
-        """Returns the time allowed for a stream of all values of this worker's tensors on the
+        """Returns the maximum time for a stream of all values of this worker's tensors on the
         server, plus `more_bytes`."""
         return timedelta(seconds=60 + (self._stored_bytes + more_bytes) / _SLOWEST_BYTES_PER_S)
 
     def find(self) -> None:
-        """Looks up the server's current address, which may change after a restart. Raises
-        ShardMapChanged if partitions have moved, and UnavailableError if the server is not
+        """Looks up the server's current address, which changes if the server restarts elsewhere.
+        Raises ShardMapChanged if partitions have moved, and UnavailableError if the server is not
         registered yet."""
         shard_map = self._job.shard_map()
         if shard_map is None:
@@ -96,18 +96,18 @@ class Connection:
         return state
 
     def close(self) -> None:
-        """Ends calls in progress. Idempotent. Callable from any thread."""
+        """Cancels calls in progress. Idempotent. May be called from any thread."""
         self._closed = True
         self.client.close()
 
 
 TURN_WAIT: Final = timedelta(seconds=5)
-"""Interval between checks whether this worker should leave while it waits for slower workers (ssp
+"""Interval between checks whether this worker should leave, while it waits for slower workers (ssp
 and bsp)."""
 
 
 class Pulls:
-    """Pulls values from one server, without retries. Used by one thread at a time."""
+    """Pulls values from one server, without retries. Must be used by one thread at a time."""
 
     def __init__(
         self, job: Job, connection: Connection, ledger: Ledger, *, compression: str | None
@@ -129,8 +129,8 @@ class Pulls:
         """Pulls newer values into the tensors' host memory.
 
         `clock`: number of iterations finished by this member; None: the member pulls as an
-        observer, which waits for no other worker. `codec`: codec of the values; None: the codec in
-        the options.
+        observer, without waiting for other workers. `codec`: codec of the values; None: the codec
+        in the options.
         """
         if not partitions:
             return  # an empty request would mean all partitions
@@ -150,8 +150,8 @@ class Pulls:
     def pull_ahead(
         self, partitions: Sequence[Partition], memory: Mapping[str, torch.Tensor], *, clock: int
     ) -> list[tuple[Partition, pb.PullHeader]]:
-        """Pulls newer values into separate flat host tensors (name -> tensor). The values in use do
-        not change. `clock`: see `pull`."""
+        """Pulls newer values into separate flat host tensors (name -> tensor). The values in use
+        remain unchanged. `clock`: see `pull`."""
         if not partitions:
             return []
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
@@ -161,8 +161,8 @@ class Pulls:
         return [(self._connection.partitions[header.partition_id], header) for header in headers]
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into separate flat host tensors (name -> tensor). The values in use do
-        not change."""
+        """Reads all values into separate flat host tensors (name -> tensor). The values in use
+        remain unchanged."""
         request = self._request(
             list(self._connection.partitions.values()), {}, clock=None, wait=TURN_WAIT
         )

@@ -43,7 +43,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Job:
-    """Access of an asynchronous worker to its job: membership, leases, and the addresses of the
+    """An asynchronous worker's access to its job: membership, leases, and the addresses of the
     parameter servers."""
 
     def __init__(
@@ -59,16 +59,15 @@ class Job:
     ) -> None:
         """`channel`: connection settings for services (token, TLS), without an address. `patience`:
         maximum time to wait for the coordinator, for servers to register, and for a rank while
-        there are too few workers. `transport`, `fell_back`, `interceptors`: arguments of
+        there are too few workers. `transport`, `fell_back`, `interceptors`: see
         `ParameterServerClient`.
         """
         self._link = link
         self._channel = channel
         self.patience = patience
         self.straggler_patience = straggler_patience
-        """Time of waiting for a slower worker after which this worker notifies the coordinator, in
-        case the slower worker is stuck.
-        """
+        """Time that this worker waits for a slower worker before it notifies the coordinator, in
+        case the slower worker is stuck."""
         self._transport = transport
         self._fell_back = fell_back
         self._interceptors = interceptors
@@ -80,7 +79,7 @@ class Job:
 
     @property
     def generation(self) -> int:
-        """Number of the newest known generation."""
+        """Number of the newest generation known to this worker."""
         return self._link.newest
 
     @property
@@ -124,9 +123,9 @@ class Job:
             return ()
 
     def entered(self) -> bool:
-        """Records that this worker is in the newest generation, and returns whether the
-        generation has changed since the last call. Membership changes do not interrupt
-        asynchronous training."""
+        """Records that this worker has entered the newest generation. Returns whether the
+        generation has changed since the last call. Membership changes do not interrupt asynchronous
+        training."""
         if self.generation == self._entered:
             return False
         self._entered = self.generation
@@ -134,8 +133,8 @@ class Job:
         return True
 
     def wait_for_rank(self, *, after: int) -> None:
-        """Blocks until a generation above `after` includes this member. Used when the job is on
-        hold because it has too few workers.
+        """Blocks until a generation with a number above `after` includes this member. Used when the
+        job is on hold because it has too few workers.
 
         Raises:
             StopTraining: the job was stopped, or this member should leave.
@@ -146,20 +145,19 @@ class Job:
 
     @property
     def leaving(self) -> bool:
-        """True if this worker must stop at the next step boundary, because the job stops or because
-        it was asked to leave.
-        """
+        """True if this worker must stop at the next step boundary, because the job stops or the
+        worker was asked to leave."""
         return self._link.stopped is not None or self._link.draining is not None
 
     def departure(self) -> StopTraining:
-        """Returns the exception that ends this worker's training. Call it when `leaving` is
-        True."""
+        """Returns the exception that ends this worker's training. Must be called only when
+        `leaving` is True."""
         stopped = self._link.stopped
         return StopTraining(stopped) if stopped is not None else Drained(self._link.draining or "")
 
     def accuse_slowest(self, detail: str) -> None:
         """Reports to the coordinator that a slower peer blocks this member. The coordinator then
-        evicts a member that makes no progress at all.
+        evicts any member that makes no progress.
         """
         self._link.failed(self._link.newest, detail=detail, timed_out=True)
 
@@ -188,7 +186,7 @@ class Job:
         return answer.shard_map
 
     def shard_map(self) -> pb.ShardMap | None:
-        """Returns the current partitions and address of each server; None while the coordinator is
+        """Returns each server's current partitions and address; None if the coordinator is
         unreachable."""
         try:
             return self._link.client.get_shard_map(self.job_id).shard_map
@@ -207,9 +205,9 @@ class Job:
         sequence: int = 0,
         batch_ms: int = 0,
     ) -> pb.LeaseBatchesResponse:
-        """Leases batches, acknowledges finished batches and returns other batches, in one attempt.
-        Raises errors reported by the coordinator, and UnavailableError or DeadlineError if the
-        coordinator is unreachable."""
+        """Leases batches, acknowledges finished batches and returns other batches to the
+        coordinator, without retries. Raises errors reported by the coordinator, and
+        UnavailableError or DeadlineError if the coordinator is unreachable."""
         return self._link.client.lease_batches(
             self.job_id,
             self.member_id,
@@ -226,14 +224,13 @@ class Job:
 
     def server_channel(self, address: str) -> ChannelSettings:
         """Returns the connection settings for the server at `address`."""
-        # ServerLink resends a failed push after asking for its outcome; gRPC's own retries would
+        # ServerLink resends a failed push after asking for its outcome. gRPC's own retries would
         # only hide the failure.
         return replace(self._channel, address=address, attempts=1)
 
     def server_client(self, address: str) -> ParameterServerClient:
-        """Returns a client of the server at `address` that acts for this worker. The client is
-        closed once another server has replaced this server and the old one no longer answers.
-        """
+        """Returns a client, acting for this worker, of the server at `address`. It is closed once a
+        new server has replaced this one and the old one no longer responds."""
         channel = self.server_channel(address)
         client = ParameterServerClient(
             channel,
@@ -246,12 +243,7 @@ class Job:
         return client
 
     def retry_until(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats an idempotent call for as long as the called service is unreachable.
-
-        Raises:
-            DeadlineError: the job's patience is exhausted.
-            StopTraining: this worker should leave.
-        """
+        """Retries an idempotent call for as long as the called service is unreachable."""
         deadline = time.monotonic() + self.patience.total_seconds()
         backoff, lines = Backoff(longest_s=_LONGEST_BACKOFF_S), WaitingLines()
         while True:
@@ -266,7 +258,7 @@ class Job:
                         f"waited {self.patience.total_seconds():.0f} s for {what}: {error}",
                         reason=error.reason,
                     ) from error
-                if self.rank == 0:  # one log line on behalf of all ranks
+                if self.rank == 0:  # a single log line for all ranks
                     lines.say(what, functools.partial(str, error))
                 wait_s = backoff.next_s(error)
             time.sleep(wait_s)

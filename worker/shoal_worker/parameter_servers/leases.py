@@ -1,9 +1,9 @@
-"""Sources from which loaders lease batches: the coordinator, which reassigns the batches of a dead
+"""Sources of leased batches for loaders: the coordinator, which reassigns the batches of a dead
 worker, or this process if it runs alone.
 
-A worker leases blocks of batches ahead, enough for `lease_ahead`. A separate thread renews the
-leases and acknowledges finished batches. A step therefore does not wait for the coordinator, and
-training continues for about `lease_ahead` while the coordinator is unreachable."""
+A worker leases batches in advance, enough to train for about `lease_ahead`. A separate thread
+renews the leases and acknowledges finished batches. A step therefore does not wait for the
+coordinator, and training continues for about `lease_ahead` while the coordinator is unreachable."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from shoal_worker.parameter_servers.job import Job
 _log = logging.getLogger(__name__)
 
 _MOST_WANTED: Final = 1024
-"""Maximum number of batches that a worker requests at once and keeps leased."""
+"""Maximum number of batches in one request, and maximum number that a worker keeps leased."""
 _ACKNOWLEDGED_AFTER: Final = 6
 """Divisor of `lease_ahead`. Finished batches are acknowledged after at most a sixth of that time,
-or earlier with another request."""
+or earlier together with another request."""
 _STANDS_STILL: Final = 2
-"""Multiple of `lease_ahead`. A worker that has finished no batch for that time gives back all
+"""Multiple of `lease_ahead`. A worker that does not finish a batch for this long returns all
 batches that its loader has not received."""
 _LONGEST_BACKOFF_S: Final = 1.0
 _LOOK_S: Final = 0.2
-"""Interval between checks whether this worker should leave. SIGTERM cannot end a wait."""
+"""Interval between checks whether this worker should leave, in seconds. SIGTERM cannot end a
+wait."""
 _LAST_WORD_S: Final = 5.0
-"""Maximum time for which a leaving worker tries to report its finished batches."""
+"""Maximum time that a leaving worker tries to report its finished batches, in seconds."""
 _SPARED: Final = 8
-"""Number of superfluous batches that are not worth giving back. Batches are superfluous beyond
-twice the number that the worker needs."""
+"""Number of superfluous batches that are not worth returning. Batches beyond twice the number that
+the worker needs are superfluous."""
 _NOTHING: Final = Leases(batches=(), epoch_done=False, retry_after_s=0.0)
 
 
 class LeaseSource(Protocol):
-    """Assigns the batches of each loader's epochs to workers, each batch to one worker. Used by the
-    training thread."""
+    """Assigns the batches of each loader's epochs to workers, each batch to one worker. Must be
+    used by the training thread."""
 
     def lease(
         self,
@@ -61,18 +62,19 @@ class LeaseSource(Protocol):
     ) -> Leases:
         """Leases batches for a loader; see `LoaderSession.lease_batches`. Loaders take batches in
         the order of their leases, one at a time, and report `finished` before they take the next
-        batch. `want`: number of batches; 0 if the loop was left, in which case all leased batches
-        except finished ones and `at_hand` are given back."""
+        batch. `want`: number of batches; 0 if the script left the loop: then all leased batches are
+        returned, except finished ones and `at_hand`."""
         ...
 
     def at_hand(self, loader: str) -> int:
-        """Returns the key of the batch of `loader` that is in progress; 0 if there is none, or if
-        it cannot be assigned to another worker. A key is unique in the job, and the same on every
-        member that works on the batch."""
+        """Returns the key of `loader`'s batch in progress; 0 if there is none, or if it cannot be
+        assigned to another worker. A key is unique in the job, and is the same on every member that
+        works on the batch."""
         ...
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """Returns the furthest epoch of `loader` that any member has begun, at least `epoch`."""
+        """Returns the furthest epoch of `loader` that any member has begun, but at least
+        `epoch`."""
         ...
 
     def is_idle(self, loader: str) -> bool:
@@ -86,8 +88,8 @@ class LeaseSource(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class _Block:
-    """This worker's batches of one epoch of one loader, guarded by the lock of `CoordinatorLeases`.
-    Each batch is in one of four lists."""
+    """This worker's batches of one epoch of one loader. Each batch is in one of four lists. Guarded
+    by the lock of `CoordinatorLeases`."""
 
     loader: str
     epoch: int
@@ -96,33 +98,34 @@ class _Block:
     leased: deque[int] = field(default_factory=deque)
     """Leased batches that the loader has not received."""
     out: list[int] = field(default_factory=list)
-    """Batches that the loader has received and not finished; the first is in progress."""
+    """Batches that the loader has received and not finished. The first one is in progress."""
     finished: list[int] = field(default_factory=list)
-    """Batches with acknowledged pushes that have not been reported to the coordinator."""
+    """Finished batches, whose pushes are acknowledged, that have not been reported to the
+    coordinator yet."""
     returned: list[int] = field(default_factory=list)
-    """Batches that are given back untrained, about which the coordinator has not been notified
+    """Returned batches, which were not trained on, that have not been reported to the coordinator
     yet."""
     loop_left: bool = False
-    """True if the loop over the loader currently takes no batches. None are leased ahead
-    meanwhile."""
+    """True if the script is currently not taking batches from the loader; then none are leased in
+    advance."""
     wanted: int = 0
     """Number of batches that the training thread is waiting for; 0 if it is not waiting."""
     asking: bool = False
     """True if a request about this block is in progress."""
     unsaid_since: float = 0.0
-    """Time at which the first unacknowledged batch was finished. `finished_at`: time at which the
-    last batch was finished, or at which the epoch began."""
+    """Time when the first unacknowledged batch was finished. `finished_at`: time when the last
+    batch was finished, or when the epoch began."""
     finished_at: float = 0.0
     pace_s: float = 0.0
-    """Average time in seconds from one finished batch to the next; 0: unknown."""
+    """Average time from one finished batch to the next, in seconds; 0: unknown."""
     asks_below: int = 1
-    """Number of leased batches below which more are requested: half of the number after the last
-    answer. 0: the coordinator has no more batches. It is then asked again only once another batch
-    is finished, or if the training thread waits."""
+    """More batches are requested if fewer than this number are leased: half of the number after the
+    last response. 0: the coordinator has no more batches; another request is sent only once another
+    batch is finished, or if the training thread is waiting."""
     answer: pb.LeaseBatchesResponse | None = None
-    """Last answer of the coordinator."""
+    """The coordinator's last response."""
     failure: Exception | None = None
-    """Error with which the coordinator refused a request. The training thread raises it."""
+    """Error of a request that the coordinator rejected. The training thread raises it."""
 
     @property
     def is_settled(self) -> bool:
@@ -143,22 +146,22 @@ class _Request:
 
 class CoordinatorLeases:
     """Leases from the coordinator. The training thread takes and finishes batches. A separate
-    thread sends numbered requests to the coordinator, one after another, and repeats each request
-    until it is answered, so that no batch is lost with an answer."""
+    thread sends numbered requests to the coordinator, one after another, and retries each request
+    until it is answered, so that no batch is lost with a response."""
 
     def __init__(self, job: Job, *, ahead: timedelta) -> None:
         """Creates the leases. `ahead`: see `AsyncOptions.lease_ahead`."""
         self._job = job
         self._ahead_s = ahead.total_seconds()
         self._blocks: dict[str, _Block] = {}
-        """Newest block of each loader. A block is replaced only when it is settled."""
+        """Newest block of each loader. A block is replaced only once it is settled."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._numbered = 0
-        """Number of the last request. Used by the request thread only."""
+        """Number of the last request. Must be used by the request thread only."""
         self._trouble = ""
-        """Reason why the coordinator has not answered yet."""
+        """Reason why the coordinator has not responded yet."""
 
     def lease(
         self,
@@ -175,7 +178,7 @@ class CoordinatorLeases:
         Raises:
             StopTraining: this worker has nothing left to do and should leave, or has left.
             DeadlineError: the coordinator was unreachable for too long.
-            ShoalError: the coordinator refused the request.
+            ShoalError: the coordinator rejected the request.
         """
         with self._changed:
             block = self._block(loader, epoch, batches_in_epoch)
@@ -184,12 +187,12 @@ class CoordinatorLeases:
                 self._leave(block, at_hand)
                 return _NOTHING
             if block.loop_left:
-                # the time spent between two loops is not part of a step
+                # the time between two loops is not part of a step
                 block.loop_left, block.finished_at = False, time.monotonic()
             if block.failure is not None:
                 raise _taken(block)
             if not block.leased:
-                if block.out:  # this many batches suffice for this step
+                if block.out:  # these batches suffice for this step
                     block.asks_below = 1
                     self._changed.notify_all()
                     return _NOTHING
@@ -203,7 +206,7 @@ class CoordinatorLeases:
             answer = block.answer
             given = tuple(block.leased.popleft() for _ in range(min(want, len(block.leased))))
             block.out += given
-            self._changed.notify_all()  # fewer than half of the batches may be left
+            self._changed.notify_all()  # fewer than half of the batches may remain
             done = answer is not None and answer.epoch_done
             return Leases(
                 batches=given,
@@ -233,8 +236,8 @@ class CoordinatorLeases:
             return not block.out and not block.leased
 
     def close(self) -> None:
-        """Implements `LeaseSource.close`. Leased and unacknowledged batches are reassigned to other
-        workers."""
+        """Implements `LeaseSource.close`. Leased batches that are not acknowledged will be
+        reassigned to other workers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -249,7 +252,7 @@ class CoordinatorLeases:
         if block is not None and block.epoch == epoch:
             return block
         if block is not None:
-            # except the batch that the loader has, which could still be finished until now
+            # except the loader's current batch, which could still be finished until now
             self._leave(block, None)
         pace_s = 0.0 if block is None else block.pace_s
         block = self._blocks[loader] = _Block(
@@ -265,8 +268,8 @@ class CoordinatorLeases:
         return block
 
     def _leave(self, block: _Block, at_hand: int | None) -> None:
-        """Returns all batches except `at_hand`. The batches do not belong to this worker any more,
-        even before the coordinator has been notified."""
+        """Returns all batches except `at_hand` to the coordinator. They no longer belong to this
+        worker, even before the coordinator has been notified."""
         block.loop_left = True
         block.returned += [batch for batch in (*block.out, *block.leased) if batch != at_hand]
         block.out = [batch for batch in block.out if batch == at_hand]
@@ -275,8 +278,7 @@ class CoordinatorLeases:
             self._await(block, lambda: block.is_settled, for_batches=False)
 
     def _await(self, block: _Block, done: Callable[[], bool], *, for_batches: bool) -> None:
-        """Waits until the request thread has made `done()` true. Raises the same errors as
-        `lease`."""
+        """Waits until the request thread makes `done()` true. Raises the same errors as `lease`."""
         begun = time.monotonic()
         leaving_since: float | None = None
         block.failure = None
@@ -304,7 +306,7 @@ class CoordinatorLeases:
                 )
             self._changed.wait(_LOOK_S)
 
-    # ----------------------------------------------------------------------------------- the thread
+    # --------------------------------------------------------------------------- the request thread
 
     def _run(self) -> None:
         while True:
@@ -332,8 +334,8 @@ class CoordinatorLeases:
                 and self._ahead_s
                 and now - block.finished_at > _STANDS_STILL * self._ahead_s
             ):
-                # The worker may be evaluating within its loop; the others should not wait for
-                # batches that it has leased ahead.
+                # The worker may be evaluating inside its loop. Other workers should not wait for
+                # batches that it has leased in advance.
                 block.returned += block.leased
                 block.leased.clear()
                 block.asks_below = 0
@@ -371,8 +373,8 @@ class CoordinatorLeases:
         return min(_MOST_WANTED, 1 + int(self._ahead_s / block.pace_s))
 
     def _ask(self, request: _Request) -> pb.LeaseBatchesResponse | Exception | None:
-        """Sends a request and returns the answer or the error. Returns None if this object was
-        closed meanwhile."""
+        """Sends a request and returns the response or the error. Returns None if this object is
+        closed before that."""
         block = request.block
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         logged = False
@@ -401,7 +403,7 @@ class CoordinatorLeases:
                     )
                     logged = True
                 wait_s = backoff.next_s(error)
-            except Exception as error:  # errors of any kind: the training thread raises them
+            except Exception as error:  # of any kind, because the training thread raises it
                 return error
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, wait_s):
@@ -422,10 +424,10 @@ class CoordinatorLeases:
         del block.finished[: len(request.finished)]
         del block.returned[: len(request.returned)]
         block.unsaid_since = time.monotonic()
-        # If the loop was left meanwhile, nothing takes these batches.
+        # If the script has left the loop since the request, nothing takes these batches.
         (block.returned if block.loop_left else block.leased).extend(answer.batches)
         if answer.batches and (block.wanted or request.waited_for):
-            # the loop was waiting for these batches; it was not idle, and the wait is not part of a
+            # the loop was waiting for these batches; it was not idle, but the wait is not part of a
             # step
             block.finished_at = time.monotonic()
         block.asks_below = len(block.leased) // 2 + 1 if block.leased else 0
@@ -445,7 +447,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
     now = time.monotonic()
     for batch in finished:
         if batch not in block.out:
-            continue  # repeated because the first answer was an error
+            continue  # retried because the first response was an error
         block.out.remove(batch)
         if not block.finished:
             block.unsaid_since = now
@@ -457,7 +459,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
 
 
 class LocalLeases:
-    """Leases in a world of one: all batches of an epoch in order."""
+    """Leases if this process is the only worker: all batches of an epoch, in order."""
 
     def __init__(self) -> None:
         self._dealt: defaultdict[tuple[str, int], int] = defaultdict(int)
@@ -493,7 +495,7 @@ class LocalLeases:
         return Leases(batches=batches, epoch_done=done, retry_after_s=0.0)
 
     def at_hand(self, loader: str) -> int:
-        """Implements `LeaseSource.at_hand`. Always 0, because there are no other members."""
+        """Implements `LeaseSource.at_hand`. Returns 0, because there are no other members."""
         return 0
 
     def newest_epoch(self, loader: str, epoch: int) -> int:

@@ -2,7 +2,7 @@
 unknown outcome. Also defines the iteration and the outcome that `ParameterServers` and its links
 exchange.
 
-There is one ledger for all servers, since partitions move between servers: an entry remains valid
+All servers share one ledger, because partitions move between servers: an entry remains valid
 wherever its partition is. Each partition's entry belongs to the thread that calls the partition's
 server.
 """
@@ -23,19 +23,18 @@ class Pushed:
     """Outcome of a push, combined over all partitions."""
 
     staleness: int
-    """Staleness: number of versions that were applied between the pull with whose values the
-    gradient was computed and this push. The maximum over the partitions.
+    """Number of versions applied between this push and the pull of the values used to compute its
+    gradient. The maximum over the partitions.
     """
     known: bool
-    """True if the entire push had already been applied, for another member that had the same
-    batch.
-    """
+    """True if the entire push had already been applied, because a different member had pushed the
+    same batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     """One iteration that is being sent to the servers. Its progress is kept if partitions move to
-    other servers halfway through. Each partition's entries belong to the thread that calls the
+    other servers in the middle. Each partition's entries belong to the thread that calls the
     partition's server.
     """
 
@@ -44,12 +43,11 @@ class Delivery:
     """Payload of each partition; the same in every attempt."""
     acknowledged: dict[int, pb.PartitionResult] = field(default_factory=dict)
     there: set[int] = field(default_factory=set)
-    """Partitions on which an earlier, abandoned push of the same batch was already applied. They
-    acknowledge this push without applying it.
-    """
+    """Partitions where an earlier, abandoned push of the same batch has already been applied. They
+    acknowledge this push without applying it."""
     pulled: set[int] = field(default_factory=set)
     """Partitions whose values for the next iteration have been pulled. With bsp, other partitions
-    may have advanced since."""
+    may have advanced since then."""
 
     def outcome(self) -> Pushed:
         """Combines the outcomes on all partitions into one."""
@@ -73,13 +71,12 @@ class _Entry:
     acknowledged: int = 0
     """Sequence number of the last acknowledged push."""
     base: int = 0
-    """Version of the values with which the next gradient is computed; 0 if the partition was never
-    pulled.
-    """
+    """Version of the values used to compute the next gradient; 0 if the partition has never been
+    pulled."""
     held: int = 0
-    """Version that this worker has, so that the server need not send it again; 0 if it has none."""
+    """Version that this worker has, so the server need not send it again; 0 if it has none."""
     doubt: int | None = None
-    """Batch key (or 0) of a push that was started and not acknowledged; None if there is none."""
+    """Batch key (or 0) of a push that was started but not acknowledged; None if there is none."""
 
 
 class Ledger:
@@ -89,9 +86,8 @@ class Ledger:
         self._entries = {partition_id: _Entry() for partition_id in partitions}
 
     def held(self, partition_id: int) -> int:
-        """Returns the version of the partition that this worker has, so that the server need not
-        send it again; 0 if it has none.
-        """
+        """Returns the version of the partition that this worker has, so the server need not send it
+        again; 0 if it has none."""
         return self._entries[partition_id].held
 
     def has_values(self, partition_id: int) -> bool:
@@ -100,36 +96,31 @@ class Ledger:
 
     def next_push(self, partition_id: int) -> tuple[int, int]:
         """Returns the sequence number of a partition's next push, and the version of the values
-        with which its gradient is computed.
-        """
+        used to compute its gradient."""
         entry = self._entries[partition_id]
         return entry.acknowledged + 1, entry.base
 
     def doubt(self, partition_id: int) -> int | None:
-        """Returns the batch of a partition's push that was started and not acknowledged, so that
-        the push's outcome is unknown. Returns 0 if the push had no batch, and None if there is no
-        such push."""
+        """Returns the batch key of a partition's push that was started but not acknowledged, so its
+        outcome is unknown. Returns 0 if the push had no batch, and None if there is no such
+        push."""
         return self._entries[partition_id].doubt
 
     def begun(self, partitions: Iterable[int], batch: int) -> None:
-        """Records that the next push of these partitions is starting. `batch`: key of the batch of
-        its gradients."""
+        """Records that the next push of these partitions is starting. `batch`: key of its batch, or
+        0."""
         for partition_id in partitions:
             self._entries[partition_id].doubt = batch
 
     def acknowledged(self, results: Iterable[pb.PartitionResult]) -> None:
-        """Records that the push whose start was recorded last was acknowledged, for each of these
-        partitions.
-        """
+        """Records, for each of these partitions, that the push started last was acknowledged."""
         for result in results:
             entry = self._entries[result.partition_id]
             entry.acknowledged += 1
             entry.doubt = None
 
     def computed_on(self, versions: Mapping[int, int]) -> None:
-        """Records the versions of the values with which the next gradients of these partitions are
-        computed.
-        """
+        """Records, by partition, the versions of the values used to compute the next gradients."""
         for partition_id, version in versions.items():
             self._entries[partition_id].base = version
 
@@ -140,8 +131,8 @@ class Ledger:
             entry.base = entry.held = header.version
 
     def ahead(self, state: Iterable[pb.PartitionVersion]) -> frozenset[int]:
-        """Returns the partitions for which the server has applied more pushes of this worker than
-        it has acknowledged."""
+        """Returns the partitions where the server has applied more of this worker's pushes than it
+        has acknowledged."""
         return frozenset(
             here.partition_id
             for here in state
@@ -149,9 +140,8 @@ class Ledger:
         )
 
     def follow(self, state: Iterable[pb.PartitionVersion]) -> None:
-        """Adjusts the sequence numbers so that this worker continues after all of its pushes that
-        the server has applied, acknowledged or not.
-        """
+        """Adjusts the sequence numbers to continue after all of this worker's pushes that the
+        server has applied, whether or not they were acknowledged."""
         for here in state:
             entry = self._entries[here.partition_id]
             entry.acknowledged = here.sequence
@@ -159,12 +149,11 @@ class Ledger:
             entry.doubt = None
 
     def rewind(self, state: Iterable[pb.PartitionVersion]) -> int:
-        """Adjusts the sequence numbers so that this worker continues from the server's state.
-        Returns the number of acknowledged pushes that the server has lost, counted separately for
-        each partition.
+        """Adjusts the sequence numbers to continue from the server's state. Returns the number of
+        acknowledged pushes that the server has lost, counting each partition separately.
 
-        If the server has one push more than it acknowledged, nothing is lost: it has applied the
-        push in progress, and only acknowledges that push when it is sent again.
+        If the server has one push more than it has acknowledged, nothing is lost: it has applied
+        the push in progress, and will merely acknowledge it when it is sent again.
         """
         lost = 0
         for here in state:

@@ -1,6 +1,5 @@
 """Options of `as_distributed(..., strategy="async_sgd", ...)` in addition to the common options,
-and the description of the user's optimizer that is sent to the servers. This module defines only
-values."""
+and the description of the user's optimizer for the servers. This module does not communicate."""
 
 from __future__ import annotations
 
@@ -37,31 +36,31 @@ class AsyncOptions:
     consistency: str = "asp"
     """Consistency model. "asp": no worker waits. "ssp": a worker that is more than
     `staleness_bound` iterations ahead of the slowest worker waits at the end of its step. "bsp":
-    all workers that take part in an iteration compute on the same values, which include all pushes
-    of the previous iteration."""
+    all workers that take part in an iteration use the same values, which include all pushes of the
+    previous iteration."""
     staleness_bound: int | None = None
-    """Maximum number of iterations (>= 0) that a worker may be ahead; required with ssp, and only
-    allowed with ssp."""
+    """Maximum number of iterations (>= 0) that a worker may be ahead of the slowest worker.
+    Required with ssp; not allowed otherwise."""
     pull_every: int = 1
-    """Interval between pulls, in steps (>= 1). Larger values save at most half of the traffic, at
-    the cost of gradients of older values."""
+    """Interval between pulls, in steps (>= 1). Larger values save up to half of the traffic, at the
+    cost of gradients that are computed on older values."""
     prefetch: bool = False
-    """True to pull values while the next batch is computed instead of waiting for them. Steps are
-    shorter by a pull, and gradients are computed on values that are older by at most one pull. Only
-    allowed with "asp"."""
+    """True to pull values while the next batch is computed, instead of waiting for them. Steps no
+    longer include the time of a pull, but gradients are computed on values that are up to one pull
+    older. Only allowed with "asp"."""
     server_timeout: timedelta = timedelta(minutes=5)
-    """Maximum time for which a parameter server may be unreachable (for example while restarting)
-    before `optimizer.step()` fails."""
+    """Maximum time that a parameter server may be unreachable (for example while restarting) before
+    `optimizer.step()` fails."""
 
     lease_ahead: timedelta = timedelta(seconds=20)
-    """Amount of work that a worker leases ahead, estimated from its pace. The worker can continue
-    to train for about this time while the coordinator is unreachable. Leased batches of a worker
-    that dies are reassigned. 0: each batch is leased separately."""
+    """Amount of work that a worker leases in advance, as training time, estimated from its pace. It
+    can train for about this long while the coordinator is unreachable. The leased batches of a
+    worker that dies are reassigned. 0: each batch is leased separately."""
 
     delay_compensation: float = 0.0
     """Strength (>= 0) of the servers' compensation for the staleness of gradients (DC-ASGD; Zheng
-    et al., ICML 2017). 0 disables it; 0.04 is a good first value. Costs a server up to a copy of
-    its share for each worker."""
+    et al., ICML 2017). 0 disables it; 0.04 is a good first value. For each worker, a server may
+    need memory for another copy of its share."""
 
     pull_compression: str | None = None
     """Rounding of values sent by the servers: "bf16", "fp16" or "int8"; None: no rounding. The
@@ -71,11 +70,11 @@ class AsyncOptions:
     inner_steps: int | None = None
     """Number of steps (>= 1) that the worker takes with its own optimizer before it pushes their
     total change as one gradient to `outer_optimizer`, which the servers run (DiLoCo; Douillard et
-    al., 2023, algorithm 1). The same on all workers. None: each step is a push, and the servers run
-    the optimizer."""
+    al., 2023, algorithm 1). Must be the same on all workers. None: each step pushes its gradients,
+    and the servers run the user's optimizer."""
     outer_optimizer: torch.optim.Optimizer | None = None
-    """Optimizer that the servers run with `inner_steps`, which requires it: an optimizer that the
-    servers support, made from the same parameters. For K workers
+    """Optimizer that the servers run; required with `inner_steps`. It must be of a kind that the
+    servers support, and have the same parameters. For K workers,
     `shoal.optim.DelayedNesterov(net.parameters(), every=K)` uses the paper's learning rate and
     momentum."""
 
@@ -151,7 +150,7 @@ class AsyncOptions:
             or not (math.isfinite(strength) and strength >= 0)
         ):
             raise ConfigurationError(
-                f"delay_compensation={strength!r}: expected a finite number of at least 0, such "
+                f"delay_compensation={strength!r}: expected a finite, non-negative number, such "
                 "as 0.04"
             )
         self._check_rounds()
@@ -195,7 +194,7 @@ class AsyncOptions:
 
     @property
     def in_step(self) -> bool:
-        """True if all workers compute each iteration on the same values (bsp)."""
+        """True if all workers use the same values in each iteration (bsp)."""
         return self.consistency == "bsp"
 
     def message(self) -> pb.Consistency:
@@ -209,7 +208,7 @@ class AsyncOptions:
 
 
 def check_pull_compression(name: str) -> None:
-    """Raises ConfigurationError if values cannot be compressed in this way."""
+    """Raises ConfigurationError unless `name` is a supported compression of values."""
     suitable = [
         each for each in compressor_names() if compressor_class(each).codec in codecs.FOR_VALUES
     ]
@@ -227,13 +226,13 @@ def check_pull_compression(name: str) -> None:
 
 
 def check_configuration(config: ShardingConfiguration, backend: str) -> None:
-    """Rejects settings that make sense only if all workers take steps together.
+    """Rejects settings that only make sense if all workers take steps together.
 
     Raises:
         ConfigurationError: such a setting is present; the message explains the remedy."""
     if backend not in backend_names():
-        # async_sgd has no process group, so every known backend is accepted; but a misspelled name
-        # would be an error with other strategies.
+        # async_sgd has no process group, so every known backend is accepted. A misspelled name is
+        # an error, as with other strategies.
         raise ConfigurationError(
             f"backend={backend!r}: expected one of {', '.join(backend_names())}"
         )
@@ -259,17 +258,18 @@ Values = tuple[tuple[str, float], ...]
 # ------------------------------------------------------------------------------------ the optimizer
 #
 # The user's torch optimizer, to be run by the parameter servers, and the changes that schedulers
-# make to it. If each worker steps its own scheduler at its own speed, the one that has advanced
-# furthest decides: a change carries a revision, the number of changes that this worker's
-# hyperparameters have gone through, and a server ignores a revision that is not above its last.
-# Equal schedules have equal values at equal revisions, whether they are stepped per iteration or
-# per epoch (docs/explanation/parameter-servers.md#schedules-and-optimizers). Everything runs on the
-# training thread.
+# make to it. If each worker steps its own scheduler at its own speed, the scheduler that has
+# advanced furthest determines the hyperparameters: a change is sent with a revision, which counts
+# the changes of this worker's hyperparameters so far, and a server ignores a revision that is not
+# higher than its last. The same schedule has the same values at the same revision, whether it is
+# stepped per iteration or per epoch
+# (docs/explanation/parameter-servers.md#schedules-and-optimizers). Everything runs on the training
+# thread.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """Hyperparameters at one position of a schedule, with a number that counts the changes."""
+    """Hyperparameters at one position of a schedule, and the number of changes that led to them."""
 
     number: int
     """Number of changes so far; 0: the configured hyperparameters."""
@@ -277,7 +277,7 @@ class Revision:
 
 
 class ServerOptimizer:
-    """Describes the optimizer that the servers run, and tracks changes of its hyperparameters."""
+    """Describes the optimizer that the servers run, and tracks changes to its hyperparameters."""
 
     def __init__(
         self,
@@ -287,15 +287,15 @@ class ServerOptimizer:
         delay_compensation: float = 0.0,
         argument: str = "optimizer",
     ) -> None:
-        """Describes the optimizer for the servers. `names`: name of each parameter among the
-        declared tensors, by id(parameter). `delay_compensation`: see `AsyncOptions`. `argument`:
-        name of the user's argument, for errors.
+        """Describes the optimizer for the servers. `names`: id(parameter) -> name of the declared
+        tensor. `delay_compensation`: see `AsyncOptions`. `argument`: name of the user's argument,
+        for errors.
 
         Raises:
             ConfigurationError: the servers do not support this optimizer or these settings.
         """
-        # Only exactly these classes: a subclass may override the update, which the servers would
-        # silently ignore.
+        # Exactly these classes are allowed: a subclass may override the update, which the servers
+        # would silently ignore.
         declared = (
             one for one in SERVER_OPTIMIZERS.values() if one.optimizer_class() is type(optimizer)
         )
@@ -351,8 +351,8 @@ class ServerOptimizer:
 
     @property
     def spec(self) -> pb.OptimizerSpec:
-        """Returns the optimizer's settings as they were passed to `as_distributed`, for the RPC
-        ConfigureOptimizer. The same on every worker, including joiners."""
+        """Returns the optimizer's settings at `as_distributed`, for the RPC ConfigureOptimizer. The
+        same on every worker, including joiners."""
         return pb.OptimizerSpec(
             name=self._declared.name,
             hyperparameters=dict(self._configured[0]),
@@ -361,11 +361,12 @@ class ServerOptimizer:
         )
 
     def check_layout(self, shard_map: coordinator_pb.ShardMap) -> None:
-        """Checks that the tensors are split over the servers in a way that suits the optimizer, if
-        its update uses several elements together.
+        """Checks that the optimizer supports how tensors are split across servers, in case its
+        update uses several elements together.
 
         Raises:
-            ConfigurationError: a row is split over servers, but the optimizer needs whole rows."""
+            ConfigurationError: a row is split across servers, but the optimizer needs entire
+                rows."""
         if self._declared.unit is Unit.ELEMENT:
             return
         pieces = [
@@ -397,7 +398,7 @@ class ServerOptimizer:
         """Returns the newest revision of the hyperparameters. Creates a new revision if a scheduler
         or the user has changed something since the last call.
 
-        Schedulers read `optimizer.param_groups` in each step, and every read records changes. Two
+        Schedulers read `optimizer.param_groups` in each step, and every read calls this method. Two
         scheduler steps in a row therefore create two revisions.
         """
         now = self._read()
@@ -408,12 +409,12 @@ class ServerOptimizer:
 
     def adopt(self, number: int) -> None:
         """Continues from a peer's settings, which have been loaded into the optimizer. `number`:
-        number of the peer's revision."""
+        the peer's revision."""
         self._latest = Revision(number=number, groups=self._read())
 
     def change(self, revision: Revision) -> tuple[dict[str, float], list[pb.ParameterGroup]]:
-        """Returns `revision` as needed for the RPC SetHyperparameters: hyperparameters for all
-        tensors, and for individual groups."""
+        """Returns `revision` in the form needed for the RPC SetHyperparameters: hyperparameters for
+        all tensors, and for individual groups."""
         return self._variable(revision.groups[0]), self._messages(
             tuple(tuple(self._variable(values).items()) for values in revision.groups)
         )
@@ -425,8 +426,8 @@ class ServerOptimizer:
         )
 
     def _messages(self, groups: tuple[Values, ...]) -> list[pb.ParameterGroup]:
-        """Returns the messages for the groups. Returns no messages for a single group, whose
-        hyperparameters are the optimizer's own."""
+        """Returns the messages for the groups; none for a single group, whose hyperparameters are
+        the optimizer's own."""
         if len(groups) == 1:
             return []
         pairs = zip(self._tensors, groups, strict=True)

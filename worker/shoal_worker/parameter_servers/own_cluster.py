@@ -1,10 +1,10 @@
 """A coordinator and a parameter server owned by this process, for `python train.py` without a
 cluster.
 
-The worker's distribution does not depend on the services, so this module starts them as programs on
-loopback, if they are installed. Their lifetime is tied to this process: it closes them at a regular
-exit, and the kernel kills them otherwise. Their output goes to a file, whose end is quoted if they
-fail to start.
+The package shoal-worker does not depend on the services, so this module starts them as programs on
+loopback, if they are installed. Their lifetime is tied to this process: it stops them when it exits
+regularly, and the kernel kills them otherwise. Their output goes to a file, whose end is quoted if
+they fail to start.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ JobT = TypeVar("JobT", bound=Job)
 
 def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | None]:
     """Returns the session's job for use with parameter servers. If this process does not belong to
-    a cluster, starts a cluster and returns it too; the caller must close it.
+    a cluster, also starts and returns a cluster, which the caller must close.
 
     Raises:
-        ConfigurationError: the ranks belong to a launch, which has no servers, or `OwnCluster`
-            cannot start the services.
+        ConfigurationError: the ranks belong to a launch without servers, or `OwnCluster` cannot
+            start the services.
     """
     membership, settings, own = session.membership, session.settings, None
     if membership is None:
@@ -123,12 +123,11 @@ class OwnCluster:
 
     @property
     def channel(self) -> ChannelSettings:
-        """Settings for connections to the services."""
+        """Settings for connecting to the services."""
         return self._channel
 
     def close(self) -> None:
-        """Leaves the job and stops the services; they have exited when this method returns.
-        Idempotent."""
+        """Leaves the job and stops the services. Returns once they have exited. Idempotent."""
         if self._link is not None:
             self._link.leave(LeaveReason.FINISHED, timeout=timedelta(seconds=2))
         for service in reversed(self._services):
@@ -180,8 +179,8 @@ class _Service:
         ]
         self._command = [*command, "--port-file", str(self._port_file), *arguments]
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
-        # The kernel ties a child to the thread that starts it; this thread lives as long as the
-        # child.
+        # The kernel ties a child process to the thread that starts it. This thread lives as long as
+        # the child.
         threading.Thread(
             target=self._keep, args=(started,), name=f"shoal-keep-{module}", daemon=True
         ).start()
@@ -214,7 +213,7 @@ class _Service:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """Sends SIGTERM, and SIGKILL if the process does not exit."""
+        """Sends SIGTERM, then SIGKILL if the process does not exit in time."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_TIMEOUT.total_seconds())
@@ -227,8 +226,8 @@ class _Service:
         command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
         try:
             with self._log.open("wb") as log:
-                # A separate session: the terminal's Ctrl-C is for the script, which then decides
-                # when to stop.
+                # A separate session: the terminal's Ctrl-C is meant for the script, which then
+                # decides when to stop.
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,

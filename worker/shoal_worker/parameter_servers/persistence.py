@@ -1,7 +1,7 @@
-"""Repeats calls to one parameter server until they succeed or fail permanently.
+"""Retries calls to one parameter server until they succeed or fail permanently.
 
-Before each retry the server's `ServerLink` determines the server's state. This module does not
-depend on the contents of calls.
+Before each retry, the server's `ServerLink` determines the server's state. This module does not
+depend on what the calls do.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF_S: Final = 1.0
 _LEAVES_AFTER_S: Final = 5.0
-"""Time after which a leaving worker stops waiting for an unreachable server. The worker's batch is
-then assigned to another worker.
+"""Seconds after which a leaving worker stops waiting for an unreachable server. Its batch is then
+assigned to another worker.
 """
 TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 _REWOUND: Final = frozenset(
     {"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"}
 )
-"""Reasons of errors with which a server shows that it has lost data that it had acknowledged."""
+"""Reasons of errors that show that a server has lost data that it had acknowledged."""
 _MOVED: Final = "STALE_SHARD_MAP"
-"""Reason of the error with which a server shows that partitions have moved since this worker read
-the shard map.
-"""
+"""Reason of the error that shows that partitions have moved since this worker read the shard
+map."""
 MOVING: Final = "PARTITION_MOVING"
 
 AnswerT = TypeVar("AnswerT")
 
 
 class Persistence:
-    """Repeats calls to one parameter server. Used by one thread at a time."""
+    """Retries calls to one parameter server. Must be used by one thread at a time."""
 
     def __init__(
         self,
@@ -62,10 +61,10 @@ class Persistence:
     ) -> None:
         """Creates the retries.
 
-        `patience`: maximum time for which the server may be unreachable. `closing`: event that is
-        set when all waits should end. `started`: function that returns whether all of this worker's
-        tensors on the server have values. `resynchronize`: function that determines the server's
-        state. Raises the errors of its calls, and ShardMapChanged.
+        `patience`: maximum time that the server may be unreachable. `closing`: event that is set to
+        end all waits. `started`: returns whether all of this worker's tensors on the server have
+        been initialized. `resynchronize`: determines the server's state; raises the errors of its
+        calls, and ShardMapChanged.
         """
         self._job = job
         self._connection = connection
@@ -75,10 +74,10 @@ class Persistence:
         self._resynchronize = resynchronize
 
     def retry_until(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats `attempt` until it succeeds. Determines the server's state before each retry.
+        """Calls `attempt` until it succeeds. Determines the server's state before each retry.
 
         Raises ShardMapChanged if partitions have moved, DeadlineError if the server was unreachable
-        for longer than `server_timeout`, and errors that no retry can cure.
+        for longer than `server_timeout`, and errors that a retry cannot cure.
         """
         server = self._connection
         with self._job.waits.of(f"parameter server {server.share.index} at {server.address}"):
@@ -94,7 +93,7 @@ class Persistence:
                     self._resynchronize()
                 return attempt()
             except StaleGenerationError:
-                # The job is on hold, or this member was evicted: the coordinator knows which.
+                # The job is on hold, or this member was evicted. The coordinator knows which.
                 self._job.wait_for_rank(after=generation)
             except ShoalError as error:
                 if self._closing.is_set() or not self._is_curable(error):
@@ -139,8 +138,8 @@ class Persistence:
         return since
 
     def in_turn(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats a call that may have to wait for other workers. Raises DeadlineError
-        (NOT_MY_TURN) if this worker should leave meanwhile."""
+        """Retries a call that may have to wait for other workers. Raises DeadlineError
+        (NOT_MY_TURN) if this worker should leave before its turn comes."""
         waiting_since = accused_at = time.monotonic()
         while True:
             try:

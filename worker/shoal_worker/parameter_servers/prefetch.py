@@ -1,8 +1,8 @@
-"""Pulls values while this worker computes (`AsyncOptions.prefetch`).
+"""Pulls values while the worker computes (`AsyncOptions.prefetch`).
 
-Values are received into separate memory, since they must not change during a computation, and are
-copied to the module at a step boundary. A failed pull loses only its values: the next push contacts
-the same server and reports the problem."""
+Values must not change during a computation, so they are received in separate memory and copied to
+the module at a step boundary. The error of a failed pull is ignored: the next push contacts the
+same server and reports the problem."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ from shoal_worker.parameter_servers.tensors import HostTensor, Partition
 _log = logging.getLogger(__name__)
 
 Pulled = Sequence[tuple[Partition, pb.PullHeader]]
-"""Result of a pull: received values of one server's partitions."""
+"""Result of a pull: the received values of one server's partitions."""
 
 
 class Source(Protocol):
     """Interface of a parameter server from which values can be prefetched."""
 
     def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
-        """Pulls newer values into flat host tensors (name -> tensor). Called from any thread, one
-        call at a time."""
+        """Pulls newer values into flat host tensors (name -> tensor). May be called from any
+        thread, but not concurrently."""
         ...
 
 
 class Prefetch:
-    """One pull from all servers in the background. Used by the training thread, which makes no
-    other calls to servers during the pull."""
+    """One pull from all servers in the background. Must be used by the training thread, which must
+    not make other calls to servers during the pull."""
 
     def __init__(self, tensors: Sequence[HostTensor], ledger: Ledger) -> None:
-        """Creates an idle prefetch. `tensors`: the trained tensors. `ledger`: ledger of all
-        partitions."""
+        """Creates a prefetch that is not pulling yet. `tensors`: the trained tensors. `ledger`:
+        ledger of all partitions."""
         self._tensors = tensors
         self._ledger = ledger
         self._memory: dict[str, torch.Tensor] = {}
         self._pulls: list[Future[Pulled]] = []
 
     def begin(self, servers: Sequence[Source]) -> None:
-        """Starts to pull from all servers. The previous pull must be over, after `land` or
-        `drop`."""
+        """Starts a pull from all servers. `land` or `drop` must have ended the previous pull."""
         assert not self._pulls, "a prefetch is still in progress; call land() or drop() first"
         if not self._memory:
             self._memory = {
@@ -62,7 +61,7 @@ class Prefetch:
 
     @property
     def is_there(self) -> bool:
-        """True if a pull has been started and is complete, so that `land` would not wait."""
+        """True if a pull has been started and is complete, so `land` would not wait."""
         return bool(self._pulls) and all(pull.done() for pull in self._pulls)
 
     def wait(self) -> None:
@@ -72,7 +71,7 @@ class Prefetch:
     @torch.no_grad()
     def land(self) -> bool:
         """Waits for the pull and writes the received values to the tensors' receive buffers.
-        Returns False if there was no pull, or if a server did not answer."""
+        Returns False if there was no pull, or if a server did not respond."""
         pulls, self._pulls = self._pulls, []
         wait_for_all(pulls)
         for pull in pulls:
@@ -91,7 +90,7 @@ class Prefetch:
         return bool(pulls)
 
     def drop(self) -> None:
-        """Waits for the pull and discards its result, because newer values are received in another
-        way."""
+        """Waits for the pull and discards its result, because newer values are received in a
+        different way."""
         self.wait()
         self._pulls = []

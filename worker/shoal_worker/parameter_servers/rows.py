@@ -1,5 +1,5 @@
-"""Types for rows of sparse tables in `server_link.py` and `tensors.py`: a push of rows, and the
-partitions that are buckets of tables."""
+"""Rows of sparse tables, for `server_link.py` and `tensors.py`: a push of rows, and the partitions
+that are buckets of tables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROWS_DTYPE: Final = dtype_info("float32")
 
 @dataclass(frozen=True, kw_only=True)
 class PushedRows:
-    """The rows that a step pushes to one bucket. Their bytes are the same in every attempt."""
+    """The rows that a step pushes to one bucket. Every attempt sends the same bytes."""
 
     partition_id: int
     version: int
-    """Version of the rows with which the gradients were computed."""
+    """Version of the rows used to compute the gradients."""
     rows: int
     length: int
     """Number of elements of the gradients."""
@@ -29,7 +29,7 @@ class PushedRows:
 
 def buckets_of_servers(shard_map: coordinator_pb.ShardMap) -> dict[int, tuple[int, ...]]:
     """Returns the partitions that are buckets of tables, by server index. Servers without buckets
-    are left out."""
+    are omitted."""
     found: dict[int, tuple[int, ...]] = {}
     for partition in shard_map.partitions:
         if partition.HasField("bucket"):

@@ -1,21 +1,21 @@
-"""One worker's link to one parameter server: pushes that are applied exactly once, pulls, and
-recovery after the server was unreachable.
+"""One worker's link to one parameter server: exactly-once pushes, pulls, and recovery after the
+server was unreachable.
 
-A push carries a sequence number per partition. After a failed call its outcome is unknown, so the
+A push carries a sequence number per partition. If the call fails, its outcome is unknown, so the
 link asks the server for its state and then sends the same numbers again: the server acknowledges
-pushes that were already applied, without applying them twice. A server that comes back with less
-than it had acknowledged has lost its disk or has no data directory. Updates of all workers are then
+pushes that it has already applied, without applying them twice. If a server returns with less than
+it had acknowledged, it has lost its disk or has no data directory. Updates of all workers are then
 lost; the link reports this in the log and the metrics, initializes an empty server with this
 worker's own values, and continues from the server's state
 (docs/explanation/parameter-servers.md#pushes-count-once).
 
-Partitions may meanwhile move to another server
+Partitions may move to another server at any time
 (docs/explanation/parameter-servers.md#moving-partitions). The link then raises ShardMapChanged,
-`ParameterServers` reassigns the partitions, and unacknowledged pushes go to the new owner under the
+`ParameterServers` reassigns the partitions, and unacknowledged pushes go to the new owner with the
 same numbers.
 
-Used by one thread at a time: the training thread passes work to a pool thread and waits for that
-thread.
+Must be used by one thread at a time: the training thread passes work to a pool thread and waits for
+it.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from shoal_worker.parameter_servers.tensors import (
 _log = logging.getLogger(__name__)
 
 _FIRST_VALUES_WAIT: Final = timedelta(seconds=1)
-"""Interval at which a worker checks whether rank 0 has provided the initial values."""
+"""Interval between checks whether rank 0 has provided the initial values."""
 _MOST_FINISHED: Final = 2048
 """Maximum number of finished batches that are remembered for a server that rarely receives a push.
-It exceeds the number of batches that a worker may have leased, so batches that are dropped from the
-list are certainly acknowledged."""
+It exceeds the number of batches that a worker may have leased, so batches dropped from the list are
+certainly acknowledged."""
 _LARGEST_CLOCK: Final = 2**63 - 1
 
 AnswerT = TypeVar("AnswerT")
@@ -74,7 +74,7 @@ class Position:
 
     clock: int
     """Number of finished iterations in the server's own count. `by_others`: the same position in
-    the count of each participating member."""
+    each participating member's count."""
     by_others: Mapping[str, int]
 
 
@@ -94,22 +94,22 @@ class ServerLink:
         lost: Callable[[int], None],
     ) -> None:
         """Creates the link. `ledger`, `payloads`: shared by the links to all servers. `closing`:
-        event that is set when all waits should end. `lost`: function called with the number of this
-        worker's updates, counted by partition, that the server had acknowledged and has lost."""
+        event that is set to end all waits. `lost`: called with the number of this worker's updates
+        that the server had acknowledged and then lost, counting each partition separately."""
         self._ledger = ledger
         self._payloads = payloads
         self._job = job
         self._optimizer = optimizer
         self._options = options
         self.gave_values = False
-        """True if the server had no values and received those of this worker."""
+        """True if the server was uninitialized and received this worker's values."""
         self._closing = closing
         self._lost = lost
         self._revision = Revision(number=0, groups=())
-        """Newest revision of the hyperparameters that was sent to this server."""
+        """Newest revision of the hyperparameters that has been sent to this server."""
         self._clock = 0
         self._finished_batches: list[int] = []
-        """Batches finished on all servers that this server has not been notified of."""
+        """Batches finished on all servers that have not been reported to this server yet."""
         self._server = Connection(job, share)
         self._pulls = Pulls(job, self._server, ledger, compression=options.pull_compression)
         self._persistence = Persistence(
@@ -133,23 +133,24 @@ class ServerLink:
         return self._server.address
 
     def adopt(self, share: ServerShare) -> None:
-        """Replaces the list of the server's partitions by the one from the newest shard map. Some
-        of them may never have been pulled by this worker. Must not be called during another call.
+        """Replaces the list of the server's partitions with the list in the newest shard map, which
+        may include partitions that this worker has never pulled. Must not be called during another
+        call.
         """
         self._server.adopt(share)
         self._started = self._has_values()
 
     def _has_values(self) -> bool:
-        """Returns whether this worker has already pulled everything on the server."""
+        """Returns whether this worker has already pulled all values on the server."""
         return all(map(self._ledger.has_values, self._server.partitions))
 
     def joins(self, others: Sequence[ServerLink]) -> None:
-        """Brings this link, created during training, up to date with the existing links `others`.
-        Must not be called during another call."""
+        """Brings this link, which was created during training, up to date with the existing links
+        `others`. Must not be called during another call."""
         self._clock = max(link._clock for link in others)
         self._finished_batches = max((list(link._finished_batches) for link in others), key=len)
 
-    # -------------------------------------------------------------------------------- the beginning
+    # ---------------------------------------------------------------------------------------- start
 
     def configure(self) -> None:
         """Sets the server's optimizer and consistency.
@@ -162,13 +163,14 @@ class ServerLink:
         self._persistence.retry_until("ConfigureOptimizer", self._configure)
 
     def start(self, *, has_values: bool, joins_late: bool = False) -> None:
-        """Initializes the server with rank 0's values if the server has none, and pulls the
+        """Initializes the server with rank 0's values if it is uninitialized, and pulls the
         server's values.
 
         `has_values`: True if this worker can provide values. `joins_late`: True if the run had
-        already begun; a server without values may then have lost training progress, which is
-        logged. Raises PreconditionError if this worker is rank 0 and has no values, DeadlineError,
-        and StopTraining if the worker should leave before it gets any values.
+        already begun; an uninitialized server may then have lost training progress, which is
+        logged. Raises PreconditionError if this worker is rank 0 and has no values, DeadlineError
+        if the server is unreachable, and StopTraining if the worker should leave before it gets any
+        values.
         """
         deadline = time.monotonic() + self._options.server_timeout.total_seconds()
         while not self._started:
@@ -180,8 +182,8 @@ class ServerLink:
             try:
                 self._persistence.retry_until("Pull", self._pull_first_values)
             except DeadlineError as error:
-                # Rank 0 may be gone. In the next round, the current owner of that rank is asked for
-                # its values.
+                # Rank 0 may have left. In the next round, the values are requested from the member
+                # that then has this rank.
                 if (
                     error.reason != "PARTITION_UNINITIALIZED"
                     or time.monotonic() > deadline
@@ -193,8 +195,8 @@ class ServerLink:
             else:
                 self._started = True
         if self._options.delay_compensation and not self._options.waits_for_others:
-            # The first gradient is compensated with the values that this worker pulls under its own
-            # id.
+            # The first gradient is compensated against the values that this worker pulls under its
+            # own id.
             self._persistence.retry_until(
                 "Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock)
             )
@@ -202,15 +204,15 @@ class ServerLink:
     # --------------------------------------------------------------------------------- step by step
 
     def exchange(self, delivery: Delivery) -> None:
-        """Pushes the unacknowledged part of this server's gradients, and pulls newer values into
-        the tensors' host memory.
+        """Pushes the part of this server's gradients that is not acknowledged yet, and pulls newer
+        values into the tensors' host memory.
 
         Raises:
             ShardMapChanged: partitions have moved.
             DeadlineError: the server was unreachable for too long; part of the iteration may have
                 been applied.
             StopTraining: the job was on hold and was then stopped.
-            ShoalError: the server refused."""
+            ShoalError: the server rejected the push or the pull."""
         iteration = delivery.iteration
         if iteration.revision.number > self._revision.number:
             self._persistence.retry_until(
@@ -244,8 +246,8 @@ class ServerLink:
             self.advance_clock(iteration.clock)
 
     def _prepare(self, pushed: Sequence[Partition | PushedRows], delivery: Delivery) -> None:
-        """Creates the payloads of this iteration's push, after determining the outcome of abandoned
-        pushes."""
+        """Creates the payloads for this iteration's push, after determining the outcome of
+        abandoned pushes."""
         new = [each for each in pushed if each.partition_id not in delivery.payloads]
         batch = delivery.iteration.batch
         self._ledger.computed_on(
@@ -269,7 +271,7 @@ class ServerLink:
             )
 
     def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
-        """Runs a push. With bsp, the push waits until all workers have read the values that it
+        """Runs a push. With bsp, waits until all workers have read the values that the push
         changes. A leaving worker does not wait, because its batch is assigned to another worker."""
         try:
             return self._persistence.in_turn("Push", push)
@@ -279,15 +281,14 @@ class ServerLink:
             raise
 
     def finished(self, batch: int) -> None:
-        """Records that all servers have acknowledged every push of a batch. `batch`: key of the
-        batch."""
+        """Records that all servers have acknowledged all pushes of the batch with key `batch`."""
         self._finished_batches.append(batch)
         del self._finished_batches[:-_MOST_FINISHED]
 
     def pull_in_turn(self, pulled: set[int]) -> None:
         """Pulls as soon as this worker may begin its next iteration; with asp, immediately.
-        `pulled`: partitions that were already pulled for that iteration, from the server that had
-        them before. They are skipped. The partitions that are pulled here are added."""
+        `pulled`: partitions that have already been pulled for that iteration, possibly from their
+        previous server. They are skipped, and the partitions pulled here are added."""
         if not self._server.trained:
             return
         missing = [each for each in self._server.trained if each.partition_id not in pulled]
@@ -299,7 +300,7 @@ class ServerLink:
             except DeadlineError as error:
                 if error.reason not in NOT_MY_TURN:
                     raise
-                return  # the worker leaves at the next step boundary and needs no newer values
+                return  # the worker leaves at the next step boundary, so it needs no newer values
             pulled.update(each.partition_id for each in missing)
         elif not self._options.in_step:
             self.advance_clock(self._clock)
@@ -308,8 +309,8 @@ class ServerLink:
 
     def pull(self) -> None:
         """Pulls newer values outside of a step, without waiting for other workers."""
-        # If the pull would have to wait for its turn, it is made as an observer; a gradient
-        # computed with these values is then not compensated.
+        # If the pull would have to wait for its turn, the worker pulls as an observer; a gradient
+        # computed on these values is then not compensated.
         in_turn = bool(self._options.delay_compensation) and not self._options.waits_for_others
         self._persistence.retry_until(
             "Pull",
@@ -323,8 +324,8 @@ class ServerLink:
         )
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into separate flat host tensors (name -> tensor). The values in use do
-        not change."""
+        """Reads all values into separate flat host tensors (name -> tensor). The values in use
+        remain unchanged."""
         self._persistence.retry_until("Pull", lambda: self._pulls.read(into))
 
     # --------------------------------------------------------------------------------------- clocks
@@ -335,9 +336,9 @@ class ServerLink:
         self._tell(clock)
 
     def enter(self, clock: int) -> Position | None:
-        """Starts the participation of this worker, which has finished `clock` iterations. From now
-        on other workers may wait for this worker. Returns this worker's position; None if nothing
-        is trained on this server."""
+        """Makes this worker, which has finished `clock` iterations, participate: from now on, other
+        workers may wait for it. Returns the worker's position; None if this server has no trained
+        tensors."""
         self._clock = clock
         if not self._takes_part:
             return None
@@ -354,20 +355,20 @@ class ServerLink:
         return Position(clock=own, by_others=others)
 
     def place(self, at: int | None) -> None:
-        """Sets this worker's position to `at`, a number of iterations in the server's count, which
-        must not be lower than before. None: no change."""
+        """Sets this worker's position to `at`, a number of iterations in the server's count that
+        must not be less than before. None: no change."""
         if at is not None:
             self._tell(self._clock, place=at)
 
     def rest(self) -> None:
-        """Reports to the server that no worker needs to wait for this worker until it enters
+        """Reports to the server that no worker needs to wait for this worker until it calls `enter`
         again."""
         if self._takes_part:
             self._tell(_LARGEST_CLOCK)
 
     @property
     def _takes_part(self) -> bool:
-        """True if this server has tensors that are trained."""
+        """True if this server has trained tensors."""
         return bool(self._server.trained or self._server.share.buckets)
 
     def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
@@ -384,16 +385,16 @@ class ServerLink:
 
         self._persistence.retry_until("AdvanceClock", tell)
 
-    # -------------------------------------------------------------------------------------- the end
+    # ------------------------------------------------------------------------------------- shutdown
 
     def snapshot(self) -> str:
         """Makes the server write its snapshot and returns the snapshot's path. Raises the errors
-        listed for Snapshot in the .proto file. Callable from any thread."""
+        listed for Snapshot in the .proto file. May be called from any thread."""
         return self._server.client.snapshot(self._job.job_id).path
 
     def farewell(self, patience: timedelta) -> None:
-        """Reports to the server that no worker needs to wait for this worker any more. If the
-        server is unreachable, it will learn this from the coordinator."""
+        """Reports to the server that no worker needs to wait for this worker any more. An
+        unreachable server will learn this from the coordinator."""
         try:
             self._server.client.advance_clock(
                 self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience
@@ -406,7 +407,7 @@ class ServerLink:
             )
 
     def close(self) -> None:
-        """Ends calls in progress. Idempotent. Callable from any thread."""
+        """Cancels calls in progress. Idempotent. May be called from any thread."""
         self._server.close()
 
     # ------------------------------------------------------------------------------ single attempts
@@ -498,8 +499,9 @@ class ServerLink:
         batch: int = 0,
         finished: Sequence[int] = (),
     ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
-        """Yields headers and payloads, created as they are sent. `clock`: clock of a push; None:
-        initial values. `finished`: finished batches reported with the first payload."""
+        """Yields headers and payloads, each created just before it is sent. `clock`: clock of a
+        push; None: initial values. `finished`: finished batches to report with the first
+        payload."""
         generation = self._job.generation
         for payload in payloads:
             partition = payload.partition
@@ -527,12 +529,12 @@ class ServerLink:
                 finished = ()
             yield header, payload.data
 
-    # -------------------------------------------------------------------------- state of the server
+    # --------------------------------------------------------------------------- the server's state
 
     def _resynchronize(self) -> None:
-        """Locates the server and determines how much of its acknowledged state it still has. Raises
+        """Finds the server and determines how much of its acknowledged state it still has. Raises
         the errors of its calls, and UnavailableError (PARTITION_MOVING) if a partition is moving,
-        because parts of a push sent before that would be wasted."""
+        because a push would be partly wasted."""
         self._server.find()
         state = self._server.look()
         if moving := [each.partition_id for each in state.partitions if each.moving]:
@@ -553,8 +555,8 @@ class ServerLink:
                 if partition.partition_id not in held
             ]
             if empty:
-                # A server that has not yet been notified that it received partitions from another
-                # server fetches them when it is asked for them, and keeps them.
+                # If the server has not been notified yet that it received these partitions from
+                # another server, it now fetches them and keeps their values.
                 if not all(each.duplicate for each in self._initialize(empty)):
                     _log.warning(
                         "parameter server %d restarted without values and received those of this "
@@ -562,16 +564,16 @@ class ServerLink:
                         self.index,
                     )
                 state = self._server.look()
-            # A server that has not yet been notified that some of its partitions have moved also
-            # reports its state of those.
+            # If the server has not been notified yet that some of its partitions have moved, it
+            # also reports its state of those.
             own = self._server.partitions.keys() | set(self._server.share.buckets)
             self._rewind(each for each in state.partitions if each.partition_id in own)
 
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
-        """Determines on which of these partitions an abandoned push was applied. `doubtful`:
-        partition -> True if the next push has the same batch and the same number. Returns the
-        partitions that will mistake the next push for the abandoned one and only acknowledge it.
-        The other partitions continue from the server's state."""
+        """Determines which of these partitions have applied an abandoned push. `doubtful`:
+        partition -> whether the next push has the same batch and the same number. Returns the
+        partitions where the server will take the next push for the abandoned one and only
+        acknowledge it. The other partitions continue from the server's state."""
         self._server.find()
         held = [each for each in self._server.look().partitions if each.partition_id in doubtful]
         if len(held) < len(doubtful):
@@ -585,7 +587,7 @@ class ServerLink:
         return frozenset(partition_id for partition_id in there if doubtful[partition_id])
 
     def _rewind(self, state: Iterable[pb.PartitionVersion]) -> None:
-        """Continues from the server's state. Logs and reports the updates that the server has
+        """Continues from the server's state. Logs and reports any updates that the server has
         lost."""
         lost = self._ledger.rewind(state)
         if lost:

@@ -1,8 +1,9 @@
-"""Measures how long the training thread has waited for parameter servers; heartbeats report it.
+"""Measures how long the training thread has been waiting for a parameter server; heartbeats report
+this time.
 
-A worker that waits for a server is not stuck, so it is not removed. Other threads also call
-servers: they pull values and rows ahead and save tables. Their waits do not count, because the
-training thread may be stuck in its own code meanwhile."""
+A worker that is waiting for a server is not stuck, so it is not removed. Other threads also call
+servers, to prefetch values and rows and to save tables. Their waits do not count, because the
+training thread may be stuck in its own code during such a wait."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from contextlib import contextmanager
 
 
 class ServerWaits:
-    """The waits of one worker for parameter servers. Callable from any thread."""
+    """One worker's waits for parameter servers. May be used from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Called by the training thread, whose waits are then counted. `clock`: returns monotonic
-        time in seconds."""
+        """Must be called on the training thread, whose waits are then counted. `clock`: returns
+        monotonic time in seconds."""
         self._clock = clock
         self._training = threading.get_ident()
         self._waits: dict[object, tuple[float, str, int]] = {}
-        """Start time, server and thread of each wait."""
+        """Start time, server and thread id of each wait."""
         self._collects_since: float | None = None
 
     def trains(self) -> None:
@@ -40,8 +41,8 @@ class ServerWaits:
 
     @contextmanager
     def collects(self) -> Iterator[None]:
-        """Within this context, the training thread counts as waiting while another thread waits for
-        a server. Has no effect in other threads."""
+        """Context in which the training thread counts as waiting if any other thread waits for a
+        server. Has no effect on other threads."""
         if threading.get_ident() != self._training:
             yield
             return
@@ -53,8 +54,8 @@ class ServerWaits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """Returns the seconds for which the training thread has been waiting, and the server; (0,
-        "") if it waits for no server."""
+        """Returns how many seconds the training thread has been waiting, and for which server; (0,
+        "") if it is not waiting."""
         collects = self._collects_since
         waits = [
             (since if thread == self._training else max(since, collects or since), server)

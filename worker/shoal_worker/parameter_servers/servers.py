@@ -1,14 +1,14 @@
-"""All parameter servers of the job, as used by one worker. The same call is made to all servers at
-once, and the answers are combined.
+"""All parameter servers of the job, as used by one worker. Each call is made to all servers in
+parallel, and their responses are combined.
 
 Each server has its own thread, so values are pulled from one server while values are still being
 pushed to another. The training thread waits for all of these threads, so only one side uses the
-tensors' memory at a time. An error at one server is raised once the calls to the other servers have
+tensors' memory at a time. An error of one server is raised once the calls to all other servers have
 finished.
 
 When partitions have moved (docs/explanation/parameter-servers.md#moving-partitions), the training
 thread reassigns them after all threads have returned and calls all servers again. Every call here
-may be repeated, since each server's part is applied once or is idempotent.
+may be retried, because each server's part is applied once or is idempotent.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _log = logging.getLogger(__name__)
 
 _FAREWELL: Final = timedelta(seconds=2)
 _MOST_SERVERS: Final = 1000
-"""Maximum number of servers in a job. A thread is started when a server is called and no other
-thread is idle."""
+"""Maximum number of servers in a job, and so of threads. A thread is started when a server is
+called and no thread is idle."""
 
 AnswerT = TypeVar("AnswerT")
 
 
 class ParameterServers:
-    """Client of all parameter servers of the job. Used by the training thread."""
+    """Client of all parameter servers of the job. Must be used by the training thread."""
 
     def __init__(
         self,
@@ -66,9 +66,8 @@ class ParameterServers:
         metrics: WorkerMetrics,
         compressor: GradientCompressor | None = None,
     ) -> None:
-        """Creates a link to each server. Does not connect yet. `compressor`: compressor of the
-        pushes.
-        """
+        """Creates a link to each server. Does not connect yet. `compressor`: compressor for pushed
+        gradients; None: no compression."""
         self._job = job
         self._optimizer = optimizer
         self._options = options
@@ -94,16 +93,16 @@ class ParameterServers:
         self._each(ServerLink.configure)
 
     def start(self, *, has_values: bool, joins_late: bool = False) -> bool:
-        """Initializes servers without values with rank 0's values, and loads the servers' values
-        into the module. Returns True if a server had no values and received those of this worker.
-        Raises the same errors as `ServerLink.start`.
+        """Initializes any uninitialized servers with rank 0's values, and loads the servers' values
+        into the module. Returns whether a server was uninitialized and received this worker's
+        values. Raises the same errors as `ServerLink.start`.
         """
         self._each(lambda link: link.start(has_values=has_values, joins_late=joins_late))
         publish(self._tensors)
         return any(link.gave_values for link in self._links)
 
     def exchange(self, iteration: Iteration) -> Pushed:
-        """Pushes gradients, and pulls values or, with `prefetch`, starts to pull. Raises the same
+        """Pushes gradients, and pulls values or, with `prefetch`, starts a pull. Raises the same
         errors as `ServerLink.exchange`."""
         ahead = self._prefetch if iteration.pull else None
         delivery = Delivery(
@@ -111,8 +110,8 @@ class ParameterServers:
         )
         self._each(lambda link: link.exchange(delivery))
         if ahead is not None:
-            # Not before the push, which includes the versions of the values with which its
-            # gradients were computed.
+            # Not before the push, which includes the versions of the values used to compute its
+            # gradients.
             self._land()
             ahead.begin(self._links)
         elif iteration.pull:
@@ -122,13 +121,13 @@ class ParameterServers:
         return delivery.outcome()
 
     def finished(self, batch: int) -> None:
-        """Records that every push of the batch with this key was acknowledged. The servers are
-        notified with the next push."""
+        """Records that all pushes of the batch with key `batch` have been acknowledged. The servers
+        are notified with the next push."""
         for link in self._links:
             link.finished(batch)
 
     def take_prefetched(self) -> None:
-        """Loads prefetched values into the module if they have arrived. Called between two
+        """Loads prefetched values into the module if they have arrived. Must be called between
         steps."""
         if self._prefetch is not None and self._prefetch.is_there:
             self._land()
@@ -146,8 +145,8 @@ class ParameterServers:
         publish(self._trained)
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Returns the servers' values in separate host memory (name -> tensor). The module does not
-        change.
+        """Returns the servers' values in separate host memory (name -> tensor). The module is not
+        changed.
         """
         values = {
             t.name: torch.empty(t.parameter.shape, dtype=t.parameter.dtype, device="cpu")
@@ -158,10 +157,10 @@ class ParameterServers:
         return values
 
     def enter(self, clock: int) -> None:
-        """Starts this worker's participation after `clock` finished iterations and pulls the values
-        for the next iteration. From now on other workers may wait for this worker."""
+        """Makes this worker, which has finished `clock` iterations, participate, and pulls the
+        values for its next iteration. From now on, other workers may wait for it."""
         placed_on: Sequence[ServerLink] = ()
-        while placed_on is not self._links:  # repeated if partitions have moved meanwhile
+        while placed_on is not self._links:  # again if partitions have moved since
             positions = self._each(lambda link: link.enter(clock))
             placed_on = self._links
             if self._options.in_step:
@@ -171,14 +170,14 @@ class ParameterServers:
         publish(self._trained)
 
     def _place(self, positions: Sequence[int | None]) -> None:
-        """Sets this worker's position on each server. `positions`: positions in the order of the
-        links."""
+        """Sets this worker's position on each server. `positions`: one position per link, in the
+        same order."""
         places = dict(zip((link.index for link in self._links), positions, strict=True))
         self._each(lambda link: link.place(places.get(link.index)))
 
     def rest(self) -> None:
-        """Reports that no worker needs to wait for this worker until it enters again. Does nothing
-        after `close`, which has already reported this."""
+        """Reports that no worker needs to wait for this worker until it calls `enter` again. Does
+        nothing after `close`, which has already reported this."""
         if not self._closing.is_set():
             self._each(ServerLink.rest)
 
@@ -192,21 +191,22 @@ class ParameterServers:
             self._snapshot.start()
 
     def close(self) -> None:
-        """Signs off, so that no worker waits for this worker, and ends all calls. Idempotent."""
+        """Deregisters this worker, so that no worker waits for it, and cancels all calls.
+        Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
         if self._snapshot is not None:
             self._snapshot.join()
         if self._options.waits_for_others:
-            # One after another: at interpreter exit, a pool accepts no more work.
+            # One after another: at interpreter exit, a pool does not accept more work.
             for link in self._links:
                 link.farewell(_FAREWELL)
         self._abort()
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
-        """Returns each server's answer in the order of the links. Calls all servers again after
-        partitions have moved."""
+        """Returns each server's response, in the order of the links. If partitions have moved,
+        calls all servers again."""
         self._job.waits.trains()
         if self._prefetch is not None:
             with self._job.waits.collects():
@@ -224,7 +224,7 @@ class ParameterServers:
         try:
             with self._job.waits.collects():
                 wait_for_all(futures)
-        except BaseException:  # Ctrl-C: the interpreter would wait for the threads before it ends
+        except BaseException:  # including Ctrl-C: the interpreter waits for threads before it exits
             self._closing.set()
             self._abort()
             raise
@@ -238,10 +238,10 @@ class ParameterServers:
         return [future.result() for future in futures]
 
     def _deal_out(self, shard_map: coordinator_pb.ShardMap) -> None:
-        """Updates the links to the servers for the current assignment of partitions."""
+        """Updates the links to the current assignment of partitions to servers."""
         dealt = shares(shard_map, self._tensors)
         before = {(link.index, link.address): link for link in self._links}
-        # A new server may have the index of one that was drained. Everything that can fail is done
+        # A new server may have the same index as a drained one. Everything that can fail is done
         # first.
         made = [self._link(share) for share in dealt if (share.index, share.address) not in before]
         for link in made:
@@ -291,14 +291,14 @@ class ParameterServers:
 
 
 def aligned(positions: Sequence[Position | None]) -> list[int | None]:
-    """Returns the position at which a worker that joins running training starts on each server, in
-    that server's count. All these positions belong to the same iteration. None: no change.
+    """Returns the position on each server, in that server's count, where a worker that joins a run
+    in progress starts. All these positions belong to the same iteration. None: no change.
 
-    The servers answer one after another, and an iteration may begin in between. Each server also
-    reports the worker's position in the count of every participating member, which is the same on
-    all servers. In that count, the worker starts at the highest of its positions. If there are
-    several members, the one whose counts differ least is used, because another one may have rested
-    between two answers.
+    The servers respond one after another, and an iteration may begin in between. Each server also
+    reports the worker's position in the count of every participating member, and a member's count
+    is the same on all servers. In that count, the worker starts at the highest of its positions. If
+    there are several members, the member whose counts differ least is used, because other members
+    may have rested between two responses.
     """
     placed = [position for position in positions if position is not None]
     common = (

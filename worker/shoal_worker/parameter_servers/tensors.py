@@ -1,11 +1,11 @@
 """A module's parameters and gradients in host memory, for sending and receiving.
 
-On the CPU this is the tensors' own memory. Each tensor on a device, or with a non-contiguous
-layout, uses a copy in host memory. Used by the training thread. The servers' threads also read and
-write the values during an exchange.
+A contiguous CPU tensor uses its own memory. A tensor on a device, or with a non-contiguous layout,
+uses a copy in host memory. Must be used by the training thread; during an exchange, the servers'
+threads also read and write the values.
 
-Also defines plain values: the parts of tensors on each server, from the coordinator's shard map,
-and the gradients of a step with their encodings (`Iteration`).
+Also defines data types: the parts of tensors on each server, from the coordinator's shard map, and
+the gradients of a step with their encodings (`Iteration`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ _EMPTY = memoryview(bytearray())
 
 
 class HostTensor:
-    """A parameter of the module that is declared to the servers, with its copy in host memory if it
-    needs one.
-    """
+    """A parameter of the module that is declared to the servers, with a copy in host memory if it
+    needs one."""
 
     def __init__(
         self, name: str, parameter: nn.Parameter, *, trained: bool, apart: bool = False
@@ -58,7 +57,7 @@ class HostTensor:
 
         `trained`: True if the optimizer updates the parameter, so that it is pushed and pulled in
         every step. Other parameters are pulled only once, for their initial values. `apart`: True
-        if the parameter shares a partition with no other tensor.
+        if the parameter must not share a partition with other tensors.
 
         Raises:
             ConfigurationError: the servers do not support the dtype.
@@ -77,7 +76,7 @@ class HostTensor:
         self._values: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
-        """The parameter's own memory, as `target` returned it last."""
+        """The parameter's own memory, as last returned by `target`; None before that."""
 
     @property
     def spec(self) -> coordinator_pb.TensorSpec:
@@ -89,12 +88,11 @@ class HostTensor:
 
     @property
     def row(self) -> int:
-        """Number of elements in one row, that is, at one index of the first dimension."""
+        """Number of elements in one row, which is one index of the first dimension."""
         return math.prod(self._shape[1:])
 
     def target(self) -> torch.Tensor:
-        """Returns the flat tensor into which values are received; `publish` copies them to the
-        parameter.
+        """Returns the flat tensor that receives values; `publish` copies them to the parameter.
 
         Raises:
             ConfigurationError: the parameter's shape or dtype has changed since `as_distributed`.
@@ -106,7 +104,7 @@ class HostTensor:
             return self._own
         if self._values is None:
             self._values = _host_like(self.parameter)
-            # so that a pull of a part leaves the rest unchanged
+            # so that pulling a part leaves the rest unchanged
             self._values.copy_(self.parameter.detach())
         return self._values.reshape(-1)
 
@@ -119,14 +117,14 @@ class HostTensor:
         return flat
 
     def publish(self) -> None:
-        """Copies the received values into the parameter; on a device, in the order of the device's
-        stream."""
+        """Copies the received values into the parameter. On a device, the copy is queued on the
+        device's stream."""
         if self._values is not None and not _is_host_memory(self.parameter):
             self.parameter.detach().copy_(self._values, non_blocking=True)
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns the flat gradient; None if the parameter has no gradient in this step. If it is
-        copied from a device, the copy is complete only once the device's stream has reached it.
+        """Returns the flat gradient; None if the parameter has no gradient in this step. A copy
+        from a device is complete only once the device's stream has reached it.
         """
         gradient = self.parameter.grad
         if gradient is None:
@@ -153,7 +151,7 @@ class HostTensor:
 
 def gradients(tensors: Iterable[HostTensor]) -> dict[str, torch.Tensor]:
     """Returns the gradients, flat and in host memory: name -> tensor. Parameters without a gradient
-    are left out. Blocks until copies from a device are complete. The gradients must not change
+    are omitted. Blocks until copies from a device are complete. The gradients must not be modified
     until they are sent.
     """
     found: dict[str, torch.Tensor] = {}
@@ -170,14 +168,14 @@ def publish(tensors: Sequence[HostTensor]) -> None:
     """Copies the received values into the parameters. Returns once the copies are complete."""
     for tensor in tensors:
         tensor.publish()
-    # These writes must not be hidden from autograd: a graph that saved the older values must notice
+    # These writes must not be hidden from autograd: a graph that saved the older values must detect
     # them, as after any in-place update.
     torch.autograd.graph.increment_version([tensor.parameter for tensor in tensors])
     _synchronize({tensor.parameter.device for tensor in tensors})
 
 
 def check_gradients(tensors: Iterable[HostTensor]) -> None:
-    """Rejects gradients that servers would refuse, before anything is sent.
+    """Rejects gradients that servers would reject, before anything is sent.
 
     Raises:
         ConfigurationError: a gradient is sparse.
@@ -205,7 +203,7 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
 
 
 def check_outer_gradients(found: Mapping[str, torch.Tensor], *, steps: int) -> None:
-    """Checks the result of a round of `steps` inner steps for values that servers would refuse,
+    """Checks the result of a round of `steps` inner steps for values that servers would reject,
     before anything is sent.
 
     Raises:
@@ -233,9 +231,9 @@ def _not_finite(found: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 @torch.no_grad()
 def _surely_finite(found: Sequence[torch.Tensor]) -> bool:
-    """Returns True if all elements are certainly finite; False means that this is unknown. The test
-    uses the sum, which is not finite if an element is not. It is much cheaper than isfinite(), but
-    a sum of finite elements can overflow.
+    """Returns whether all elements are known to be finite. Checks their sum, which is not finite if
+    any element is not; this is much cheaper than isfinite(). Since a sum of finite elements can
+    overflow, False means that some elements may not be finite.
     """
     sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in found:
@@ -270,13 +268,13 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A run of elements of one tensor."""
+    """Contiguous range of one tensor's elements."""
 
     tensor: HostTensor
     begin: int
-    """Index of the first element."""
+    """Index of the first element in the flat tensor."""
     end: int
-    """Index after the last element."""
+    """Index after the last element in the flat tensor."""
 
     @property
     def length(self) -> int:
@@ -285,17 +283,17 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of rows and columns that codecs assume for the piece."""
+        """Numbers of rows and columns that codecs assume for this piece."""
         return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
 
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the view of this piece in `memory`, which maps names to flat tensors."""
+        """Returns this piece as a view of `memory`, which maps names to flat tensors."""
         whole = memory[self.tensor.name]
         return whole if self.length == whole.numel() else whole[self.begin : self.end]
 
 
 class Partition:
-    """Consecutive pieces of tensors of one dtype: the unit of pushes and pulls."""
+    """Consecutive pieces of tensors that have the same dtype: the unit of pushes and pulls."""
 
     def __init__(self, partition_id: int, pieces: Sequence[Piece]) -> None:
         self.partition_id = partition_id
@@ -305,11 +303,11 @@ class Partition:
         """Number of elements."""
         self.size_bytes = self.length * self.dtype.item_bytes
         self.trained = any(piece.tensor.trained for piece in pieces)
-        """True if part of the partition is pushed and pulled in every step."""
+        """True if any part of the partition is pushed and pulled in every step."""
         self._landing: torch.Tensor | None = None
 
     def absent_from(self, gradients: Collection[str]) -> tuple[int, ...]:
-        """Returns the positions of the pieces whose tensors are missing in `gradients`."""
+        """Returns the positions of the pieces whose tensors are missing from `gradients`."""
         return tuple(
             position
             for position, piece in enumerate(self.pieces)
@@ -317,14 +315,14 @@ class Partition:
         )
 
     def places(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Returns the first element and the end, within the partition, of each piece except the
+        """Returns the range (first element, end) of each piece within the partition, except the
         pieces at the positions `absent`."""
         missing = frozenset(absent)
         bounds = pairwise(accumulate((piece.length for piece in self.pieces), initial=0))
         return tuple(each for position, each in enumerate(bounds) if position not in missing)
 
     def shapes(self, absent: Collection[int]) -> dict[int, tuple[int, int]]:
-        """Returns the rows and columns of each piece by position, except for the pieces at the
+        """Returns the rows and columns of each piece by position, except the pieces at the
         positions `absent`."""
         missing = frozenset(absent)
         return {
@@ -336,8 +334,8 @@ class Partition:
     def gathered(
         self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()
     ) -> torch.Tensor:
-        """Returns the pieces one after another, except for the pieces at the positions `absent`. A
-        single piece is returned in place, several pieces as a copy. Callable from any thread."""
+        """Returns the concatenated pieces, except the pieces at the positions `absent`. A single
+        piece is returned as a view, several pieces as a copy. May be called from any thread."""
         missing = frozenset(absent)
         present = [
             piece.of(memory)
@@ -347,8 +345,7 @@ class Partition:
         return present[0] if len(present) == 1 else torch.cat(present)
 
     def landing(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the memory into which the partition is received; `landed` copies from this memory
-        to the tensors."""
+        """Returns memory for receiving the partition; `landed` copies from it to the tensors."""
         if len(self.pieces) == 1:
             return self.pieces[0].of(memory)
         if self._landing is None:
@@ -358,7 +355,7 @@ class Partition:
         return self._landing
 
     def landed(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Copies the data received in `landing` into each tensor."""
+        """Copies the received data from `landing` to the tensors."""
         if self._landing is not None:
             into = [piece.of(memory) for piece in self.pieces]
             torch._foreach_copy_(
@@ -372,9 +369,10 @@ class ServerShare:
 
     index: int
     address: str
-    """Address (host:port) when the map was read. A restarted server may have another address."""
+    """Address (host:port) at the time when the map was read. A restarted server may have a
+    different address."""
     epoch: int
-    """Epoch of the shard map from which this share was read."""
+    """Epoch of the shard map that contains this share."""
     partitions: tuple[Partition, ...]
     buckets: tuple[int, ...] = ()
     """Partitions that are buckets of sparse tables."""
@@ -425,29 +423,27 @@ def shares(
 # -------------------------------------------------------------------------------- what a step sends
 #
 # One step of a worker as reported to the servers, and the payloads of its gradients, raw or
-# compressed. Belongs to the thread that talks to the server: see `ServerLink`.
+# compressed. Must be used by the thread that calls the server: see `ServerLink`.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """Report of this worker to every server at the end of a step."""
+    """This worker's report to every server at the end of a step."""
 
     clock: int
     """Number of iterations finished by this worker, including this one."""
     revision: Revision
-    """Hyperparameters with which the push is applied, unless the servers already have newer
-    ones."""
+    """Hyperparameters for applying the push, unless the servers already have newer ones."""
     gradients: Mapping[str, torch.Tensor]
-    """Name of a tensor -> its flat gradient in this step, in host memory. Tensors without a
-    gradient are left out.
+    """Tensor name -> its flat gradient in this step, in host memory. Tensors without a gradient are
+    omitted.
     """
     pull: bool
     batch: int = 0
-    """Key of the leased batch on which the gradients were computed; 0: no batch."""
+    """Key of the leased batch used to compute the gradients; 0: no batch."""
     in_part: bool = False
-    """True if the rest of the batch is pushed by other calls. A call of `ParameterServers.finished`
-    then marks the end of the batch.
-    """
+    """True if other calls push the rest of the batch. A call of `ParameterServers.finished` then
+    marks the end of the batch."""
     rows: Mapping[int, PushedRows] = field(default_factory=dict)
     """Pushes to buckets of sparse tables, by partition."""
 
@@ -467,14 +463,14 @@ class Payload(NamedTuple):
 
 
 class Payloads:
-    """Creates the payloads of partitions. A partition's compression state belongs to the thread
-    that calls the partition's server."""
+    """Creates payloads for partitions. A partition's compression state belongs to the thread that
+    calls the partition's server."""
 
     def __init__(
         self, compressor: GradientCompressor | None, partitions: Iterable[int], *, stream: int
     ) -> None:
         """`compressor`: compressor of gradients; None: no compression. `partitions`: all partitions
-        of the job, by number. `stream`: argument of `CompressedPushes`.
+        of the job, by number. `stream`: see `CompressedPushes`.
         """
         self._compressed = (
             {}
@@ -483,7 +479,7 @@ class Payloads:
         )
 
     def values(self, partitions: Iterable[Partition]) -> Iterator[Payload]:
-        """Yields the payloads of the tensors' values, created as they are sent."""
+        """Yields the payloads of the tensors' values, each created just before it is sent."""
         for partition in partitions:
             memory = {piece.tensor.name: piece.tensor.values() for piece in partition.pieces}
             yield Payload(
@@ -495,9 +491,9 @@ class Payloads:
             )
 
     def gradient(self, partition: Partition, iteration: Iteration) -> Callable[[], Payload]:
-        """Returns a function that encodes the payload of one push of a partition, with the same
-        bytes in every attempt. Report the outcome of the push with `settle` before the next
-        push."""
+        """Returns a function that returns the payload of one push of a partition, with the same
+        bytes in every attempt. The outcome of the push must be reported with `settle` before the
+        next push."""
         compressed = self._compressed.get(partition.partition_id)
         if compressed is None:
             return lambda: _as_it_is(partition, iteration.gradients)
@@ -506,8 +502,8 @@ class Payloads:
         codec, data = compressed.encode(
             gradient,
             partition=partition.partition_id,
-            # Numbered by the clock, because a push may have another sequence number in the next
-            # attempt.
+            # Numbered by the clock, because the push may have a different sequence number in the
+            # next attempt.
             sequence=iteration.clock,
             places=partition.places(absent) if absent else (),
             length=partition.length,
@@ -522,9 +518,9 @@ class Payloads:
         return lambda: payload
 
     def settle(self, partitions: Iterable[int], *, applied: Collection[int]) -> None:
-        """Records on which of these partitions the last push was applied (`applied`). There, the
-        error that compression left becomes part of the next push. On the other partitions the push
-        will never be applied, and the previous compression error remains.
+        """Records which of these partitions have applied the last push (`applied`). In these, the
+        compression error becomes part of the next push. In the others, the push will never be
+        applied, and the previous compression error remains.
         """
         for partition_id in partitions:
             compressed = self._compressed.get(partition_id)
@@ -539,24 +535,24 @@ def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Pa
 
 
 class PulledValues:
-    """Decodes values that servers send, with the compression that the user has chosen."""
+    """Decodes values sent by servers with the user's choice of compression."""
 
     def __init__(self, compression: str | None) -> None:
-        """Parses `compression`, the value of `AsyncOptions.pull_compression`."""
+        """`compression`: value of `AsyncOptions.pull_compression`."""
         self._compressor = parse_compression(compression)
 
     @property
     def codec(self) -> pb.Codec:
-        """The requested codec. A server answers with this codec or with CODEC_RAW."""
+        """The requested codec. A server responds with this codec or with CODEC_RAW."""
         return (
             pb.CODEC_RAW if self._compressor is None else pb.Codec.ValueType(self._compressor.codec)
         )
 
     def room(self, codec: int, length: int) -> torch.Tensor:
-        """Returns memory into which the payload of `length` values is received.
+        """Returns memory for receiving the payload of `length` values.
 
         Raises:
-            CorruptDataError (STREAM_MALFORMED): the codec was not requested.
+        CorruptDataError (STREAM_MALFORMED): the codec was not requested.
         """
         if codec != self.codec:
             raise CorruptDataError(
@@ -566,7 +562,7 @@ class PulledValues:
         return torch.empty(codecs.payload_bytes(codec, length), dtype=torch.uint8)
 
     def decode(self, payload: torch.Tensor, into: torch.Tensor) -> None:
-        """Decodes the payload received in `room` into a flat host tensor."""
+        """Decodes a payload, received in the memory from `room`, into a flat host tensor."""
         assert self._compressor is not None, "the codec was not requested"
         out = into if into.dtype is torch.float32 else torch.empty(into.shape, dtype=torch.float32)
         self._compressor.decompress_into(payload, out)

@@ -2,6 +2,6 @@
 group. Independent of strategies and sessions.
 
 `pipeline` is one rank's part of a pipeline. `split` divides the model into stages, and `partial`
-runs the part of one stage. `schedule` provides torch's schedules, `executor` executes them over
-`links`, and `micro_batches` divides batches.
+runs one stage's part. `schedule` provides torch's schedules, `executor` executes them,
+communicating over `links`, and `micro_batches` splits batches.
 """

@@ -2,13 +2,13 @@
 
 torch provides the order of actions (schedule.py) and splits a backward pass into two halves
 (`_backward`). This module runs the stages itself instead of using torch's PipelineStage, for the
-reasons in docs/explanation/mesh.md#pipelines. It adds weighted gradients to those of the
-parameters, and neither averages nor reduces them.
+reasons in docs/explanation/mesh.md#pipelines. It adds weighted gradients to the parameters'
+gradients, but neither averages nor reduces them.
 
-The first micro-batch of each input shape sends the shape of each activation ahead of the activation
-itself. For later micro-batches of this shape, receivers post their buffers in advance. Every step
-begins with a small all-reduce that checks that all ranks were given the same batch; meanwhile, the
-first stage already computes.
+For the first micro-batch of each input shape, the shape of each activation is sent before the
+activation itself. For later micro-batches of the same shape, receivers post their buffers in
+advance. Every step begins with a small all-reduce to check that all ranks were given the same
+batch; the first stage starts computing while it runs.
 
 Everything runs on the caller's thread.
 """
@@ -37,7 +37,7 @@ stage_backward_input, stage_backward_weight = stage_backwards()
 _HEADER_BYTES: Final = 1024
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Function of the last stage's output and the targets that returns a scalar loss."""
+"""Function that computes a scalar loss from the last stage's output and the targets."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _BorderShape:
-    """The shapes and dtypes of the tensors of a `Border`, as sent to its receiver."""
+    """The shapes and dtypes of a `Border`'s tensors, as sent to its receiver."""
 
     shapes: tuple[_Shape, ...]
     wrapped: int
@@ -107,31 +107,31 @@ class _Arriving:
 
 @dataclass
 class _Held:
-    """Data kept from a forward pass for its backward pass."""
+    """Data that a forward pass keeps for its backward pass."""
 
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor | None, ...] | None = None
-    """Gradients of the outputs; None: the outputs are losses, whose gradients are one."""
+    """Gradients of the outputs; None: the outputs are losses, whose gradients are 1."""
     weights_later: list[dict[str, Any]] | None = None
     """torch's data for the second half of a split backward pass; None if the pass is not split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """The results of one pass through the schedule."""
+    """Results of one pass through the schedule."""
 
     losses: list[torch.Tensor]
-    """Detached losses by micro-batch; empty on ranks without the last stage, and if there is no
-    loss function."""
+    """Detached losses by micro-batch; empty if this rank does not have the last stage or there is
+    no loss function."""
     outputs: list[Any]
-    """Outputs by micro-batch; empty on ranks without the last stage, and if there is a loss
+    """Outputs by micro-batch; empty if this rank does not have the last stage or there is a loss
     function."""
 
 
 class _IntoStage(torch.autograd.Function):
-    """Identity function that is applied to a received value. The value is a leaf of the autograd
-    graph, on which torch does not allow in-place operations, but a stage may begin with one."""
+    """Identity function, applied to a received value. That value is a leaf of the autograd graph,
+    so torch would not allow in-place operations on it, but a stage may begin with one."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
@@ -143,16 +143,16 @@ class _IntoStage(torch.autograd.Function):
 
 
 class ScheduleExecutor:
-    """Runs one rank's stages of a pipeline in the order of a schedule."""
+    """Runs one rank's stages of a pipeline in a schedule's order."""
 
     def __init__(self, stages: Mapping[int, PartialModel], stage_count: int, links: Links) -> None:
-        """Creates the executor. `stages`: the stages on this rank."""
+        """Creates the executor. `stages`: this rank's stages by index."""
         self._stages = dict(stages)
         self._last = stage_count - 1
         self._links = links
         self._shapes: dict[tuple[int, int, bool, bool], _BorderShape] = {}
         """Known shapes of outputs, by stage, signature of the micro-batch, whether gradients are
-        computed, and training mode."""
+        computed, and whether the stage is in training mode."""
         self._trainable: tuple[bool, ...] = ()
 
     def run(
@@ -164,22 +164,20 @@ class ScheduleExecutor:
         scales: Sequence[float] = (),
         observe: Callable[[str, int, int], None] | None = None,
     ) -> Ran:
-        """Runs the micro-batches through the pipeline. All ranks call this method with the same
+        """Runs the micro-batches through the pipeline. Must be called on all ranks, with the same
         schedule and micro-batches.
 
         Args:
             schedule: schedule for this number of micro-batches.
             micro_batches: the micro-batches, in order.
             loss: loss function; None: forward passes only, without gradients.
-            scales: factors by which the losses of micro-batches are multiplied before the backward
-                pass.
-            observe: function called with ("before" or "after", stage, micro-batch) around each
-                forward pass.
+            scales: factor for each micro-batch's loss, applied before the backward pass.
+            observe: called with ("before" or "after", stage, micro-batch) around each forward pass.
 
         Raises:
-            MembershipChanged: another rank failed or is gone.
-            ConfigurationError: ranks were given different batches, or a pipeline does not support
-                this model or loss.
+            MembershipChanged: another rank failed or left.
+            ConfigurationError: ranks were given different batches, or pipelines do not support this
+                model or loss.
         """
         with (
             self._links.ending_on_failure("a pipeline step"),
@@ -192,9 +190,10 @@ class ScheduleExecutor:
         return ran
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
-        """Starts to check whether all ranks were given batches of the same shapes, and whether any
-        rank must forget the shapes that it knows. Returns a function that waits for the result and
-        applies it. Nothing may be sent to another stage before that function has returned."""
+        """Starts checking whether all ranks were given batches of the same shapes, and whether the
+        trained parameters of any rank have changed, so that all ranks must forget the known shapes.
+        Returns a function that waits for the result and applies it. Nothing may be sent to another
+        stage before that function has returned."""
         trainable = tuple(
             p.requires_grad for stage in self._stages.values() for p in stage.held_parameters
         )
@@ -262,8 +261,8 @@ class _Pass:
         self._results: list[Any] = []
 
     def run(self, agree: Callable[[], None]) -> Ran:
-        """Runs the pass. `agree`: function that is called before the first transfer from or to
-        another stage; the first stage may already compute before it is called."""
+        """Runs the pass. `agree`: called before the first transfer from or to another stage; until
+        then, the first stage may already compute."""
         does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -289,7 +288,7 @@ class _Pass:
                     f"{action.kind.name.lower()}"
                 )
                 raise
-        if not agreed:  # a pipeline of one rank without gradients
+        if not agreed:  # a pipeline with one rank, without gradients
             agree()
         results = self._results
         return Ran(losses=results if self._loss else [], outputs=[] if self._loss else results)
@@ -317,8 +316,8 @@ class _Pass:
             self._held[stage, index] = _Held(() if received is None else received.tensors, outputs)
 
     def _finish(self, output: Any, index: int) -> tuple[torch.Tensor, ...]:
-        """Completes a forward pass of the last stage: returns the loss, or records the output if
-        there is no loss function."""
+        """Completes a forward pass of the last stage: computes and returns the loss, or records the
+        output if there is no loss function."""
         if self._loss is None:
             self._results.append(output)
             return ()
@@ -330,14 +329,14 @@ class _Pass:
             )
         weighs = self._scales[index] != 0
         if not weighs:
-            # the gradient may not be finite: for example, if the loss is a mean over no tokens
+            # the gradient may not be finite, for example if the loss is a mean over no tokens
             keep_gradients_from(output)
         self._results.append(loss.detach().clone() if weighs else torch.zeros_like(loss.detach()))
         return (loss * self._scales[index],)
 
     def _hand_on(self, border: Border, stage: int, index: int) -> tuple[torch.Tensor, ...]:
-        """Passes a value to the next stage. If that stage is on another rank, stores the value to
-        be sent."""
+        """Passes a value to the next stage. If that stage is on a different rank, stores the value
+        for sending."""
         if self._splits and any(one._is_view() for one in border.tensors):
             # torch's split backward pass detaches outputs in place, which is not possible for
             # views.
@@ -415,7 +414,7 @@ class _Pass:
                     list(held.inputs),
                     iter(self._stages[stage].held_parameters),
                 )
-            except RuntimeError as error:  # torch raises this error from the original one
+            except RuntimeError as error:  # torch raises it from the original error
                 raise error.__cause__ or error from None
             if all(one is None for one in found):
                 raise ConfigurationError(
@@ -453,8 +452,8 @@ class _Pass:
             )
 
     def _hand_back(self, held: _Held, stage: int, index: int) -> None:
-        """Passes gradients back to the previous stage: one for each tensor received from it that
-        requires a gradient."""
+        """Passes gradients back to the previous stage: one for each received tensor that requires a
+        gradient."""
         if stage == 0:
             return
         gradients = tuple(
@@ -502,8 +501,8 @@ def _into_stage(received: Border) -> Border:
 def _generators_kept(
     micro_batches: Sequence[MicroBatch], device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that restores torch's random generators on exit if any micro-batch has a
-    seed."""
+    """Returns a context that restores torch's random generators on exit. Does nothing unless a
+    micro-batch has a seed."""
     seeded = any(one.seed is not None for one in micro_batches)
     devices = [device] if device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices) if seeded else contextlib.nullcontext()

@@ -2,9 +2,9 @@
 over one process group.
 
 Works with any `torch.distributed.ProcessGroup`, even one that is not registered in torch's world.
-Two ranks send and receive in the same order, which schedule.py ensures, so transfers need no tags,
-which NCCL does not support. Every wait ends at the group's timeout or when the group ends. A
-failure ends the group, so that no other rank waits for this one.
+schedule.py ensures that any two ranks exchange their messages in the same order. Transfers
+therefore need no tags, which NCCL does not support. Every wait ends when the group times out or is
+aborted. A failure aborts the group, so that no other rank is left waiting for this one.
 
 All calls must come from one thread.
 """
@@ -27,20 +27,20 @@ from torch.distributed.tensor import DTensor
 from shoal_worker.backends.base import GroupEndedError
 
 _SENDS_AHEAD: Final = 2
-"""Maximum number of sends in progress to one peer. A further send waits until the first one has
-finished. Sends keep their tensors alive."""
+"""Maximum number of sends in progress to one peer. The next send waits until the first one has
+finished. A send keeps its tensor alive."""
 
 
 @dataclass
 class Traffic:
-    """Bytes sent by this rank."""
+    """Number of bytes sent by this rank, by purpose."""
 
     activations: int = 0
     gradients: int = 0
     headers: int = 0
-    """Bytes of activation shapes, which are sent the first time that they occur."""
+    """Bytes of activation shapes. A shape is sent only the first time that it occurs."""
     shared: int = 0
-    """Bytes of gradients of parameters that are shared by several stages."""
+    """Bytes of gradients of parameters shared by several stages."""
     outputs: int = 0
     """Bytes of outputs of the last stage."""
 
@@ -56,10 +56,10 @@ class Links:
         end: Callable[[str], None] | None = None,
         come_after: Callable[[dist.Work], None] | None = None,
     ) -> None:
-        """Connects the ranks. `end(reason)`: ends the group for all ranks; None: use the
-        group's own `abort`. `come_after(work)`: makes later computations on the device wait for a
-        transfer of floating-point numbers that the host does not read; None: the host waits for the
-        transfer."""
+        """Connects the ranks. `end(reason)`: aborts the group on all ranks; None: the group's own
+        `abort` is used. `come_after(work)`: makes later computations on the device wait for a
+        transfer, if it consists of floating-point numbers that the host does not read; None: the
+        host waits for the transfer."""
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -72,8 +72,8 @@ class Links:
         )
 
     def end(self, reason: str) -> None:
-        """Ends the group: immediately on this rank, and soon on all other ranks. Idempotent; may be
-        called from any thread."""
+        """Aborts the group: immediately on this rank, and soon on all other ranks. Idempotent. May
+        be called from any thread."""
         if self._end is not None:
             self._end(reason)
         else:
@@ -81,8 +81,8 @@ class Links:
 
     @contextmanager
     def ending_on_failure(self, what: str) -> Iterator[None]:
-        """Returns a context that ends the group if an exception is raised within it, so that the
-        other ranks notice immediately."""
+        """Context that aborts the group if an exception is raised within it, so that the other
+        ranks notice immediately."""
         try:
             yield
         except BaseException as error:  # a KeyboardInterrupt would leave the others waiting, too
@@ -99,7 +99,7 @@ class Links:
     # ------------------------------------------------------------------------------------ transfers
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
-        """Starts to send `tensor`, which must not change until `finish_sends`. `what`: description
+        """Starts sending `tensor`, which must not change until `finish_sends`. `what`: description
         of the transfer, for errors."""
         pending = self._sends[peer]
         while len(pending) >= _SENDS_AHEAD:
@@ -109,12 +109,12 @@ class Links:
             pending.append((self._group.send([contiguous], peer, 0), contiguous, what))
 
     def receive(self, into: torch.Tensor, peer: int, what: str) -> Incoming:
-        """Starts to receive a tensor into `into`, which must be contiguous."""
+        """Starts receiving a tensor into `into`, which must be contiguous."""
         with self._translated(what, peer):
             return Incoming(self, self._group.recv([into], peer, 0), into, peer, what)
 
     def finish_sends(self) -> None:
-        """Waits until the peers have received everything that was sent."""
+        """Waits until the peers have received all sent tensors."""
         for peer in self._sends:
             while self._sends[peer]:
                 self._finish_send(peer)
@@ -129,7 +129,7 @@ class Links:
     def all_reduce(
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """All-reduces `tensor` over the ranks of the pipeline, in place."""
+        """All-reduces `tensor` across the pipeline's ranks, in place."""
         self.start_all_reduce(tensor, what, op)()
 
     def start_all_reduce(
@@ -172,8 +172,8 @@ class Incoming:
         self._links, self._work, self._into, self._peer, self._what = links, work, into, peer, what
 
     def wait(self) -> None:
-        """Waits until later computations can use the data. Raises MembershipChanged if the transfer
-        failed."""
+        """Waits until later computations can use the tensor. Raises MembershipChanged if the
+        transfer failed."""
         with self._links._translated(self._what, self._peer):
             self._links._await(self._work, self._into)
 
@@ -184,7 +184,7 @@ def all_reduce(
     what: str,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
-    """All-reduces `tensor` over the ranks of the group, in place. Raises MembershipChanged if the
+    """All-reduces `tensor` across the ranks of the group, in place. Raises MembershipChanged if the
     group has ended."""
     start_all_reduce(group, tensor, what, op)()
 
@@ -209,8 +209,8 @@ def start_all_reduce(
 
 
 def end_group(group: Any, reason: str) -> None:
-    """Ends a process group. Shoal's groups report the reason to all ranks; torch's own groups
-    accept no reason."""
+    """Aborts a process group. Shoal's groups report the reason to all ranks; torch's own groups do
+    not accept a reason."""
     try:
         group.abort(reason)
     except TypeError:
@@ -219,9 +219,8 @@ def end_group(group: Any, reason: str) -> None:
 
 @contextmanager
 def _group_errors(what: str) -> Iterator[None]:
-    """Returns a context that converts the error of a failed transfer or collective to
-    GroupEndedError. The group cannot be used any more, because later operations of the ranks might
-    not match."""
+    """Context that converts the error of a failed transfer or collective to GroupEndedError. The
+    group cannot be used any more, because the ranks' later operations might not match."""
     try:
         yield
     except MembershipChanged as error:
@@ -234,14 +233,13 @@ def _group_errors(what: str) -> Iterator[None]:
 
 # ------------------------------------------------------------ a model's output, for the other ranks
 #
-# Sends the output of the last stage from its rank to all other ranks of the pipeline. The output
-# may consist of nested mappings, sequences, tensors and numbers. Mappings arrive as plain dicts,
-# and tuples as tuples.
+# Sends the last stage's output to all other ranks of the pipeline. The output may consist of nested
+# mappings, sequences, tensors and numbers. Mappings arrive as plain dicts, and tuples as tuples.
 
 
 def plain(value: Any) -> Any:
-    """Converts all mappings in a value to dicts and all DTensors to full tensors. Logits of layers
-    that are split over ranks may be DTensors."""
+    """Converts all mappings in a value to dicts, and all DTensors to full tensors. For example,
+    logits of layers that are split across ranks may be DTensors."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, Mapping):
@@ -256,13 +254,13 @@ def plain(value: Any) -> Any:
 
 
 def broadcast_output(value: Any, source: int, links: Links) -> Any:
-    """Broadcasts `value` from rank `source`: first its structure, then its tensors. All ranks call
-    this function. `value`: a result of `plain`.
+    """Broadcasts `value` from rank `source`: first its structure, then its tensors. Must be called
+    on all ranks. `value`: a result of `plain`; used on `source` only.
 
     Raises:
         ConfigurationError: raised on `source` only: the value contains an object that cannot be
             sent.
-        MembershipChanged: a rank failed or is gone.
+        MembershipChanged: a rank failed or left.
     """
     tensors: list[torch.Tensor] = []
     text = json.dumps(_described(value, tensors)).encode() if links.rank == source else b""

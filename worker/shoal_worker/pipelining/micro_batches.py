@@ -1,7 +1,7 @@
-"""Divides a batch into micro-batches, which pass through the pipeline one after another.
+"""Splits a batch into micro-batches, which pass through the pipeline one after another.
 
-Every rank of a pipeline divides the same batch in the same way. The sizes of micro-batches differ
-by at most one sample. A batch with fewer samples than micro-batches is divided into single samples.
+Every rank of a pipeline splits the same batch in the same way. The sizes of micro-batches differ by
+at most one sample. A batch with fewer samples than micro-batches is split into single samples.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shoal_worker.torch_internals import pytree
 # -------------------------------------------------------------------- inputs and outputs of a stage
 #
 # Inputs and outputs of a stage. A `Call` contains the arguments of the model. Every stage has them,
-# because all ranks of a replica are given the same batch. A `Border` is what one stage passes to
-# the next: tensors, and the form in which the model expects them.
+# because all ranks of a replica are given the same batch. A `Border` contains the tensors that one
+# stage passes to the next, and how they are structured.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Call:
 
     @classmethod
     def of(cls, inputs: Any) -> Call:
-        """Returns the call for `inputs`: a mapping becomes keyword arguments, a tuple becomes
+        """Returns the call with these inputs: a mapping becomes keyword arguments, a tuple becomes
         positional arguments, and any other value becomes a single argument."""
         if isinstance(inputs, Mapping):
             return cls(kwargs=dict(inputs))
@@ -46,18 +46,19 @@ class Border:
 
     tensors: tuple[torch.Tensor, ...]
     wrapped: int = 0
-    """Length of the tuple in which the model expects the tensors; 0: it expects a single tensor."""
+    """Length of the tuple of tensors that the model expects; 0: it expects a single tensor, not in
+    a tuple."""
     given: int = 0
-    """Bit mask of the elements of the tuple, other than the first, that are not None. Layered
-    models pass only the first element."""
+    """Bit mask of the tuple's elements, other than the first, that are not None. Layered models
+    pass on only the first element."""
 
     @classmethod
     def of(cls, value: Any, what: str) -> Border:
-        """Returns the border for a value that one block of a chain passes to the next: a tensor, or
-        a tuple of tensors.
+        """Returns the border for a value that one block of a chain passes to the next, which must
+        be a tensor or a tuple of tensors.
 
         Raises:
-            TypeError: the value is neither of these.
+            TypeError: the value is neither.
         """
         if isinstance(value, torch.Tensor):
             return cls(tensors=(value,))
@@ -73,7 +74,7 @@ class Border:
         )
 
     def value(self) -> Any:
-        """Returns the value in the form that the next block of a chain expects."""
+        """Returns the value as the next block of a chain expects it."""
         return self.tensors if self.wrapped else self.tensors[0]
 
 
@@ -91,8 +92,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def keep_gradients_from(output: Any) -> None:
-    """Returns an output unchanged, but makes its gradient zero in the backward pass, even if the
-    incoming gradient is not finite."""
+    """Sets the gradient of an output to zero in the backward pass, even if the incoming gradient is
+    not finite. Returns the output unchanged."""
     for one in pytree.tree_leaves(output):
         if isinstance(one, torch.Tensor) and one.requires_grad:
             one.register_hook(torch.zeros_like)
@@ -100,20 +101,20 @@ def keep_gradients_from(output: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A part of a batch that passes through the pipeline at once."""
+    """A part of a batch that passes through the pipeline in one piece."""
 
     inputs: Any
     """Arguments of the model: a mapping of keyword arguments, a tuple of positional arguments, or a
     single argument."""
     targets: Any = None
     weight: float
-    """Weight of the micro-batch in the batch, such as its number of samples or tokens. The batch's
-    loss is the weighted mean of the micro-batches' losses."""
+    """Weight of the micro-batch within the batch, such as its number of samples or tokens. The
+    batch's loss is the weighted mean of its micro-batches' losses."""
     samples: int
-    """Number of rows."""
+    """Number of samples."""
     seed: int | None = None
     """Seed of random numbers, which each stage combines with its index; None: stages use the
-    current state of the generators."""
+    current state of the random generators."""
 
     @property
     def call(self) -> Call:
@@ -122,7 +123,7 @@ class MicroBatch:
 
     @functools.cached_property
     def signature(self) -> int:
-        """Hash of 62 bits over the structure, shapes and dtypes of the inputs."""
+        """62-bit hash of the structure, shapes and dtypes of the inputs."""
         leaves, structure = pytree.tree_flatten(self.inputs)
         shapes = [
             f"{tuple(one.shape)}{one.dtype}"
@@ -141,17 +142,17 @@ def cut_batch(
     weight_fn: Callable[[Any, Any], float] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """Divides a batch into `count` micro-batches along the first dimension, or into single samples
+    """Splits a batch into `count` micro-batches along the first dimension, or into single samples
     if there are fewer than `count`.
 
-    Tensors of one dimension or more are divided and must have the same number of rows; every other
-    value is passed to all micro-batches. A tensor that has the same number of rows by chance, such
-    as a T x T mask with T samples, cannot be distinguished from a batch and is divided as well.
+    Tensors of one dimension or more are split and must have the same number of rows; every other
+    value is passed to all micro-batches. A tensor that has this number of rows by chance, such as a
+    T x T mask with T samples, is split as well, because it cannot be distinguished from a batch.
 
     Args:
         inputs: inputs of the batch; see `MicroBatch`.
-        targets: targets, which are divided in the same way. count: number of micro-batches; at
-            least 1.
+        targets: targets, which are split in the same way.
+        count: number of micro-batches; at least 1.
         weight_fn: function that returns the weight of a micro-batch from its inputs and targets;
             None: the weight is the number of samples.
         seeds: one seed for each micro-batch.
@@ -202,7 +203,7 @@ def cut_batch(
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
     """Combines the outputs of micro-batches. Tensors are concatenated along the first dimension;
-    numbers and scalar tensors are averaged, weighted by samples."""
+    numbers and scalar tensors are averaged, weighted by `samples`."""
     flattened = [pytree.tree_flatten(one) for one in outputs]
     merged: list[Any] = []
     for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):

@@ -1,18 +1,18 @@
 """The part of a model that one stage runs.
 
 For a chain (split.py), this part is a sequence of blocks. A layered model (split.py) keeps its own
-forward code: each stage runs all of that code on a copy of the model, in which the modules of other
-stages have no values:
+forward code. Each stage runs all of that code on a copy of the model whose parameters are `Absent`
+if they belong to other stages:
 
 - Modules before the layers return a `Placeholder` of the right shape, which is determined by
-  running these modules on the meta device.
+  running the modules on the meta device.
 - The layers of earlier stages return the placeholder unchanged. The stage's own first layer uses
   the received value instead.
 - The forward pass ends where the next stage's part begins.
 
 Masks, position tables and other values that a model computes from its inputs alone are therefore
 recomputed on each stage instead of sent. Apart from the tensor that is passed from layer to layer,
-the model must not use values of another stage. If it does, an error is raised; the result is never
+the model must not use other stages' values; otherwise an error is raised, so the result is never
 silently wrong.
 
 A stage runs only one forward pass at a time.
@@ -38,11 +38,11 @@ from shoal_worker.torch_internals import DisableTorchFunctionSubclass
 #
 # Tensors that represent data that only another stage has. A `Placeholder` represents a value: it
 # has the right shape, dtype and device, but arbitrary contents. Results computed from a placeholder
-# are placeholders too, so that a result that depends on data of another stage is detected and
-# refused. A new tensor that only takes its shape (zeros_like, new_full) is not a placeholder. An
-# `Absent` represents a parameter, takes no memory, and cannot be used in computations. A tensor on
-# the meta device would not be sufficient: in torch 2.13, the matrix product of a CPU tensor and a
-# meta tensor raises no error, but returns a CPU tensor of arbitrary values.
+# are placeholders too, so a result that depends on another stage's data is detected and rejected. A
+# new tensor that only uses the shape (zeros_like, new_full) is not a placeholder. An `Absent`
+# represents a parameter, takes no memory, and cannot be used in computations. A tensor on the meta
+# device would not be sufficient: in torch 2.13, the matrix product of a CPU tensor and a meta
+# tensor does not raise an error, but returns a CPU tensor with arbitrary values.
 
 _FRESH: Final = frozenset(
     {
@@ -91,14 +91,14 @@ _LOOKS: Final = frozenset(
     }
     | {"detach", "requires_grad_", "t", "__repr__", "__len__", "__hash__", "data_ptr", "get_device"}
 )
-"""Operations that are permitted on an `Absent`."""
+"""Operations permitted on an `Absent`."""
 
 
 class Placeholder(torch.Tensor):
     """Represents a value that only another stage has; see the comment above."""
 
     received: torch.Tensor | None = None
-    """The received value that has replaced the placeholder, if any. Used again if activation
+    """The received value that has replaced the placeholder, if any. It is used again if activation
     checkpointing repeats the forward pass."""
 
     @classmethod
@@ -123,8 +123,8 @@ class Placeholder(torch.Tensor):
 
 
 class Absent(torch.Tensor):
-    """Represents a parameter of another stage; see the comment above. Its attributes can be read. A
-    transposed or detached `Absent` is also an `Absent`."""
+    """Represents a parameter of another stage; see the comment above. Its attributes can be read.
+    Transposing or detaching it gives an `Absent` too."""
 
     @classmethod
     def __torch_function__(
@@ -146,7 +146,7 @@ class Absent(torch.Tensor):
 
 
 def absent_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an `Absent` that replaces a parameter or buffer."""
+    """Returns an `Absent` that stands for a parameter or buffer."""
     with DisableTorchFunctionSubclass():
         # does not return a DTensor
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(Absent)
@@ -158,7 +158,8 @@ def absent_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
-    """Returns a placeholder of the shape and dtype of `value`, which may be on `meta`."""
+    """Returns a placeholder on `device` with the shape and dtype of `value`, which may be on the
+    meta device."""
     with DisableTorchFunctionSubclass():
         return torch.zeros(value.shape, dtype=value.dtype, device=device).as_subclass(Placeholder)
 
@@ -166,8 +167,8 @@ def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
 # ----------------------------------------------------------------------------------- a stage's part
 
 Inside = Callable[[Callable[[], Any], bool], Any]
-"""Function that runs a part of the model's forward pass within a wrapper and returns the result.
-Its second argument is True for the last part."""
+"""Function that runs a part of the model's forward pass, its first argument, inside a wrapper and
+returns the result. Its second argument is True for the last part."""
 
 
 def _as_it_is(run: Callable[[], Any], _: bool) -> Any:
@@ -175,28 +176,28 @@ def _as_it_is(run: Callable[[], Any], _: bool) -> Any:
 
 
 class PartialModel(nn.Module):
-    """One stage's part of a model. Its parameters and buffers are the original model's own."""
+    """One stage's part of a model. Shares its parameters and buffers with the original model."""
 
     _modes: Sequence[tuple[nn.Module, nn.Module]]
-    """Pairs of a module of this part and the module of the whole model from which it takes its
+    """Pairs of a module of this part and the module of the original model that determines its
     training mode."""
 
     def forward(self, received: Border | None, call: Call) -> Any:
         """Runs the stage. Returns the next stage's input as a `Border`, or the model's output on
-        the last stage. `received`: output of the previous stage; None on the first stage."""
+        the last stage. `received`: the previous stage's output; None on the first stage."""
         raise NotImplementedError
 
     @functools.cached_property
     def held_parameters(self) -> list[nn.Parameter]:
-        """The parameters that have values on this stage."""
+        """The parameters of this stage."""
         return [p for p in self.parameters() if not p.is_meta]
 
     def follow_modes(self) -> None:
-        """Sets the training mode of each module to that of the corresponding module of the whole
+        """Copies the training mode of each module from the corresponding module of the original
         model."""
         for mine, original in self._modes:
             if mine.training != original.training:
-                # setting an attribute of a module is slow, so it is avoided if nothing changes
+                # setting a module's attribute is slow, so it is avoided if nothing changes
                 mine.training = original.training
 
 
@@ -207,12 +208,12 @@ def partial_model(
     plain: Callable[[nn.Module], None] | None = None,
     inside: Inside | None = None,
 ) -> PartialModel:
-    """Returns the part of `module` that a stage runs. It shares the tensors of `module`. Modules of
-    other stages may be on the meta device.
+    """Returns the part of `module` that a stage runs, which shares the tensors of `module`. Modules
+    of other stages may be on the meta device.
 
-    `plain`: function that converts a module of another stage, so that it can be run to determine
-    the shape of its output; None: no conversion is needed. `inside`: wrapper for the blocks of a
-    chain, for models that need to do something around their forward pass; None: no wrapper.
+    `plain`: converts a module of another stage, so that it can be run to determine the shape of its
+    output; None: no conversion is needed. `inside`: wrapper for running the blocks of a chain, for
+    models that need to do something before or after their forward pass; None: no wrapper.
 
     Raises:
         ConfigurationError: a layered model cannot be copied.
@@ -265,8 +266,8 @@ class _ChainPart(PartialModel):
 
 
 class _StageEnds(BaseException):
-    """Raised in the model's forward pass at the point where the next stage begins, to end the pass.
-    Not an Exception, so that no `except Exception` in the model catches it."""
+    """Raised in the model's forward pass where the next stage begins, to end the pass. Not an
+    Exception, so that `except Exception` in the model does not catch it."""
 
     def __init__(self, border: Border) -> None:
         self.border = border
@@ -282,13 +283,13 @@ class _Run:
 
 @dataclass
 class _State:
-    """Mutable state of a stage's forward passes. Kept in a separate object, because setting an
-    attribute of a module is slow."""
+    """Mutable state of a stage's forward passes. It is a separate object, because setting a
+    module's attribute is slow."""
 
     run: _Run | None = None
     wrapped: int = 0
     given: int = 0
-    """Structure of the outputs of layers; see `Border.given`."""
+    """Structure of the layers' outputs; see `Border.given`."""
 
 
 class _LayeredPart(PartialModel):
@@ -367,8 +368,7 @@ class _LayeredPart(PartialModel):
 
     def _arrange_layer(self, name: str, index: int, first: int, end: int, layers: int) -> None:
         """Replaces the forward method of a layer. `first`: index of the layer that uses the
-        received value; -1: nothing is received. `end`: index of the first layer of the next
-        stage."""
+        received value; -1 if nothing is received. `end`: index of the next stage's first layer."""
         layer = self.shell.get_submodule(name)
         original = layer.forward
         if max(first, 0) <= index < end:
@@ -385,15 +385,16 @@ class _LayeredPart(PartialModel):
             layer.forward = self._ending_after(layer.forward)
 
     def _skipped(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the new forward method of a layer of an earlier stage, which computes nothing and
-        returns a placeholder for the layer's output."""
+        """Implements a layer of an earlier stage: does not compute, but returns a placeholder for
+        the layer's output."""
         received = self._running.received
         slot = _hidden_slot(args, kwargs)
         hidden = args[0] if slot is None else kwargs[slot]
         if received is None:
             raise ConfigurationError(
-                "the model's forward runs a layer of an earlier pipeline stage again after layers "
-                "of this stage; run each layer once, or give the model a method pipeline_blocks()"
+                "the model's forward runs a layer of an earlier pipeline stage after the first "
+                "layer of this stage; run each layer once, in order, or give the model a method "
+                "pipeline_blocks()"
             )
         if isinstance(hidden, torch.Tensor) and not isinstance(hidden, Placeholder):
             # the model's input, which every stage has
@@ -433,8 +434,8 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _entering_after(self) -> Callable[..., Any]:
-        """Returns the new forward method of the last layer, for a stage that has only the modules
-        after the layers."""
+        """Returns the new forward method of the last layer, for a stage that has only modules after
+        the layers."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = self._skipped(*args, **kwargs)
@@ -454,9 +455,9 @@ class _LayeredPart(PartialModel):
         run = self._state.run
         if run is None or run.received is None or not isinstance(stand_in, Placeholder):
             raise ConfigurationError(
-                f"no pipeline stage can begin with layer {name!r}, because it is called twice, or "
-                "with a value that no earlier module returned, or again in the backward pass by "
-                "reentrant checkpointing; use non-reentrant checkpointing, or give the model a "
+                f"no pipeline stage can begin with layer {name!r}: it is called twice, or its "
+                "input was not returned by an earlier module, or reentrant checkpointing calls it "
+                "again in the backward pass; use non-reentrant checkpointing, or give the model a "
                 "method pipeline_blocks()"
             )
         stand_in.received = run.received.tensors[0]
@@ -464,8 +465,7 @@ class _LayeredPart(PartialModel):
         return stand_in.received
 
     def _ending(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the new forward method of the next stage's first layer, which ends this stage's
-        forward pass."""
+        """Implements the next stage's first layer: ends this stage's forward pass."""
         slot = _hidden_slot(args, kwargs)
         value = args[0] if slot is None else kwargs[slot]
         raise _StageEnds(
@@ -473,8 +473,8 @@ class _LayeredPart(PartialModel):
         )
 
     def _ending_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the new forward method of the last layer, for a stage after which only the
-        modules after the layers follow."""
+        """Returns the new forward method of the last layer, if only modules after the layers follow
+        this stage."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
@@ -486,7 +486,7 @@ class _LayeredPart(PartialModel):
 
     def _stand_in(self, name: str) -> None:
         """Makes a module of another stage return placeholders. Their shapes are determined from the
-        module's inputs, and cached because most micro-batches have the same shapes."""
+        module's inputs and cached, because most micro-batches have the same shapes."""
         module = self.shell.get_submodule(name)
         original = module.forward
         module.eval()
@@ -528,8 +528,7 @@ class _LayeredPart(PartialModel):
         return run
 
     def _record(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Records in what structure (a tensor, or a tuple of which length) the layers return their
-        output."""
+        """Records the structure of the layers' output: a tensor, or a tuple of a certain length."""
         border = _output_border(output)
         self._state.wrapped, self._state.given = border.wrapped, border.given
 
@@ -542,7 +541,7 @@ def _copy(
     plain: Callable[[nn.Module], None],
 ) -> nn.Module:
     """Returns a copy of the model's modules. Tensors of this stage are shared with the original;
-    tensors of the modules in `others` have no values."""
+    tensors of the modules in `others` are `Absent`."""
     named = named_tensors(module)
     valueless = {id(tensor): absent_like(tensor) for tensor in named.values()}
     elsewhere: dict[int, Any] = {}
@@ -555,8 +554,8 @@ def _copy(
 
 
 def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a parameter or buffer of the same type and shape on another device, without
-    values."""
+    """Returns an uninitialized parameter or buffer of the same type and shape on a different
+    device."""
     empty = torch.empty_like(tensor, device=device)
     return (
         nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -566,8 +565,8 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Returns the name of the keyword argument through which a layer receives the previous layer's
-    output: the first one that is a tensor. Returns None if it is the first positional argument."""
+    """Returns the name of the keyword argument that contains the previous layer's output: the first
+    one that is a tensor. Returns None if the output is the first positional argument."""
     if args:
         return None
     for name, value in kwargs.items():
@@ -597,8 +596,8 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(value: Any) -> Any:
-    """Returns a cache key for an input of a module. Inputs with equal keys lead to outputs of equal
-    shapes. The key of a value of unknown type equals no other key."""
+    """Returns a cache key for an input of a module. Inputs with equal keys lead to outputs of the
+    same shapes. The key of a value of an unknown type does not equal any other key."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, dict):

@@ -5,7 +5,7 @@
 
 Gradients are accumulated in `.grad`, as autograd does. This module is independent of sessions,
 generations and optimizers: when ranks join or leave, a new pipeline is created on the new group.
-All calls come from one thread.
+All calls must come from one thread.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from shoal_worker.pipelining.split import SharedParameter, Split, split_model
 
 # ------------------------------------------------------------------- gradients of shared parameters
 #
-# After the schedule, the gradients of a parameter that is on several stages are summed over its
-# copies. This cannot be done by hooks in the backward pass: torch's DDP, for example, does not see
-# the second half of a split backward pass and silently leaves its gradients unreduced. If no copy
-# has a gradient, it remains None, as on a single process.
+# After the schedule has run, the gradients of all copies of a parameter that is on several stages
+# are summed. Hooks in the backward pass cannot do this: torch's DDP, for example, does not see the
+# second half of a split backward pass and silently leaves its gradients unreduced. If no copy has a
+# gradient, it remains None, as in a single process.
 
 
 def sum_shared(
@@ -48,15 +48,15 @@ def sum_shared(
     links: Links,
     here: Sequence[bool],
 ) -> None:
-    """Sets the gradient of each copy of a shared parameter to the sum of the gradients of all
-    copies, added in the order of the stages.
+    """Sets the gradient of each copy of a shared parameter to the sum of all copies' gradients,
+    added in the order of the stages.
 
     Args:
-        shared: shared parameters of the whole model, the same on every rank.
+        shared: all shared parameters of the model; must be the same on every rank.
         rank_of: the rank of each stage.
         parameters: parameters of this rank, by any of their names.
         links: connections to the pipeline's ranks.
-        here: for each shared parameter, whether any rank has a gradient.
+        here: for each shared parameter, whether any rank has a gradient of it.
     """
     for one, exists in zip(shared, here, strict=True):
         ranks = list(dict.fromkeys(rank_of[stage] for stage in one.stages))
@@ -113,10 +113,10 @@ class PipelineSettings:
     stages_per_rank: int | None = None
     """Number of stages on each rank. None: 1 for gpipe and 1f1b, 2 for other schedules."""
     cut_points: Sequence[str] | None = None
-    """Names of the submodules that begin a new stage. None: stages are balanced by parameter
-    bytes."""
+    """Names of the submodules that begin a new stage. None: stages are balanced by the size of
+    their parameters in bytes."""
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """Combination of the losses of micro-batches: "mean" (weighted) or "sum"."""
+    """Reduction of the losses of micro-batches: "mean" (weighted) or "sum"."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
@@ -142,24 +142,24 @@ class Pipeline:
         plain: Callable[[nn.Module], None] | None = None,
         inside: Inside | None = None,
     ) -> None:
-        """Splits `module` over the ranks of `group`, without communication.
+        """Splits `module` across the ranks of `group`, without communication.
 
         Args:
-            module: the model, the same on every rank; parts of other ranks may be on the meta
-                device. The pipeline keeps a reference to the model and uses its tensors.
+            module: the model, the same on every rank; other ranks' parts may be on the meta device.
+                The pipeline keeps a reference to the model and uses its tensors.
             settings: settings, the same on every rank.
             group: the ranks of one replica, in the order of the stages.
             device: device of this rank's tensors; None: the CPU.
-            end: function that ends the group for all ranks, with a reason; None: the group's own
-                `abort`.
-            come_after: argument of `Links`.
-            observe: argument of `ScheduleExecutor.run`.
-            split: predetermined split; None: split by the settings.
-            plain, inside: arguments of `partial_model`.
+            end: aborts the group on all ranks, given a reason; None: the group's own `abort` is
+                used.
+            come_after: see `Links`.
+            observe: see `ScheduleExecutor.run`.
+            split: predetermined split; None: the settings determine it.
+            plain, inside: see `partial_model`.
 
         Raises:
-            ConfigurationError: a pipeline over this number of ranks is not possible with this model
-                or these settings.
+            ConfigurationError: this model and these settings do not allow a pipeline on this number
+                of ranks.
         """
         kind = schedule_kind(settings.schedule)
         self.settings = settings
@@ -184,8 +184,7 @@ class Pipeline:
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor:
-        """Like `take_through`, but returns the loss of this replica's batch on every rank of the
-        pipeline."""
+        """Like `take_through`, but returns the loss of this replica's batch on every rank."""
         mean_loss = self.take_through(micro_batches, loss)
         total = self._zero() if mean_loss is None else mean_loss
         with self.links.ending_on_failure("a pipeline step"):
@@ -195,16 +194,15 @@ class Pipeline:
     def take_through(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor | None:
-        """Runs the forward and backward passes of micro-batches. The gradients of the batch's loss
-        are added to those of the parameters. Returns the loss of this replica's batch on the rank
-        with the last stage, and None on other ranks. Without `loss`, the loss is the output's
-        `.loss`.
+        """Runs the forward and backward passes of micro-batches. Adds the gradients of the batch's
+        loss to the parameters' gradients. Returns the loss of this replica's batch on the rank with
+        the last stage, and None on other ranks. Without `loss`, the loss is the output's `.loss`.
 
-        All ranks of the replica call this method with the same micro-batches. If a parameter is on
-        several stages, each copy gets only the part of the gradient from its own stage.
+        Must be called on all ranks of the replica, with the same micro-batches. If a parameter is
+        on several stages, each copy gets only its own stage's part of the gradient.
 
         Raises:
-            MembershipChanged: a rank failed or is gone. The gradients are then invalid.
+            MembershipChanged: a rank failed or left. The gradients are then invalid.
         """
         weights = [
             one.weight if self.settings.loss_reduction == "mean" else 1.0 for one in micro_batches
@@ -242,9 +240,9 @@ class Pipeline:
     # ----------------------------------------------------------------------------------- evaluation
 
     def predict(self, inputs: Any) -> Any:
-        """Returns the model's output in evaluation mode, without gradients, on all ranks.
-        Mappings are returned as plain dicts. All ranks of the replica call this method with the
-        same batch."""
+        """Returns the model's output in evaluation mode, without gradients, on all ranks. Mappings
+        are returned as plain dicts. Must be called on all ranks of the replica, with the same
+        batch."""
         batches = cut_batch(inputs, count=self.settings.micro_batches)
         with evaluating(self.module):
             self._follow_modes()
@@ -261,10 +259,10 @@ class Pipeline:
 
 
 def own_loss(output: Any, targets: Any) -> torch.Tensor:
-    """Returns the loss that the model itself computed.
+    """Returns the loss that the model itself has computed.
 
     Raises:
-        ConfigurationError: the output has no loss.
+    ConfigurationError: the output has no loss.
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor):

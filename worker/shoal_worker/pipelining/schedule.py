@@ -1,9 +1,8 @@
-"""torch's pipeline schedules as plain values: the order in which each rank computes and
-communicates.
+"""torch's pipeline schedules as data: each rank's order of computation and communication.
 
-torch.distributed.pipelining computes the orders and places sends and receives so that they cannot
+torch.distributed.pipelining computes the orders and inserts sends and receives that cannot
 deadlock; executor.py executes the orders. If a schedule requires more micro-batches than there are,
-the order is computed for the required number, and the actions of missing micro-batches are removed,
+the order is computed for the required number, and the missing micro-batches' actions are removed,
 which leaves a valid order. Schedules have torch's names and the short names below.
 """
 
@@ -25,11 +24,11 @@ _Action, _add_send_recv = schedule_parts()
 
 
 class Kind(enum.StrEnum):
-    """Kind of an action. The values are those of torch."""
+    """Kind of an action. The values are torch's."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The whole backward pass of a stage."""
+    """The entire backward pass of a stage."""
     BACKWARD_INPUT = "I"
     """First half of a split backward pass: the gradients of the stage's inputs, which the previous
     stage needs."""
@@ -60,13 +59,13 @@ class ScheduleKind:
     name: str
     torch_class: str
     stages_per_rank: int | None
-    """Number of stages on each rank that the schedule requires; None: any number."""
+    """Number of stages on each rank required by the schedule; None: any number."""
     v_shaped: bool = False
-    """True if stages are assigned to ranks in a V (0 1 1 0) instead of in rounds (0 1 0 1)."""
+    """True if stages are assigned to ranks in a V (0 1 1 0) instead of round-robin (0 1 0 1)."""
 
     @property
     def default_stages_per_rank(self) -> int:
-        """Number of stages on each rank if the user specifies none."""
+        """Number of stages on each rank if the user does not specify it."""
         return self.stages_per_rank or 2
 
 
@@ -104,12 +103,12 @@ def schedule_kind(name: str) -> ScheduleKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The order of actions of all ranks of one pipeline."""
+    """Order of actions for all ranks of one pipeline."""
 
     name: str
     micro_batches: int
     rank_of: tuple[int, ...]
-    """The rank of each stage."""
+    """Rank of each stage."""
     actions: tuple[tuple[Action, ...], ...]
     """Actions of each rank, in order."""
 
@@ -150,7 +149,7 @@ def checked_stages_per_rank(kind: ScheduleKind, stages_per_rank: int | None) -> 
 def training_schedule(
     name: str, *, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> Schedule:
-    """Returns the order of a training step: the forward and backward passes of `micro_batches`
+    """Returns the order of a training step: forward and backward passes of `micro_batches`
     micro-batches.
 
     Raises:
@@ -169,7 +168,7 @@ def training_schedule(
 @functools.lru_cache(maxsize=64)
 def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
     """Returns an order of forward passes only. Each rank runs all micro-batches through one of its
-    stages before it runs them through the next one."""
+    stages before it starts the next stage."""
     order = {
         rank: [
             _Action(stage, torch_schedules.FORWARD, index)
@@ -183,8 +182,7 @@ def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 class _StandIn:
-    """Stage without a model, with the attributes that torch's schedules read to compute an
-    order."""
+    """Stage without a model, with the attributes that torch's schedules use to compute an order."""
 
     def __init__(self, index: int, stages: int, rank: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = (
@@ -199,8 +197,8 @@ class _StandIn:
 
 
 def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[Any]]:
-    """Returns the order of torch's Schedule1F1B. It is computed here because the order that torch
-    2.13 provides lacks the first forward pass of the last stage."""
+    """Returns the order of torch's Schedule1F1B. It is computed here because torch 2.13's order
+    lacks the first forward pass of the last stage."""
     order: dict[int, list[Any]] = {}
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)
@@ -216,8 +214,8 @@ def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[
 def _check_complete(
     name: str, rank_of: Sequence[int], micro_batches: int, order: Mapping[int, Sequence[Any]]
 ) -> None:
-    """Checks that each micro-batch passes each stage once forward and once backward, on the rank of
-    that stage."""
+    """Checks that each micro-batch passes each stage once forward and once backward, on the stage's
+    rank."""
     expected = {(stage, index) for stage in range(len(rank_of)) for index in range(micro_batches)}
     done: dict[Kind, list[tuple[int, int]]] = {kind: [] for kind in _COMPUTES}
     for rank, actions in order.items():
@@ -259,7 +257,7 @@ def _torch_order(
     for wanted in range(micro_batches, micro_batches + 2 * ranks * stages_per_rank + 1):
         try:
             order = make(given, wanted, scale_grads=False).pipeline_order
-        except ValueError as error:  # too few micro-batches for torch, or no multiple
+        except ValueError as error:  # too few micro-batches for torch, or not a multiple
             refusal = error
             continue
         return {rank: list(_computations(order[rank], micro_batches)) for rank in range(ranks)}

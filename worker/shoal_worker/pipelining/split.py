@@ -1,13 +1,13 @@
-"""Splits a model into pipeline stages. The result is a plain, printable value that is the same on
-every rank.
+"""Splits a model into pipeline stages. The result is a printable value that is the same on every
+rank.
 
-Each stage is a contiguous sequence of blocks. By default, stages are balanced by parameter bytes:
-the largest stage is as small as possible (by dynamic programming), and among such splits, the sum
-of squares is minimal. Values and devices do not matter: a model on the meta device is split in the
-same way.
+Each stage is a contiguous sequence of blocks. By default, stages are balanced by the size of their
+parameters in bytes: the largest stage is as small as possible (by dynamic programming), and among
+such splits, the sum of squares is minimal. The values and devices of parameters do not matter, so a
+model on the meta device is split in the same way.
 
 Blocks are found by the model's structure, not by tracing. Three forms of models are supported. A
-model with a method `pipeline_blocks()` and an `nn.Sequential` are **chains**: each block takes the
+model with a method `pipeline_blocks()`, or an `nn.Sequential`, is a **chain**: each block takes the
 output of the previous one. A model with a `ModuleList` of layers of one class (such as GPT, BERT
 and Llama, wherever the list is nested) is **layered**: modules registered before the list
 (embeddings) run before the layers, and modules registered after the list (norm, head) run after
@@ -40,10 +40,10 @@ class OffersBlocks(Protocol):
     """A model that declares where it can be split."""
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Returns the model's submodules in the order in which they run. The first submodule takes
-        the model's inputs. Each later one takes the result of its predecessor (a tensor, or a tuple
-        of tensors, as one argument). The result of the last one is the model's output. The model
-        can be split between any two of them."""
+        """Returns the model's submodules in execution order. The first submodule takes the model's
+        inputs. Each later submodule takes its predecessor's result (a tensor, or a tuple of
+        tensors, as one argument). The last submodule's result is the model's output. The model can
+        be split between any two of them."""
         ...
 
 
@@ -64,7 +64,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Name by which `cut_points` refers to the beginning of this block."""
+        """Name that `cut_points` uses for the beginning of this block."""
         return self.names[0]
 
 
@@ -81,8 +81,8 @@ class Blocks:
     has_head: bool = False
     """True if the last block of a layered model follows the layers."""
     everywhere: tuple[str, ...] = ()
-    """In a layered model, the modules that contain the layers and own parameters or buffers
-    directly; "" is the model itself. Their forward code runs on every stage and may use these
+    """In a layered model, the modules that contain the layers and directly own parameters or
+    buffers; "" is the model itself. Their forward code runs on every stage and may use these
     tensors there."""
 
 
@@ -110,7 +110,7 @@ def find_blocks(module: nn.Module) -> Blocks:
 
 
 def stateful(module: nn.Module) -> bool:
-    """Returns whether a module must be on a single stage, because it has parameters, or statistics
+    """Returns whether a module must be on a single stage, because it has parameters or statistics
     that change in training. Other modules (dropout, activations, tables of constants) may be on
     several stages."""
     if next(module.parameters(), None) is not None:
@@ -168,7 +168,7 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 def _longest_list(module: nn.Module) -> str | None:
     """Returns the name of the ModuleList with the most parameters, among those with at least two
-    entries, all of the same class. Of lists with equally many parameters, the outermost is
+    entries, all of the same class. Among lists with the same number of parameters, the outermost is
     chosen."""
     candidates = [
         (sum(p.numel() for p in part.parameters()), -name.count("."), name)
@@ -196,7 +196,7 @@ def _layered(module: nn.Module, layers: str) -> Blocks:
     before: list[str] = []
     after: list[str] = []
     for depth, owner in reversed(list(enumerate(around))):
-        # from the inside out, which is the order in which these modules run after the layers
+        # from the inside out: the order in which these modules run after the layers
         names = [name for name, _ in module.get_submodule(owner).named_children()]
         position = names.index(path[depth])
         own = [f"{owner}.{name}" if owner else name for name in names]
@@ -225,7 +225,7 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The part of the model that is on one stage."""
+    """One stage's part of the model."""
 
     index: int
     first: int
@@ -233,22 +233,23 @@ class StagePlan:
     last: int
     """Index after the stage's last block."""
     modules: tuple[str, ...]
-    """Names of the stage's submodules, in the order in which they run."""
+    """Names of the stage's submodules, in execution order."""
     parameters: int
-    """Number of elements of parameters, including parameters shared with other stages."""
+    """Number of parameter elements, including those shared with other stages."""
     parameter_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParameter:
     """A parameter with copies on several stages: a tied weight, or a parameter of a module that
-    contains the layers. The gradients of the copies are summed."""
+    contains the layers. The copies' gradients are summed."""
 
     names: tuple[str, ...]
-    """All names of the parameter, in the order of the model. The first one is its name in the
+    """All names of the parameter, in the model's order. The first one is its name in the
     optimizer's state."""
     stages: tuple[int, ...]
-    """Stages with a copy, ascending. The first stage is the owner, which counts the parameter."""
+    """Stages that have a copy, in ascending order. The first stage is the owner, which counts the
+    parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +259,8 @@ class Split:
     blocks: Blocks
     stages: tuple[StagePlan, ...]
     placement: Mapping[str, tuple[int, ...]]
-    """Stages of each parameter and buffer by name, in the order of the model; tied tensors are
-    listed under each of their names. The first stage is the owner."""
+    """Stages of each parameter and buffer, by name, in the model's order. A tied tensor is listed
+    under each of its names. The first stage is the owner."""
     shared: tuple[SharedParameter, ...]
 
     def __str__(self) -> str:
@@ -284,14 +285,14 @@ def split_model(
     """Splits a model into `stages` stages.
 
     Args:
-        module: the whole model; parameters may be on `meta`.
+        module: the complete model; its parameters may be on the meta device.
         stages: number of stages, at least 1 and at most the number of blocks.
         cut_points: names of the submodules that begin a new stage, in order, one fewer than stages;
-            None: stages are balanced by parameter bytes.
+            None: stages are balanced by the size of their parameters in bytes.
 
     Raises:
-        ConfigurationError: the model cannot be split, has too few blocks, or has no block for a cut
-            point.
+        ConfigurationError: the model cannot be split, has too few blocks, or does not have the
+            block of a cut point.
     """
     blocks = find_blocks(module)
     if not 1 <= stages <= len(blocks.blocks):
@@ -322,7 +323,7 @@ def split_model(
 
 def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     """Divides `sizes` into `parts` non-empty contiguous ranges and returns the start and end index
-    of each. The largest sum is minimal; among such divisions, the sum of squares is minimal.
+    of each. The largest sum is minimal; among such ranges, the sum of squares is minimal.
     O(len(sizes)^2 * parts)."""
     totals = [0]
     for size in sizes:
@@ -377,7 +378,7 @@ def _named_borders(blocks: Blocks, stages: int, cut_points: Sequence[str]) -> li
 def _placement(
     blocks: Blocks, borders: Sequence[tuple[int, int]], named: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the stages of each tensor. A tied parameter is on the stages of each of its names."""
+    """Returns the stages of each tensor. A tied parameter is on the stages of all its names."""
     prefixes = [
         tuple(f"{name}." for block in blocks.blocks[first:last] for name in block.names)
         for first, last in borders
@@ -386,8 +387,8 @@ def _placement(
     own: dict[str, tuple[int, ...]] = {}
     for name in named:
         inside = tuple(stage for stage in stages if name.startswith(prefixes[stage]))
-        # Tensors of the modules that contain the layers, and constants (of modules without
-        # parameters), are on every stage.
+        # Tensors of modules that contain the layers, and constants (of modules without parameters),
+        # are on every stage.
         own[name] = inside or stages
     everywhere_of: dict[int, set[int]] = {}
     for name, tensor in named.items():

@@ -11,11 +11,11 @@ from shoal_worker.replicated.rounds import RoundOptions
 from shoal_worker.sharding.unit import Stage
 
 _MOST_STAGES: Final = 16
-"""Maximum number of stages. With usual batch sizes, ranks of longer pipelines wait for more time
-than they compute."""
+"""Maximum number of stages. With usual batch sizes, the ranks of a longer pipeline would wait
+longer than they compute."""
 MICRO_BATCHES_PER_STAGE: Final = 4
-"""Number of micro-batches per stage. With this number, ranks of a pipeline wait for about a fifth
-of the step."""
+"""Number of micro-batches per stage. With this number, a pipeline's ranks wait for about a fifth of
+the step."""
 STAGES: Final = {
     "zero1": Stage.OPTIMIZER,
     "zero2": Stage.GRADIENTS,
@@ -23,12 +23,12 @@ STAGES: Final = {
     "fsdp": Stage.PARAMETERS,
     "hsdp": Stage.PARAMETERS,
 }
-"""State that each strategy shards over the ranks. Also applies to the data axis of a hybrid."""
+"""State that each strategy shards across ranks. Also applies to the data axis of a hybrid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A strategy, together with a division of the ranks along its axes."""
+    """A strategy, together with a mesh of the ranks along its axes."""
 
     strategy: str
     axes: Axes
@@ -39,8 +39,8 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """Short name of the choice; tp, pp and dp are the numbers of ranks along the tensor,
-        pipeline and data axes."""
+        """Short name of the choice; tp, pp and dp are the sizes of the tensor, pipeline and data
+        axes."""
         axes = self.axes
         if self.strategy == "hsdp":
             shards: int = self.options["shard_size"]
@@ -55,8 +55,7 @@ class Choice:
 
 
 def choices(world_size: int, ranks_per_host: int) -> Iterator[Choice]:
-    """Yields the strategies that are worth planning for a number of ranks, beginning with the
-    simplest."""
+    """Yields the strategies worth planning for a number of ranks, the simplest first."""
     alone = Axes(pipeline=1, tensor=1, data=world_size)
     for strategy in ("ddp", "zero1", "zero2", "fsdp", "zero3"):
         if world_size > 1 or strategy == "ddp":

@@ -1,4 +1,4 @@
-"""Types for a rank's memory, by role, and for its traffic in a step."""
+"""Types for a rank's memory by role, and for its traffic in a step."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory on the rank that uses most, in bytes and by role."""
+    """Memory in bytes, by role, on the rank that uses most."""
 
     parameters: float
     gradients: float
-    """Gradients in the form in which the optimizer receives them. Gradients that are being sent
-    count as staging."""
+    """Gradients as the optimizer receives them. Gradients that are being sent count as staging."""
     optimizer: float
     """State of the optimizer."""
     mirrors: float = 0.0
-    """Parameters, gradients and optimizer state that the rank mirrors for another rank, so that
-    nothing is lost if that rank fails."""
+    """Parameters, gradients and optimizer state that the rank mirrors for another rank, so that the
+    state survives if that rank fails."""
     staging: float = 0.0
-    """Temporary memory: gathered blocks, reductions in progress, and the start of a round. Includes
-    the model's buffers."""
+    """Temporary memory: gathered blocks, reductions in progress, and the copy from the start of a
+    round. Includes the model's buffers."""
     activations: float | None = None
-    """Memory that autograd keeps for the backward pass; None: unknown without an example."""
+    """Memory that autograd keeps for the backward pass; None: unknown, because there is no
+    example."""
 
     @property
     def held(self) -> float:
@@ -38,20 +38,20 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum of all roles. The roles need not reach their maximum at the same time, so a step's
-        peak is rarely higher."""
+        """Sum of all roles. This is an upper bound: a step's peak is rarely higher, because the
+        roles need not reach their maximum at the same time."""
         return sum(self.roles().values())
 
 
 class When(enum.StrEnum):
-    """Part of the step during which something is sent."""
+    """Time within a step when something is sent."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     ALONE = "alone"
-    """Sent while the rank computes nothing."""
+    """Sent while the rank does not compute."""
     IN_PIPELINE = "in pipeline"
-    """Sent between pipeline stages. The wait for it counts as part of the pipeline's time."""
+    """Sent between pipeline stages. The wait for it is part of the pipeline's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,22 +61,22 @@ class Traffic:
     what: str
     """Content of the message: gradients, parameters, mirrors, activations or averages."""
     sent: float
-    """Bytes that a rank sends in a step, averaged over the ranks."""
+    """Bytes that a rank sends in a step, averaged across ranks."""
     when: When
     group: int
-    """Number of adjacent ranks between which the message travels. If they are all on one host, the
-    message stays on that host."""
+    """Number of adjacent ranks among which the message is sent. If they are all on one host, it
+    does not leave that host."""
     messages: float = 1.0
     """Number of collectives in a step."""
 
 
 def all_reduce(size: float, ranks: int) -> float:
-    """Returns the bytes that a rank sends to sum `size` bytes over `ranks` ranks in a ring."""
+    """Returns the bytes that each rank sends in a ring all-reduce of `size` bytes."""
     return 2.0 * size * (ranks - 1) / ranks
 
 
 def gather(size: float, ranks: int) -> float:
-    """Returns the bytes that a rank sends in an all-gather or reduce-scatter of `size` bytes in
+    """Returns the bytes that each rank sends in an all-gather or reduce-scatter of `size` bytes in
     total."""
     return size * (ranks - 1) / ranks
 

@@ -1,10 +1,10 @@
-"""Runs a forward and a backward pass on tensors without values. Records the memory that autograd
-keeps, the inputs and outputs of modules, and the number of operations.
+"""Runs a forward and a backward pass on fake tensors. Records the memory that autograd keeps, the
+inputs and outputs of modules, and the number of operations.
 
-The passes run under torch's FakeTensorMode, as if on the CPU: shapes and storages are those of a
-real run, and nothing is computed. Additional memory of a GPU's kernels (workspaces, other attention
-kernels) is not included. Modules with activation checkpointing keep only their inputs, and their
-operations count twice.
+The passes run under torch's FakeTensorMode, as if on the CPU: shapes and storages are the same as
+in a real run, but no values are computed. Additional memory for a GPU's kernels (workspaces,
+different attention kernels) is not included. Modules with activation checkpointing keep only their
+inputs, and their operations count twice.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 
 def _as(known: Any) -> Callable[..., Any]:
-    """Returns a counter for the operations of a function, which counts them like those of another
-    torch function with the same first arguments."""
+    """Returns a counter that counts the operations of a function like those of another torch
+    function with the same first arguments."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         return flop_registry[known](*args, **kwargs)
 
-    # torch's mark for such counters: they get tensors instead of shapes
+    # torch's mark for a counter that gets tensors instead of shapes
     counted._get_raw = True  # type: ignore[attr-defined]
     return counted
 
@@ -48,24 +48,24 @@ _CPU_ATTENTION: Final = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Counters for functions that torch's counter does not support."""
+"""Counters for functions that torch's own counter does not support."""
 _ENTERING: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATTENTION)
 
 
 @dataclass(kw_only=True)
 class ModulePass:
-    """Inputs and outputs of one module, summed over all its calls."""
+    """Inputs and outputs of one module, summed over all of its calls."""
 
     input_bytes: int = 0
-    """Size of the module's first input tensor."""
+    """Size of the module's first input tensor, in bytes."""
     input_needs_gradient: bool = False
     output_bytes: int = 0
-    """Size of the module's first output tensor."""
+    """Size of the module's first output tensor, in bytes."""
     inputs: set[int] = field(default_factory=set)
-    """Storages of the input tensors."""
+    """Identities of the input tensors' storages."""
     outputs: set[int] = field(default_factory=set)
     flops: int = 0
-    """Operations of the forward pass, including nested modules."""
+    """Number of operations of the forward pass, including nested modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,27 +76,27 @@ class Saved:
     size: int
     """Size in bytes."""
     module: str
-    """Path of the module that used the storage first (the innermost one); "" is the model itself,
+    """Path of the module that used the storage first (the innermost one). "" is the model itself,
     or the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Measurements of one forward and backward pass of a model over an example."""
+    """Measurements of one forward and backward pass of a model on an example."""
 
     samples: int
     forward_flops: int
     flops: int
-    """Number of operations of the forward and the backward pass."""
+    """Number of operations of the forward and the backward pass together."""
     saved: tuple[Saved, ...]
     recomputed: tuple[Saved, ...]
-    """Memory that the largest module with activation checkpointing keeps temporarily while it
+    """Memory that autograd keeps temporarily while the largest module with activation checkpointing
     recomputes; empty if there is no such module."""
     modules: Mapping[str, ModulePass]
 
     def io_of(self, *paths: str) -> ModulePass:
-        """Returns the record of the first module in `paths` that was called. Some modules are used
-        without being called, and have no record."""
+        """Returns the record of the first module in `paths` that was called. Returns an empty
+        record if none was, because some modules are used without being called."""
         return next((self.modules[path] for path in paths if path in self.modules), ModulePass())
 
     def flops_of(self, names: Sequence[str]) -> int:
@@ -104,18 +104,18 @@ class Passes:
         return sum(self.io_of(name).flops for name in names)
 
     def kept_at_most(self, plan: TensorParallelPlan | None = None) -> float:
-        """Returns the bytes that autograd keeps on a rank, including the memory kept during
-        recomputation."""
+        """Returns the maximum number of bytes that autograd keeps on a rank, including memory kept
+        during recomputation."""
         return sum(self.kept(plan).values()) + sum(self.kept(plan, self.recomputed).values())
 
     def kept(
         self, plan: TensorParallelPlan | None = None, saved: Sequence[Saved] | None = None
     ) -> dict[str, float]:
-        """Returns the bytes of `saved` by module. By default `saved` is everything that autograd
+        """Returns the bytes of `saved`, by module. By default, `saved` is everything that autograd
         keeps from the forward to the backward pass.
 
-        With a `plan`, tensors inside a split block count only in the size of one part. Exceptions
-        are the tensors that every rank has entirely: the input of the block, and its summed output.
+        With a `plan`, only one part of each tensor inside a split block counts. Exceptions are the
+        tensors that every rank has in full: the block's input, and its summed output.
         """
         split, whole = (set[str](), set[int]()) if plan is None else self._split_in(plan)
         kept: dict[str, float] = {}
@@ -146,11 +146,11 @@ def _within(module: str, paths: set[str]) -> bool:
 
 
 def measure(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None) -> Passes:
-    """Runs the passes of `module`, whose tensors may be on `meta`.
+    """Runs the passes of `module`, whose tensors may be on the meta device.
 
     Args:
-        module: the whole model.
-        inputs, targets, loss_fn: arguments of `train_step`; values do not matter. Without
+        module: the complete model.
+        inputs, targets, loss_fn: arguments of `train_step`; the values do not matter. Without
             `loss_fn`, the loss is the output's `.loss` or the mean of the output.
 
     Raises:
@@ -209,7 +209,7 @@ def _run(
 
 
 class _Step(nn.Module):
-    """Callable that runs the forward pass, the loss and the backward pass. Within the call,
+    """Callable that runs the forward pass, the loss and the backward pass. During the call,
     including recomputation, the model's parameters are replaced by stand-ins."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -219,8 +219,8 @@ class _Step(nn.Module):
     def forward(
         self, inputs: Any, targets: Any, loss_fn: Loss | None, recorder: _Recorder
     ) -> tuple[int, tuple[Saved, ...]]:
-        """Returns the number of operations of the forward pass, and the memory kept while the
-        largest checkpointed module recomputes."""
+        """Returns the number of operations of the forward pass, and the memory that autograd keeps
+        while the largest checkpointed module recomputes."""
         with (
             recorder.hooked(self.model),
             torch.autograd.graph.saved_tensors_hooks(recorder.keep, _same),
@@ -259,26 +259,26 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Recorder:
-    """Records the modules' operations and the memory that autograd keeps. Used by the thread that
-    runs the passes."""
+    """Records the modules' operations and the memory that autograd keeps. Must be used by the
+    thread that runs the passes."""
 
     def __init__(self, counter: FlopCounterMode, own: Any) -> None:
         """`own`: parameters and buffers, which are not activations."""
         self.modules: dict[str, ModulePass] = {}
         self.saved: dict[int, Saved] = {}
         self.beside = 0
-        """Number of counted operations that belong to neither pass."""
+        """Number of counted operations that do not belong to either pass."""
         self._counter = counter
         self._checkpointed: dict[tuple[type, int], tuple[str, Callable[..., Any], Any, Any]] = {}
-        """Modules that recompute their activations, one of each kind and size, with their path,
-        original forward, and arguments."""
+        """Modules that recompute their activations, one of each kind and size, with its path,
+        original forward method, and arguments."""
         self._own = {_storage(tensor) for tensor in own}
         self._alive: list[torch.Tensor] = []
-        """All tensors seen so far. They are kept alive so that a new storage never has the identity
-        of a freed one."""
+        """All tensors seen so far. They are kept alive, so that a new storage never gets the
+        identity of a freed one."""
         self._open: list[tuple[str, int]] = []
         """Modules that are currently running, each with the number of operations counted before it
-        began."""
+        started."""
 
     @property
     def counted(self) -> int:
@@ -310,8 +310,8 @@ class _Recorder:
         return tensor
 
     def largest_recomputed(self) -> tuple[Saved, ...]:
-        """Returns the memory that autograd keeps during recomputation by the module that keeps the
-        most. Called within `hooked`."""
+        """Returns the memory that autograd keeps while a module recomputes, for the module that
+        keeps the most. Must be called within `hooked`."""
         kept, modules = self.saved, self.modules
         largest: dict[int, Saved] = {}
         for path, forward, args, kwargs in self._checkpointed.values():
@@ -320,7 +320,7 @@ class _Recorder:
             forward(*args, **kwargs)
             self._open.pop()
             for inner, own in self.modules.items():
-                # in a checkpoint they were already seen, with other storages
+                # within a checkpoint, they have already been seen, with different storages
                 if inner in modules:
                     modules[inner].inputs |= own.inputs
                     modules[inner].outputs |= own.outputs
@@ -366,5 +366,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def scaled(amount: float, samples: float, passes: Passes) -> float:
-    """Scales `amount`, measured with the example, to `samples` samples."""
+    """Scales `amount`, which was measured with the example, to `samples` samples."""
     return amount * math.ceil(samples) / passes.samples

@@ -1,5 +1,5 @@
-"""Simulates a pipeline's schedule to find the duration of a step, the fraction of that time for
-which ranks wait, and the memory that they need."""
+"""Simulates a pipeline's schedule to find a step's duration, the fraction of it that ranks wait,
+and the memory that they need."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Costs of one micro-batch, by stage."""
+    """Costs of one micro-batch, for each stage."""
 
     forward_flops: tuple[float, ...]
     backward_share: float
-    """Number of operations of a backward pass relative to those of the forward pass."""
+    """Ratio of the operations of a backward pass to those of the forward pass."""
     kept: tuple[float, ...]
     """Bytes that autograd keeps until the backward pass, by stage."""
     recomputed: float
@@ -30,7 +30,8 @@ class StageCosts:
 
 
 def most_in_flight(schedule: Schedule, costs: StageCosts) -> list[float]:
-    """Returns for each rank the maximum number of bytes of activations that it keeps at once."""
+    """Returns, for each rank, the maximum number of bytes of activations that it keeps at the same
+    time."""
     most = []
     for actions in schedule.actions:
         kept = highest = 0.0
@@ -53,8 +54,8 @@ def play(
     latency: float = 0.0,
 ) -> tuple[float, float]:
     """Returns the seconds from the first forward to the last backward pass, and the average
-    fraction of this time that ranks wait. `latency`: seconds that each action takes in addition to
-    its computation."""
+    fraction of this time that ranks wait. `latency`: seconds that each action takes beyond its
+    computation."""
     ends: dict[tuple[bool, int, int], float] = {}
     queues = [
         [action for action in actions if action.kind in _COMPUTES] for actions in schedule.actions
@@ -92,9 +93,9 @@ def _ready(
     ends: dict[tuple[bool, int, int], float],
     bytes_per_second: float,
 ) -> float | None:
-    """Returns the time when an action's inputs are available; None if the time is not known yet."""
+    """Returns the time when an action's inputs are available; None if it is not known yet."""
     if action.kind is Kind.BACKWARD_WEIGHT:
-        return 0.0  # the same rank computed the rest of this pass before
+        return 0.0  # the same rank has computed the rest of this pass before
     forward = action.kind is _FORWARD
     source = action.stage - 1 if forward else action.stage + 1
     if source < 0:

@@ -1,4 +1,4 @@
-"""The result of planning: the costs of strategies as a value, and as text for terminals of 100
+"""The result of planning: the costs of strategies, as an object and as text for terminals of 100
 columns."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal_worker.planning.units import readable_bytes, readable_seconds, scale_
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStrategy:
-    """Costs of one strategy with one division of the ranks."""
+    """Costs of one strategy on one mesh."""
 
     strategy: str
     label: str
@@ -25,36 +25,36 @@ class PlannedStrategy:
     options: Mapping[str, Any]
     """Keyword arguments of `as_distributed`, except `strategy`."""
     data: int
-    """Number of replicas or, if there are none, of ranks among which the batch is divided."""
+    """Number of replicas or, if there are none, number of ranks that share the batch."""
     tensor: int
     pipeline: int
     samples: int
     """Number of samples in a step for each of the `data` replicas or ranks."""
     memory: Memory | None
-    """Memory on the rank that uses most, in bytes; None: the model cannot be trained in this
-    way."""
+    """Memory in bytes on the rank that uses most; None: the model cannot be trained in this way."""
     traffic: tuple[Traffic, ...]
     estimate: Estimate | None
-    """Estimated time; None: unknown without an example."""
+    """Estimated time; None: unknown, because there is no example."""
     fits: bool
     reason: str
     """Reason why the strategy does not fit or is impossible; empty if it fits."""
 
     @property
     def exact(self) -> bool:
-        """True if the result equals the result of a single process with the whole batch."""
+        """True if the result equals the result of a single process that trains on the entire
+        batch."""
         return self.strategy != "local_sgd"
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends in a step, averaged over the ranks. Without an example, excludes
+        """Bytes that a rank sends in a step, averaged across ranks. Without an example, excludes
         activations."""
         return sent(self.traffic)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Costs of strategies, sorted from the best to the worst. `print(plan)` prints a table."""
+    """Costs of strategies, sorted from best to worst. `print(plan)` prints a table."""
 
     model: str
     parameters: int
@@ -63,25 +63,26 @@ class Plan:
     optimizer: str
     world_size: int
     global_batch_size: int | None
-    """Number of samples in a step; None: unknown without an example."""
+    """Number of samples in a step; None: unknown, because there is no example."""
     device_memory: int | None
     """Bytes of memory on each rank; None: unlimited."""
     assumptions: Assumptions
     strategies: tuple[PlannedStrategy, ...]
-    """All planned strategies in this order: strategies that fit, the fastest first; strategies that
-    fit but change the result (local_sgd); strategies that do not fit; impossible strategies."""
+    """All planned strategies, in this order: strategies that fit, the fastest first; strategies
+    that fit but change the result (local_sgd); strategies that do not fit; impossible
+    strategies."""
 
     @property
     def recommended(self) -> PlannedStrategy | None:
-        """The fastest strategy that fits and gives the result of a single process; without an
-        example, the simplest. None: no strategy fits."""
+        """The fastest strategy that fits and gives the result of a single process or, without an
+        example, the simplest one. None: no strategy fits."""
         return next((each for each in self.strategies if each.fits and each.exact), None)
 
     def __str__(self) -> str:
         return render(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON types; memory in bytes, times in seconds."""
+        """Returns the plan as JSON types, with memory in bytes and times in seconds."""
         best = self.recommended
         content = dataclasses.asdict(self)
         for entry, each in zip(content["strategies"], self.strategies, strict=True):
@@ -101,7 +102,7 @@ _NAMES: Final = (
     "step"
 )
 _MOST: Final = 16
-"""Number of rows of each kind that are shown by default."""
+"""Number of rows of each kind shown by default."""
 
 
 def render(plan: Plan, *, everything: bool = False) -> str:

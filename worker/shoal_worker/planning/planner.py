@@ -1,5 +1,5 @@
-"""`shoal.plan`: plans every strategy and mesh that is possible for a number of ranks, and sorts the
-results."""
+"""Implements `shoal.plan`: plans every possible strategy and mesh for a number of ranks, and sorts
+the results."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ def plan(
     local_bandwidth: float | str = Assumptions.local_bandwidth,
 ) -> Plan:
     """Estimates the costs of every strategy for the model on `world_size` ranks: memory by role,
-    traffic, a pipeline's bubble, and a step's time.
+    traffic, a pipeline's bubble, and the time of a step.
 
-    Nothing is trained or sent, and the model and the optimizer are not changed. The model may be on
-    the meta device.
+    Does not train or communicate, and does not change the model or the optimizer. The model may be
+    on the meta device.
 
     Args:
-        model: model, as for `as_distributed`.
+        model: the model, as for `as_distributed`.
         optimizer: optimizer of the model's parameters.
         world_size: number of ranks, at least 1.
         device_memory: memory of each rank: bytes, "80GB" or "80GiB"; None: everything fits.
         example: inputs of the model for one rank, as for `train_step`: a tensor, a tuple of
             positional arguments or a mapping of keyword arguments. The values do not matter.
-            Without an example, activations, times and the messages of tensor and pipeline are
+            Without an example, activations, times and the traffic of tensor and pipeline are
             unknown.
-        targets, loss_fn: arguments, as for `train_step`. Without `loss_fn`, the loss is the
-            output's `.loss` or the output's mean.
-        global_batch_size: number of samples in a step, divided among the replicas; None: as many
-            for each rank as the example has.
+        targets, loss_fn: arguments of `train_step`. Without `loss_fn`, the loss is the output's
+            `.loss` or the output's mean.
+        global_batch_size: number of samples in a step, divided among the replicas; None: the
+            example's number of samples for each rank.
         config: settings common to all strategies; None: the defaults.
         ranks_per_host: number of ranks that share a host's links. Tensor parallelism stays within a
             host.
@@ -83,7 +83,7 @@ def plan(
 
     Raises:
         ConfigurationError: a value is invalid, there is nothing to train, or the example cannot be
-            passed through the model without values.
+            passed through the model on fake tensors.
     """
     if type(world_size) is not int or world_size < 1:
         raise ConfigurationError(
@@ -145,8 +145,8 @@ def _batch(given: int | None, subject: Subject, world_size: int) -> int | None:
 
 
 def _order(each: PlannedStrategy) -> tuple[int, float, float]:
-    """Returns the sort key of a planned strategy. Sorting is stable, so candidates with equal costs
-    remain ordered from the simplest on."""
+    """Returns the sort key of a planned strategy. Sorting is stable, so candidates with the same
+    costs remain in order, the simplest first."""
     if each.memory is None:
         return 3, 0.0, 0.0
     if not each.fits:
@@ -160,7 +160,7 @@ def _order(each: PlannedStrategy) -> tuple[int, float, float]:
 
 
 class _Planner:
-    """Plans strategies for one subject, one strategy after another."""
+    """Plans strategies for one subject, one at a time."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _Planner:
         self._cut: dict[bool, Blueprints] = {}
 
     def planned(self, choice: Choice) -> PlannedStrategy:
-        """Returns the costs of a choice, or the reason why it is impossible."""
+        """Returns the costs of a choice, or why it is impossible."""
         axes = choice.axes
         samples = 1 if self._batch is None else math.ceil(self._batch / axes.data)
         options, costs, reason = dict(choice.options), None, ""
@@ -219,7 +219,7 @@ class _Planner:
         )
 
     def _check(self, choice: Choice) -> None:
-        """Raises ConfigurationError if `as_distributed` would refuse the choice, or if there are
+        """Raises ConfigurationError if `as_distributed` would reject the choice, or if there are
         fewer samples than replicas."""
         registry.check_model(
             registry.find(choice.strategy)[0].declaration,

@@ -1,7 +1,7 @@
-"""Memory and traffic of a rank under each strategy, derived from the layouts that the engines use
-to split a model.
+"""A rank's memory and traffic under each strategy, derived from the layouts that the engines use to
+split a model.
 
-The layouts are those of a run: buckets (`replicated/buckets.py`), units and shards with their
+The layouts are the same as in a run: buckets (`replicated/buckets.py`), units and shards with their
 padding (`sharding/layout.py`), parts of layers and pipeline stages (`mesh/layouts.py`). This module
 defines what each engine keeps and sends; tests and docs/planner.md compare the results with real
 runs.
@@ -54,7 +54,7 @@ def _activations(subject: Subject, samples: float) -> float | None:
 
 
 def _whole(subject: Subject) -> tuple[float, float]:
-    """Returns the bytes of all parameters, and the bytes of their optimizer state."""
+    """Returns the bytes of all parameters, and of their optimizer state."""
     return (
         sum(p.nbytes for p in subject.parameters.values()),
         sum(subject.state_of(name).of(p.numel()) for name, p in subject.trained.items()),
@@ -65,8 +65,8 @@ def _whole(subject: Subject) -> tuple[float, float]:
 
 
 def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
-    """Returns the costs of `ddp`: each rank stores the whole model. The gradients are stored in the
-    buckets that are summed."""
+    """Returns the costs of `ddp`: each rank stores the complete model. The gradients are stored in
+    the buckets that are all-reduced."""
     parameters, state = _whole(subject)
     trained = list(subject.trained.values())
     buckets = lay_out(
@@ -96,8 +96,8 @@ def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
 
 
 def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int) -> Costs:
-    """Returns the costs of `local_sgd`: each rank stores the whole model and a copy from the start
-    of the round. Parameters are averaged at the end of the round."""
+    """Returns the costs of `local_sgd`: each rank stores the complete model, and a copy of it from
+    the start of the round. Parameters are averaged at the end of the round."""
     parameters, state = _whole(subject)
     memory = Memory(
         parameters=parameters,
@@ -113,12 +113,12 @@ def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int
     )
 
 
-# ---------------------------------------------------------------------------------------- in shards
+# ------------------------------------------------------------------------------------------ sharded
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """A unit: parameters that are gathered or reduced at once."""
+    """A unit: parameters that are gathered or reduced in one collective."""
 
     names: tuple[str, ...]
     layout: UnitLayout
@@ -126,24 +126,24 @@ class _Unit:
     """Dtype of the unit's shards."""
     whole_dtype: torch.dtype
     wire_dtype: torch.dtype
-    """Dtype in which gradients are summed."""
+    """Dtype of the gradients in transfers."""
     trained: bool
     stays: bool = False
-    """True for the outermost unit, which remains gathered until the pass is over."""
+    """True for the outermost unit, which remains gathered until the pass has ended."""
 
     @property
     def whole(self) -> int:
-        """Bytes of the gathered parameters."""
+        """Size of the gathered parameters, in bytes."""
         return self.layout.padded_numel * self.whole_dtype.itemsize
 
     @property
     def shard(self) -> int:
-        """Bytes of one shard."""
+        """Size of one shard, in bytes."""
         return self.layout.shard_numel * self.dtype.itemsize
 
     @property
     def gradient(self) -> int:
-        """Bytes of the unit's unsharded gradient while it is being reduced."""
+        """Size of the unit's unsharded gradient while it is being reduced, in bytes."""
         return self.layout.padded_numel * self.wire_dtype.itemsize if self.trained else 0
 
 
@@ -157,7 +157,7 @@ def _unit(
     mixed: bool = True,
     turn: int | None = None,
 ) -> _Unit:
-    """Creates a unit. `mixed`: True if the configuration's dtypes apply. `turn`: if whole tensors
+    """Creates a unit. `mixed`: True if the configuration's dtypes apply. `turn`: if entire tensors
     are assigned to ranks, the rank that gets the first one; None: tensors are split."""
     config, dtype = subject.config, parameters[0].dtype
     summed = (
@@ -188,8 +188,8 @@ def _cut_memory(
     *,
     gathered: bool = False,
 ) -> Memory:
-    """Returns the memory of the rank that uses most, assuming that the shard which it mirrors is as
-    large as its own. `gathered`: True if everything is unsharded during the passes."""
+    """Returns the memory of the rank that uses most, assuming that its mirrored shard is as large
+    as its own. `gathered`: True if all units are unsharded during the passes."""
     apart = [stage is Stage.PARAMETERS or unit.whole_dtype != unit.dtype for unit in units]
     gradients, state = max(
         (_updated(subject, units, position) for position in _fullest(units, division)), key=sum
@@ -207,8 +207,8 @@ def _cut_memory(
 
 
 def _fullest(units: Sequence[_Unit], division: Division) -> Iterable[int]:
-    """Returns the shards among which the largest one must be: only the first shard if parameters
-    are split, all shards if whole tensors are assigned to ranks."""
+    """Returns shards that include the largest one: only the first shard if parameters are split, or
+    all shards if entire tensors are assigned to ranks."""
     return range(division.shards) if any(unit.layout.whole_tensors for unit in units) else (0,)
 
 
@@ -223,8 +223,8 @@ def _updated(subject: Subject, units: Sequence[_Unit], position: int) -> tuple[f
 
 
 def _staged(units: Sequence[_Unit], stage: Stage, *, gathered: bool, ahead: int) -> float:
-    """Returns the temporary memory: gradients of units that are being accumulated or reduced, each
-    with its receive buffer, and gathered parameters. `ahead`: number of blocks gathered ahead."""
+    """Returns the temporary memory: gradients of units that are being accumulated or reduced, with
+    their receive buffers, and gathered parameters. `ahead`: number of blocks gathered ahead."""
     gradients = sorted((unit.gradient for unit in units), reverse=True)
     staged = 2.0 * sum(gradients[:_IN_FLIGHT])
     if gathered:
@@ -243,7 +243,7 @@ def _cut_traffic(
     *,
     gathers: int | None = None,
 ) -> list[Traffic]:
-    """Returns the traffic of sharded units. `gathers`: number of times that split parameters are
+    """Returns the traffic of sharded units. `gathers`: number of times that sharded parameters are
     gathered in a step; None: once in each pass, block by block."""
     shards, replicas = division.shards, division.replicas
     trained = sum(unit.trained for unit in units)
@@ -290,8 +290,8 @@ def _cut_traffic(
 def sharded(
     subject: Subject, world_size: int, samples: float, stage: Stage, shards: int | None = None
 ) -> Costs:
-    """Returns the costs of zero1, zero2, zero3 and fsdp. With `shards`, returns the costs of hsdp
-    with this number of ranks per replica."""
+    """Returns the costs of zero1, zero2, zero3 and fsdp or, with `shards`, of hsdp with this number
+    of ranks per replica."""
     division = Division(world_size=world_size, shards=shards or world_size)
     groups = subject.blocks if stage is Stage.PARAMETERS else subject.buckets
     parts = [
@@ -324,13 +324,13 @@ def _with(memory: Memory, *, activations: float | None) -> Memory:
 # ---------------------------------------------------------------------------------------- on a mesh
 
 Blueprints = Callable[[Axes], Blueprint]
-"""Function that returns the division of the model along these axes. Raises ConfigurationError if
-the model cannot be split in this way."""
+"""Function that returns the layout of the model on a mesh with these axes. Raises
+ConfigurationError if the model cannot be split in this way."""
 
 
 def blueprints(template: Template) -> Blueprints:
-    """Returns a cached function that splits a model along the axes. All replicas are split in the
-    same way."""
+    """Returns a cached function that lays out a model on a mesh. The layout is the same in all
+    replicas."""
 
     @functools.cache
     def cut(tensor: int, pipeline: int) -> Blueprint:
@@ -352,11 +352,11 @@ def on_mesh(
 
     Args:
         subject: the model and optimizer.
-        axes: division of the ranks.
-        blueprint: division of the model along the axes.
-        samples: number of samples for a replica.
-        stage: state sharded by the data axis; None: nothing.
-        micro_batches: number of micro-batches of a pipeline.
+        axes: sizes of the mesh's axes.
+        blueprint: layout of the model on the mesh.
+        samples: number of samples per replica.
+        stage: state that is sharded along the data axis; None: none.
+        micro_batches: number of micro-batches in a pipeline.
     """
     pipelined = axes.pipeline > 1
     schedule = stages = None
@@ -414,8 +414,8 @@ def _mean(traffic: Sequence[Traffic]) -> Traffic:
 def _place(
     subject: Subject, axes: Axes, blueprint: Blueprint, stage: Stage | None, pipeline: int
 ) -> tuple[Memory, list[Traffic]]:
-    """Returns the memory of the first tensor-parallel part at a pipeline position, and the traffic
-    from that part to other replicas."""
+    """Returns the memory of the first tensor-parallel part of a pipeline stage, and its traffic to
+    other replicas."""
     at = Coordinate(pipeline, 0, 0)
     parameters = subject.parameters
     pieces = {
@@ -476,8 +476,8 @@ def _mesh_units(
 
 
 def _stage_costs(passes: Passes, blueprint: Blueprint, samples: float) -> StageCosts:
-    """Returns the costs of one micro-batch of `samples` samples. Operations outside the modules of
-    all stages, mainly the loss, count for the last stage."""
+    """Returns the costs of one micro-batch of `samples` samples. Operations outside of all stages'
+    modules, mainly the loss, count as part of the last stage."""
     assert blueprint.split is not None
     tensor = blueprint.axes.tensor
     names = [stage.modules for stage in blueprint.split.stages]
@@ -514,8 +514,8 @@ def _stage_of(module: str, stages: Sequence[Sequence[str]]) -> int:
 def _tensor_traffic(
     passes: Passes, plan: TensorParallelPlan | None, samples: float, axes: Axes
 ) -> list[Traffic]:
-    """Returns the traffic of activations. Each split block sends its outputs in the forward pass
-    and the gradient of its input in the backward pass."""
+    """Returns the traffic of activations. Split layers sum or gather outputs in the forward pass,
+    and split blocks sum the gradients of their inputs in the backward pass."""
     if plan is None:
         return []
     ranks = plan.size
@@ -550,8 +550,8 @@ def _tensor_traffic(
 
 
 def _tied(subject: Subject, blueprint: Blueprint) -> float:
-    """Returns the bytes that all ranks of a pipeline send for the gradients of parameters that are
-    on several stages."""
+    """Returns the bytes that all ranks of a pipeline send to sum the gradients of parameters on
+    several stages."""
     assert blueprint.split is not None
     sizes = {name: parameter.nbytes for name, parameter in subject.parameters.items()}
     sent = 0.0

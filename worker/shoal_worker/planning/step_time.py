@@ -1,5 +1,5 @@
 """Estimates a step's time from the number of operations, a device's speed, the bytes sent and a
-link's speed. Accounts for the overlap of computing and sending.
+link's speed. Accounts for the overlap of computation and communication.
 
     computing      operations / (device_flops x efficiency); for a pipeline, the simulated time of
                    its schedule
@@ -8,8 +8,8 @@ link's speed. Accounts for the overlap of computing and sending.
     alone          sums of activations between split layers, and messages after the passes, add to
                    the time
 
-Not included: the optimizer's own time, the loading of data, and switches shared by several ranks.
-The estimate serves to compare strategies; it does not predict the time of a real step."""
+Not included: the optimizer's own time, data loading, and contention for shared switches. The
+estimate is meant for comparing strategies; it does not predict the time of a real step."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ from shoal_worker.planning.shares import Costs
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumptions on which the estimate of a step's time is based."""
+    """Assumptions for estimating a step's time."""
 
     device_flops: float = 312e12
-    """Peak operations per second of a rank's device. The default is an A100's in bfloat16."""
+    """Peak operations per second of a rank's device. Default: an A100 in bfloat16."""
     efficiency: float = 0.4
-    """Fraction of the peak that training reaches."""
+    """Fraction of the peak that training achieves."""
     bandwidth: float = 12.5e9
-    """Bytes per second that a rank sends to other hosts. The default is 100 Gbit/s for each
-    rank."""
+    """Bytes per second that a rank sends to other hosts. Default: 100 Gbit/s for each rank."""
     local_bandwidth: float = 150e9
     """Bytes per second that a rank sends to other ranks on its host."""
     latency: float = 20e-6
-    """Minimum duration, in seconds, of a micro-batch in a stage, and of a collective. For a
-    collective it is multiplied by the logarithm of the number of ranks."""
+    """Minimum duration of a micro-batch in a stage, and of a collective, in seconds. For a
+    collective, it is multiplied by the logarithm of the number of ranks."""
     ranks_per_host: int = 8
 
     def seconds(self, traffic: Traffic) -> float:
-        """Returns the time in seconds that the traffic takes if nothing else is sent."""
+        """Returns how many seconds the traffic takes if nothing else is sent."""
         return traffic.sent / self._speed(
             traffic.group
         ) + traffic.messages * self.latency * math.log2(max(2, traffic.group))
@@ -51,7 +50,7 @@ class Assumptions:
 
     @property
     def flops(self) -> float:
-        """Operations per second that training reaches."""
+        """Operations per second that training achieves."""
         return self.device_flops * self.efficiency
 
     def border_speed(self, group: int) -> float:
@@ -68,7 +67,7 @@ class Estimate:
     computing: float
     """Seconds of computation, including the pipeline's bubble."""
     bubble: float
-    """Average fraction of the pipeline's time that ranks wait; 0 without a pipeline."""
+    """Average fraction of the pipeline's time that its ranks wait; 0 without a pipeline."""
 
 
 def estimate(

@@ -1,4 +1,4 @@
-"""The subject of a plan: a model and its optimizer, reduced to sizes."""
+"""The subject of a plan: a model and its optimizer, reduced to their sizes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from shoal_worker.state.fits import WHOLE_TENSORS
 
 @dataclass(frozen=True, kw_only=True)
 class StateSize:
-    """Size of the state that the optimizer keeps for one parameter."""
+    """Size of the state that an optimizer keeps for one parameter."""
 
     per_element: float
     """Bytes per element of the parameter, for state that has the parameter's shape or grows with
-    the parameter."""
+    it."""
     fixed: int
-    """Bytes of all other state of the parameter, such as a step count."""
+    """Bytes of all other state for the parameter, such as a step count."""
 
     def of(self, elements: int) -> float:
-        """Returns the bytes of state for a parameter of `elements` elements."""
+        """Returns the size of the state for a parameter of `elements` elements, in bytes."""
         return self.per_element * elements + self.fixed if elements else 0.0
 
 
@@ -42,17 +42,17 @@ NO_STATE = StateSize(per_element=0.0, fixed=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model without values, with the sizes and properties that a plan needs."""
+    """A model on the meta device, with the sizes and properties that a plan needs."""
 
     module: nn.Module
     """The model, on the meta device."""
     config: ShardingConfiguration
     state: Mapping[str, StateSize]
-    """Size of the optimizer's state, by parameter."""
+    """Size of the optimizer's state for each parameter, by name."""
     optimizer: str
     """Name of the optimizer's class."""
     passes: Passes | None
-    """Measured passes; None: there was no example."""
+    """Measured passes; None if there is no example."""
     buffer_bytes: int
     shared_buffer_elements: int
     """Number of elements of the buffers that the ranks synchronize in each step: statistics and
@@ -60,33 +60,33 @@ class Subject:
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of the model; shared ones appear once."""
+        """All parameters of the model, by name. Shared parameters appear once."""
         return dict(self.module.named_parameters())
 
     @functools.cached_property
     def blocks(self) -> list[ParameterGroup]:
-        """Groups of parameters that are gathered together if parameters are split. The group of the
-        outermost module is first."""
+        """Groups of parameters that are gathered together if parameters are sharded. The outermost
+        module's group comes first."""
         return in_blocks(self.module, self.config)
 
     @functools.cached_property
     def buckets(self) -> list[ParameterGroup]:
-        """Groups of parameters that are reduced together if parameters are not split."""
+        """Groups of parameters that are reduced together if parameters are not sharded."""
         return in_buckets(self.module, self.config)
 
     @functools.cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Parameters that are trained."""
+        """Trained parameters, by name."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
     def whole_tensors(self) -> bool:
-        """True if the optimizer needs whole tensors. With sharded state, each tensor is then
+        """True if the optimizer needs entire tensors. With sharded state, each tensor is then
         assigned to one rank."""
         return self.optimizer in WHOLE_TENSORS
 
     def state_of(self, name: str) -> StateSize:
-        """Returns the size of the optimizer's state of a parameter."""
+        """Returns the size of the optimizer's state for a parameter."""
         return self.state.get(name, NO_STATE)
 
 
@@ -102,8 +102,8 @@ def subject_of(
     """Determines the sizes of a model and its optimizer. Does not change either.
 
     Raises:
-        ConfigurationError: there is nothing to train, the optimizer belongs to another model or
-            cannot be stepped without values, or the example cannot be passed through the model.
+        ConfigurationError: there is nothing to train, the optimizer belongs to a different model or
+            cannot be stepped, or the example cannot be passed through the model on fake tensors.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"plan: model={type(model).__name__}: expected a torch.nn.Module")
@@ -139,7 +139,7 @@ def subject_of(
 def _state_sizes(
     model: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, StateSize]:
-    """Returns the size of the optimizer's state of each parameter, by name."""
+    """Returns the size of the optimizer's state for each parameter, by name."""
     names = {id(p): name for name, p in model.named_parameters()}
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -163,11 +163,11 @@ def _state_sizes(
 def _state_size(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter
 ) -> StateSize:
-    """Returns the size of the state that the optimizer keeps of one parameter after a step. Steps a
-    copy of the optimizer on a tensor without values or, if it requires values, with zeros."""
+    """Returns the size of the state that the optimizer keeps for one parameter after a step. Steps
+    a copy of the optimizer on a meta tensor or, if the optimizer needs values, on zeros."""
     try:
         state = _stepped(optimizer, group, nn.Parameter(torch.empty_like(like, device="meta")))
-    except Exception:  # its code may raise anything for a tensor without values
+    except Exception:  # its code may raise anything for a meta tensor
         try:
             state = _stepped(optimizer, group, nn.Parameter(torch.zeros_like(like, device="cpu")))
         except Exception as error:

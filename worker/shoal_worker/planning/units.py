@@ -69,7 +69,7 @@ def readable_bytes(amount: float) -> str:
 
 
 def scale_for(amount: float) -> tuple[str, int]:
-    """Returns the largest unit in which an amount is at least 1, and the number of bytes in that
+    """Returns the largest unit that does not exceed an amount, and the number of bytes in that
     unit."""
     return next((each for each in _SCALES if amount >= each[1]), _SCALES[-1])
 

@@ -1,7 +1,7 @@
-"""Engines of models that every rank holds entirely. Gradients are summed over the ranks in each
+"""Engines with a full replica of the model on every rank. Gradients are summed across ranks in each
 step, or parameters are averaged every few steps.
 
 `engine`: the engine of ddp. `local_sgd`: the engine of local_sgd, based on it. `reduction`: sums
 gradients as they are computed. `buckets`: the layout of gradients, and their accumulation over
-micro-batches. `rounds`: averages parameters.
+micro-batches. `rounds`: state and averages of local_sgd's rounds.
 """

@@ -1,16 +1,16 @@
 """Layout of gradients for reduction in flat buckets. Each bucket is sent in one all-reduce.
 
 The layout depends only on the parameters (their order, size, dtype, device), so it is the same on
-every rank, whenever the rank joined. Buckets are filled from the last parameter to the first, which
-is approximately the order in which a backward pass completes the gradients. A bucket also counts
-the ranks with a gradient of each parameter. If no rank has one, `.grad` stays None, as in one
-process. `.grad` is a view of the bucket, so each gradient is in memory only once.
+every rank, regardless of when the rank joined. Buckets are filled from the last parameter to the
+first, which is approximately the order of gradients in a backward pass. A bucket also counts the
+ranks that have a gradient of each parameter. If no rank has a gradient, `.grad` stays None, as on a
+single process. `.grad` is a view of the bucket, so each gradient is in memory only once.
 
 Buckets are reduced concurrently (`Flight`): all-reduces are started one after another and awaited
 together. Compressed all-reduces take two rounds, and the second begins when all have finished the
-first. Even if one fails, all are awaited, because the repetition of a lost step uses the same
-memory, to which no collective of the old group may still write. A failure marks the step as lost,
-which `optimizer.step()` reports; it does not raise.
+first. Even if one fails, all are awaited, because an aborted step is repeated with the same memory,
+and collectives of the old group must not write to it any more. A failure marks the step as failed
+instead of raising an error; `optimizer.step()` then returns LOST.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ if TYPE_CHECKING:
     from shoal_worker.engine.step.buffers import CommittedBuffers
 
 _FIRST_BYTES = 1 << 20
-"""Size in bytes at which the first bucket is closed, so that sending starts early."""
+"""Maximum size of the first bucket, in bytes. It is small so that sending starts early."""
 _ONE_BYTES = 2 << 20
-"""Maximum total size in bytes of gradients that are sent in one all-reduce. A second one costs more
-than an early start gains (docs/explanation/step-commit.md#gradient-reduction-in-ddp)."""
+"""Maximum total size, in bytes, of gradients that are sent in one all-reduce. For so few gradients,
+a second all-reduce costs more than an early start gains
+(docs/explanation/step-commit.md#gradient-reduction-in-ddp)."""
 _LARGE_ELEMENTS = 1 << 14
-"""Number of elements from which a gradient is copied and weighted individually as soon as it is
-complete. Smaller gradients are processed together, which is cheaper."""
+"""Minimum number of elements of a gradient that is copied and weighted individually, as soon as it
+is complete. Smaller gradients are processed together, which is faster."""
 
 
 class Slot:
@@ -68,7 +69,7 @@ class Slot:
         self.present = False
         """True if this rank has a gradient of the parameter."""
         self.summed = False
-        """True if `.grad` already contains the sum over the ranks."""
+        """True if `.grad` already contains the sum across ranks."""
 
     def take(self, scale: float) -> None:
         """Stores `scale` times the gradient in the bucket."""
@@ -106,8 +107,9 @@ class Bucket:
         """Number of slots whose gradients are not complete."""
 
     def fill(self, factor: float, *, sums: bool) -> None:
-        """Prepares this rank's contribution to the sum. A rank with weight 0 adds nothing, even if
-        its gradients are NaN."""
+        """Prepares this rank's contribution to the sum. A rank with weight 0 contributes zeros,
+        even if its gradients are NaN. `factor`: this rank's fraction of the total weight. `sums`:
+        True if the loss is summed, so that gradients are not multiplied by `factor`."""
         moved: list[Slot] = []
         scaled: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -177,7 +179,7 @@ def lay_out(
     riding_dtype: torch.dtype,
 ) -> list[Bucket]:
     """Divides parameters into buckets. A bucket has at most `cap_bytes`, or a single parameter, and
-    at least `minimum_elements`, if there are enough parameters of that kind.
+    at least `minimum_elements`, if there are enough parameters of the same dtype and device.
 
     Additional data of `riding` elements is part of the last bucket if that bucket's dtype can
     represent it exactly. Otherwise it gets a separate bucket on `device`.
@@ -207,7 +209,7 @@ def lay_out(
 
 
 def _dense(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter's gradient, which must exist, as a dense tensor."""
+    """Returns the parameter's gradient, which must not be None, as a dense tensor."""
     grad = parameter.grad
     assert grad is not None
     if grad.requires_grad:
@@ -226,7 +228,7 @@ def _bytes(parameters: Iterable[torch.Tensor]) -> int:
 def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """Returns `flat` with the shape of `parameter` and, if the parameter is dense, with its strides
     (channels_last). Otherwise autograd would copy the gradient, and torch's fused optimizers would
-    mix up elements (see `strided_like`)."""
+    pair the wrong elements (see `strided_like`)."""
     extent = 1 + sum(
         (size - 1) * stride
         for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
@@ -237,8 +239,8 @@ def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 
 
 class Flight:
-    """Reductions in progress. Owned by the training thread, or by the thread of a backward pass
-    while the training thread waits for it."""
+    """Reductions in progress. Must be used by the training thread, or by the thread of a backward
+    pass while the training thread waits."""
 
     def __init__(
         self, session: StrategySession, compression: GradientCompression | None = None
@@ -249,7 +251,7 @@ class Flight:
         self._reductions: list[tuple[Group, Reduction]] = []
 
     def send(self, step: Step, tensor: torch.Tensor) -> None:
-        """Starts to sum `tensor` over all ranks, in place. In a lost step, sends nothing."""
+        """Starts an in-place all-reduce of `tensor`. Does nothing if the step has failed."""
         if step.lost is not None:
             return
         with LosingStep(self._session):
@@ -269,8 +271,8 @@ class Flight:
         number: int,
         shapes: Sequence[Sequence[int]],
     ) -> None:
-        """Starts to sum `bucket` over all ranks, in place and with compression; see
-        `GradientCompression.start`."""
+        """Starts a compressed in-place all-reduce of `bucket`; see `GradientCompression.start`.
+        Does nothing if the step has failed."""
         compression = self._compression
         assert compression is not None
         if step.lost is not None:
@@ -286,16 +288,16 @@ class Flight:
         return group
 
     def land(self, step: Step | None) -> bool:
-        """Waits for all reductions of `step` that were started. Returns True if the step is not
-        lost, so that all sums are available."""
+        """Waits for all started reductions of `step`. Returns True if the step has not failed, so
+        that all sums are available."""
         if self._reductions:
             self._finish_compressed()
         works, self._works = self._works, []
         return await_reductions(self._session, works, step)
 
     def _finish_compressed(self) -> None:
-        """Finishes the compressed reductions, on all ranks in the order in which they were
-        started."""
+        """Finishes the compressed reductions, in the order of their start, which is the same on all
+        ranks."""
         reductions, self._reductions = self._reductions, []
         with LosingStep(self._session) as finishing:
             for group, reduction in reductions:
@@ -317,12 +319,13 @@ class Flight:
 
 _CHUNK_ELEMENTS = 8 << 20
 _CONVERTED_BYTES = 4 << 20
-"""Size in bytes of gradients that are converted to another dtype at once during accumulation."""
+"""Maximum size, in bytes, of gradients that are converted to a different dtype together during
+accumulation."""
 
 
 def add_times(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
     """Adds `factor` times the second tensor of each pair to the first, in the first tensor's dtype.
-    Uses few kernels on a device. The result equals that of sequential additions."""
+    Uses few kernels on a device. The result is the same as with sequential additions."""
     at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
     converted_bytes = 0
     for total, given in added:
@@ -345,15 +348,15 @@ def _add_at_once(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: flo
 
 
 class AccumulatedReduction:
-    """Reduction for micro-batches: adds up gradients and buffer changes per micro-batch, and
-    reduces once per step.
+    """Reduction for micro-batches: accumulates the gradients and buffer changes of all
+    micro-batches, and reduces them once per step.
 
-    Each micro-batch is weighted by its samples. The sum, one flat vector, is reduced after the
-    inner loop, and `.grad` receives the mean over the global batch. The result does not depend on
-    which rank computed which micro-batch. In float64 (deterministic), it is even bitwise equal:
-    products of float32 gradients and integer weights are summed exactly, unless one element's
-    gradients differ by more than a factor of 2^20 between micro-batches, and the sum is rounded to
-    float32 once. Everything runs on the training thread.
+    Each micro-batch is weighted by its number of samples. The sum, one flat vector, is reduced
+    after the inner loop, and `.grad` receives the mean over the global batch. The result does not
+    depend on which rank computed which micro-batch, up to rounding. In float64 (deterministic), it
+    is even bitwise the same: products of float32 gradients and integer weights are summed exactly,
+    unless one element's gradients differ by more than a factor of 2^20 between micro-batches, and
+    the sum is rounded to float32 once. Everything runs on the training thread.
     """
 
     def __init__(
@@ -366,7 +369,7 @@ class AccumulatedReduction:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: True to sum only this rank's micro-batches, without other ranks."""
+        """`alone`: True to sum only this rank's micro-batches, without a reduction across ranks."""
         self._buffers = buffers
         self._session = session
         self._config = config
@@ -383,14 +386,13 @@ class AccumulatedReduction:
         self._alone = alone
         self._flight = Flight(session, compression)
         self._apart: torch.Tensor | None = None
-        """Changes of buffers, if these need a wider dtype than the sum of gradients; otherwise
-        None."""
+        """Buffer changes, if they need a wider dtype than the sum of gradients; otherwise None."""
         self._mean_loss = MeanLoss()
         self._open = False
 
     @property
     def open(self) -> bool:
-        """True if values were accumulated or reduced in this step."""
+        """True if values have been accumulated or reduced in this step."""
         return self._open
 
     def discard(self) -> None:
@@ -399,7 +401,7 @@ class AccumulatedReduction:
         self._open = False
 
     def micro_batch_begins(self) -> None:
-        """Starts a micro-batch with the committed buffers and without gradients."""
+        """Begins a micro-batch: restores the committed buffers and clears the gradients."""
         if not self._open:
             self._start()
         else:
@@ -408,7 +410,8 @@ class AccumulatedReduction:
             parameter.grad = None
 
     def add_loss(self, loss: SupportsFloat, weight: float) -> MeanLoss:
-        """Adds the loss of a micro-batch. Returns the mean of this rank's losses in the step."""
+        """Adds the loss of a micro-batch. Returns the weighted mean of this rank's losses in the
+        step so far."""
         self._mean_loss.add(loss, weight)
         return self._mean_loss
 
@@ -421,7 +424,7 @@ class AccumulatedReduction:
             if grad is not None and weight != 0:
                 added.append((total, grad))
                 self._counts[i] += 1
-        # In float64, so that float32 times an integer is exact.
+        # in float64, where float32 times an integer is exact
         add_times(added, 1.0 if self._sums else weight)
         if weight != 0:
             self._buffer_changes.add_(self._buffers.changes(self._buffer_changes, weight, weight))
@@ -430,8 +433,8 @@ class AccumulatedReduction:
             self._buffers.leave_out(self._buffer_changes)
 
     def finish(self) -> None:
-        """Reduces the sums over all ranks and stores the mean gradients in `.grad`. On failure,
-        marks the step as lost."""
+        """Reduces the sums across all ranks and stores the mean gradients in `.grad`. On failure,
+        marks the step as failed."""
         session = self._session
         step = session.step
         if step is None or step.lost is not None or step.phase is not StepPhase.OPEN:
@@ -444,7 +447,7 @@ class AccumulatedReduction:
             self._send(step)
             if not self._flight.land(step):
                 return
-        # read together, because each read from a device waits
+        # read together, because each read from a device waits for the device
         *presence, weight = torch.cat([self._presence, self._weight_sum]).tolist()
         divisor = 1.0 if self._sums else weight or 1.0
         for parameter, summed, count in zip(
@@ -452,8 +455,8 @@ class AccumulatedReduction:
         ):
             # with compression, earlier steps may have left residuals
             here = count > 0 or (self._compression is not None and bool(summed.any()))
-            # With the same dtype this is another tensor object but not a copy: users may assign
-            # other memory to `.grad`.
+            # If the dtype is the same, this is a new tensor object that shares memory: users may
+            # assign other memory to `.grad`.
             mean = summed.div_(divisor).to(parameter.dtype).detach() if here else None
             parameter.grad = (
                 mean.to_sparse(1)
@@ -464,8 +467,8 @@ class AccumulatedReduction:
             session.lifecycle.prepare_step()
 
     def _check_complete(self) -> None:
-        """Checks that the gradients of all parameters were added; otherwise raises
-        ConfigurationError."""
+        """Checks that all parameters that require gradients were included in the reduction;
+        otherwise raises ConfigurationError."""
         known = {id(p) for p in self._parameters}
         unfrozen = next(
             (
@@ -504,8 +507,8 @@ class AccumulatedReduction:
             self._flight.send(step, self._apart)
 
     def write_buffers(self) -> None:
-        """Sets the buffers to their weighted mean over all micro-batches. Keeps the committed
-        values if all weights are 0."""
+        """Sets the buffers to the weighted mean over all micro-batches of all ranks. Keeps the
+        committed values if all weights are 0."""
         self._buffers.apply(self._buffer_changes)
         self._open = False
 
@@ -542,7 +545,7 @@ class AccumulatedReduction:
         self._grad_sums = [_laid_out_as(p, total) for total, p in zip(sums, trained, strict=True)]
         if self._compression is not None:
             check_floating(self._compression.compressor.name, trained)
-            # units of compression: whole parameters, in float32
+            # units of compression: complete parameters, in float32
             self._groups = in_buckets(
                 trained, lambda parameter: 4 * parameter.numel(), self._config.bucket_cap_mb << 20
             )

@@ -1,9 +1,9 @@
-"""Engine of strategies in which each rank holds the entire model and gradients are summed in every
-step.
+"""Engine of strategies with a full replica of the model on every rank and a sum of gradients in
+every step.
 
 The reductions are in `reduction.py` (plain steps, overlapped with the backward pass) and
-`buckets.py` (micro-batches). `local_sgd.py` changes what is summed and when. Everything runs on the
-training thread.
+`buckets.py` (micro-batches). `local_sgd.py` is based on this engine, but averages parameters
+instead. All methods run on the training thread.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _CLEAR = (
 
 
 class ReplicatedEngine(Engine):
-    """Engine with a replica of the entire model on every rank, and with gradients summed in every
+    """Engine with a full replica of the model on every rank, and with gradients summed in every
     step."""
 
     keeps_parameters_whole = True
@@ -73,8 +73,8 @@ class ReplicatedEngine(Engine):
         self._skipped = False
         """True if a GradScaler found the step's gradients unusable."""
         self._uncleared_in: tuple[int, int] | None = None
-        """Generation and number of ranks of a committed step whose gradients have not been cleared
-        since; None if they have."""
+        """Generation and number of ranks of the last committed step, if its gradients have not been
+        cleared; otherwise None."""
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._attached = False
@@ -104,10 +104,11 @@ class ReplicatedEngine(Engine):
     # the module that it calls may be compiled
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass. In training, the backward pass reduces the gradients over
-        all ranks.
+        """Runs the module's forward pass. In training mode, the backward pass reduces the gradients
+        across all ranks.
 
-        Outputs may be of any type. Parameters may be unused, and different ones on different ranks.
+        Outputs may be of any type. Parameters may be unused, and the unused parameters may differ
+        between ranks.
         """
         reduces = self.module.training and torch.is_grad_enabled() and self._begin_pass()
         output = self._compute(*args, **kwargs)
@@ -148,19 +149,20 @@ class ReplicatedEngine(Engine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Makes backward passes within the block only accumulate on this rank, as in torch's DDP.
-        The next backward pass outside of the block reduces the accumulated gradients, or else
-        `optimizer.step()` does."""
+        """Context in which backward passes only accumulate this rank's gradients, as in torch's
+        DDP. The next backward pass outside of the context reduces the accumulated gradients; if
+        there is none, `optimizer.step()` does."""
         reduces = self._session.elastic and not self._in_micro_batches
         with self._reduction().paused() if reduces else contextlib.nullcontext():
             yield
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Trains on a batch and returns the loss, averaged over the ranks if it is known. The loss
-        is part of the step vote, so it needs no collective of its own.
+        """Runs the forward and backward passes of a batch and returns the loss, averaged across
+        ranks if the other ranks' losses are known. The loss is part of the step vote, so it needs
+        no separate collective.
 
-        In `loader.steps()` the batch is a micro-batch, which one rank has entirely. Its own loss is
-        returned, and `shoal status` shows the ranks' mean over the step.
+        In `loader.steps()`, the batch is one of this rank's micro-batches, and its own loss is
+        returned. `shoal status` shows the mean over the step.
         """
         session = self._session
         step = session.lifecycle.ensure_step()
@@ -182,15 +184,15 @@ class ReplicatedEngine(Engine):
         )
 
     def synchronize_gradients(self) -> None:
-        """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after
-        the backward pass. Does nothing for gradients that are already reduced."""
+        """Reduces the gradients across ranks. Only needed with `auto_sync_gradients=False`, after
+        the backward pass. Gradients that are already reduced are not reduced again."""
         step = self._session.step
         if step is not None:
             self._reduce_what_is_left(step)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clips the gradients and returns their norm. First finishes the reduction, if necessary.
-        The gradients are complete on every rank."""
+        """Clips the gradients and returns their norm. If necessary, first finishes the reduction.
+        Needs no communication after that, because every rank has all gradients."""
         self._session.lifecycle.reduce_and_commit()
         return super().clip_grad_norm_(max_norm, norm_type)
 
@@ -266,7 +268,7 @@ class ReplicatedEngine(Engine):
             self._check_optimizer_fits(state["optimizer"])
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the entire state by groups, because all ranks have it in common."""
+        """Returns the complete state, in groups, because it must be the same on all ranks."""
         optimizer = self.optimizer
         moments = (
             state_tensors(optimizer.state, dict(self.module.named_parameters()))
@@ -282,7 +284,7 @@ class ReplicatedEngine(Engine):
         return {"the model": model, BUFFERS: buffers, "the optimizer's state": moments}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the parameters and buffers, which every rank holds unsharded."""
+        """Returns all parameters and buffers, which are unsharded on every rank."""
         parameters = {
             repr(name): parameter.detach() for name, parameter in self.module.named_parameters()
         }
@@ -294,11 +296,11 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """Begins a step. Changes that the user made to buffers between two steps become part of the
-        step's starting state."""
+        """Begins a step. Changes that the user has made to buffers since the last step become part
+        of its starting state."""
         self._step_buffers.step_begins()
         self._skipped = False
-        if self._setup.several:  # discards gradients that passes of another model have left
+        if self._setup.several:  # discards gradients that passes of other models have left
             for parameter in self.module.parameters():
                 parameter.grad = None
         if self._compression is not None:
@@ -308,8 +310,8 @@ class ReplicatedEngine(Engine):
         self._keep_for_redo()
 
     def _keep_for_redo(self) -> None:
-        """Records the values that passes may change besides buffers, to restore them if the step is
-        lost."""
+        """Records the values, other than buffers, that passes may change, so that they can be
+        restored if the step is aborted."""
         if self._session.elastic:
             self._writes.begin()
             self._attributes.begin()
@@ -334,8 +336,8 @@ class ReplicatedEngine(Engine):
         )
 
     def batch_begins(self) -> None:
-        """Begins to observe gradients before the batch's first pass, because passes need not use
-        `forward`."""
+        """Starts observing gradients before the batch's first pass, because passes need not go
+        through `forward`."""
         if (
             self._overlapped is None
             and self._session.elastic
@@ -353,7 +355,7 @@ class ReplicatedEngine(Engine):
         self._accumulation().micro_batch_ends(weight)
         step = self._session.step
         if step is not None and step.lost is None:
-            # otherwise the results of passes with failed values do not count
+            # otherwise the passes may have used invalid values, and their results do not count
             self._writes.micro_batch_ends()
             if weight != 0:
                 self._step_buffers.micro_batch_ends()
@@ -376,8 +378,8 @@ class ReplicatedEngine(Engine):
             self._prepare_vote(step)
 
     def _prepare_vote(self, step: Step) -> None:
-        """Prepares the step vote: adds digests of the passes' writes, and agrees on extremes with
-        the other ranks. If that fails, the step is marked as lost."""
+        """Prepares the step vote: adds digests of the passes' writes, and combines minima and
+        maxima with the other ranks. On failure, marks the step as failed."""
         self._report_writes(step)
         if step.lost is None:
             self._agree_on_extremes(step)
@@ -387,7 +389,7 @@ class ReplicatedEngine(Engine):
 
     def _counts(self, step: Step) -> bool:
         """Returns whether this rank's batch, in a step without micro-batches, has a weight above 0,
-        so that its minima and maxima count."""
+        so that minima and maxima from its passes count."""
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
     def _agree_on_extremes(self, step: Step) -> None:
@@ -405,9 +407,9 @@ class ReplicatedEngine(Engine):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        """Runs the commit all-reduce. If the script on any rank has changed buffers after the
-        backward pass, the vote shows that, and the step is not committed yet. The changes of the
-        buffers are then summed again, and the vote is repeated."""
+        """Runs the commit all-reduce. If the vote shows that the script has changed buffers on any
+        rank after the backward pass, the step is not committed yet: the ranks sum the buffers'
+        changes again and repeat the vote."""
         if not self._session.elastic:
             return [*vote], {}
         step.issues(COMMIT)
@@ -424,7 +426,7 @@ class ReplicatedEngine(Engine):
 
     @property
     def holds_unreduced_gradients(self) -> bool:
-        """True if some of this rank's gradients are not reduced yet. `optimizer.step()` would
+        """True if some of this rank's gradients have not been reduced yet; `optimizer.step()` would
         reduce them."""
         step = self._session.step
         if not self._session.elastic or step is None or step.lost is not None:
@@ -435,8 +437,8 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _reduce_what_is_left(self, step: Step) -> None:
-        """Finishes the step's reduction. With micro-batches this is the entire reduction, otherwise
-        the part that the hooks of the backward passes have not done."""
+        """Finishes the step's reduction. With micro-batches, this is the complete reduction;
+        otherwise, it is the part that hooks of the backward passes have not done."""
         if step.share is None or step.lost is not None:
             return
         check_reproducible(self.config, step)
@@ -504,9 +506,9 @@ class ReplicatedEngine(Engine):
         self._attributes.put_back()
 
     def _note_uncleared(self) -> None:
-        """Records whether the step's gradients are still present at its end: torch's next backward
-        pass would add to them. Warns if ranks that have joined lack gradients to which this step
-        has added."""
+        """Records whether the step's gradients have not been cleared at its end, so that the next
+        backward pass would add to them. Logs a warning if this step has added to earlier gradients
+        that newly joined ranks do not have."""
         group = self._session.group
         now = (group.generation.number, group.world_size) if group is not None else (0, 1)
         before = self._uncleared_in
@@ -574,5 +576,5 @@ class ReplicatedEngine(Engine):
     # ---------------------------------------------------------------------------------------- state
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Returns a copy of the model as another `ShardedModel`, which is not trained."""
+        """Returns a copy of the model as a separate `ShardedModel`, which is not trained."""
         return remake(copy.deepcopy(self.module))

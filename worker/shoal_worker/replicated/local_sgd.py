@@ -1,17 +1,16 @@
 """Engine of local SGD. Every rank trains its own replica on its own samples, and the ranks average
 their parameters periodically.
 
-A *round* consists of the steps between two averages. Steps commit on each rank without
-communication; a round commits on all ranks. A failure within a round takes effect at the end of the
+A *round* consists of the steps between two averages. Each rank commits steps without communication;
+a round is committed on all ranks together. A failure within a round takes effect at the end of the
 round, where all ranks' scripts are at the same position. The round's last step is then aborted, and
 every rank restores the state at the round's start (`StrategySession.keep`): parameters, optimizer
-state, buffers, registered state and cursor. The loader then redistributes the round's samples over
-the current ranks. A round ends after `sync_every` steps or with the epoch, whichever comes first,
-because a script cannot reenter a loop that it has left. Joins, drains and stops wait for the end of
-the round.
+state, buffers, registered state and cursor. The loader then redistributes the round's samples among
+the current ranks. A round ends after `sync_every` steps, or earlier with the epoch, because a
+script cannot reenter a loop that it has left. Joins, drains and stops wait until the round ends.
 
-Optimizer state stays local to each rank. A rank without optimizer state (a joiner, or a rank that
-was behind) receives the mean of the other ranks' state."""
+Each rank keeps its own optimizer state. A rank without optimizer state (a joiner, or a rank that
+has fallen behind) receives the mean of the other ranks' states."""
 
 from __future__ import annotations
 
@@ -54,14 +53,14 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class LocalSGDEngine(ReplicatedEngine):
-    """Engine with a replica of the entire model on every rank. Replicas are trained independently
+    """Engine with a full replica of the model on every rank. Replicas are trained independently
     between averages."""
 
     def __init__(self, setup: Setup) -> None:
-        """Reads the options of local_sgd. The entire module stays on this rank.
+        """Creates the engine from `setup`, including the options of local_sgd (`RoundOptions`).
 
         Raises:
-            ConfigurationError: invalid options, or settings that are meaningless here.
+            ConfigurationError: invalid options, or settings that have no meaning under local_sgd.
         """
         super().__init__(setup)
         check_configuration(self.config)
@@ -70,11 +69,11 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round = Round()
         self._step_weight = 0.0
         self._reduced = False
-        """True if the step's micro-batches are summed."""
+        """True if the gradients of the step's micro-batches have been summed."""
         self._averaging = False
-        """True if this step ends the round and this rank has already applied its own update."""
+        """True if this step ends the round, and this rank has already applied its own update."""
         self._average: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Averaged tensors of the module, each with its mean over the ranks."""
+        """Pairs of a tensor of the module and its average across ranks."""
         self._mean_state: dict[int, dict[str, Any]] | None = None
 
     @property
@@ -84,14 +83,15 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last average; 0: all ranks have the same parameters."""
+        """Number of steps since the last average; 0: parameters have just been averaged, so all
+        ranks have the same."""
         return self._round.steps
 
     # ------------------------------------------------------------------------------------- training
 
     @uncompiled
     def _begin_pass(self) -> bool:
-        """Prepares a training forward pass. Returns False, because gradients stay local."""
+        """Prepares a training forward pass. Returns False, because gradients are not reduced."""
         if not self._attached:
             raise PreconditionError(
                 "this model is a clone for evaluation; train the model that as_distributed returned"
@@ -101,12 +101,12 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing, because gradients are never reduced."""
+        """Context without effect, because gradients are never reduced."""
         yield
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Trains on this rank's batch and returns its loss. Ranks do not communicate in each step,
-        so there is no common loss."""
+        """Runs the forward and backward passes of this rank's batch. Returns its own loss, because
+        ranks do not communicate in each step."""
         step = self._session.lifecycle.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         reported = read_later(loss)
@@ -118,12 +118,12 @@ class LocalSGDEngine(ReplicatedEngine):
         return loss.detach()
 
     def synchronize_gradients(self) -> None:
-        """Finishes the step's gradients on this rank. Sends nothing, because gradients stay
-        local."""
+        """Finishes the step's gradients on this rank, without reducing them across ranks."""
         self._session.lifecycle.reduce_and_commit()
 
     def synchronize_parameters(self) -> None:
-        """Makes the next step end the round. Called on every rank before that step's `step()`."""
+        """Makes the next step end the round. Must be called on every rank, before that step's
+        `step()`."""
         self._round.ends_early = True
 
     def synchronize_optimizer_state(self) -> None:
@@ -134,7 +134,7 @@ class LocalSGDEngine(ReplicatedEngine):
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """Ends a step. The last step of a round averages the parameters. If that fails, it returns
+        """Ends a step. The last step of a round averages the parameters. If that fails, returns
         LOST, and the round is repeated from its start."""
         self._prepare_end(update)
         return super().finish_step(update, scaled=scaled, inspected=inspected)
@@ -154,7 +154,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._averaging = True
 
     def apply(self, update: Callable[[], None]) -> None:
-        """Applies this rank's own update, or the average that includes it."""
+        """Applies this rank's own update or, at the end of a round, the average that includes
+        it."""
         if self._averaging:
             self._take_average()
         else:
@@ -178,7 +179,7 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if not self._in_micro_batches:
             self._step_weight = step.share.weight
-        if self._step_weight > 0:  # otherwise the batch is only a stand-in
+        if self._step_weight > 0:  # otherwise this is a placeholder batch
             update()
 
     # ------------------------------------------------------------------------------------ averaging
@@ -186,7 +187,7 @@ class LocalSGDEngine(ReplicatedEngine):
     @override
     def reduce(self, step: Step) -> None:
         """Sums micro-batches on this rank. At the end of a round, also averages parameters and
-        buffers over all ranks."""
+        buffers across all ranks."""
         if self._in_micro_batches and not self._reduced:
             self._reduce_what_is_left(step)
             self._reduced = True
@@ -196,7 +197,7 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if self._averaging and step.phase is StepPhase.OPEN:
             if step.placement.generation != self._round.generation:
-                # the training of failed ranks is lost too
+                # the round's training on failed ranks is lost too
                 self._session.lifecycle.abort_step("the ranks have changed since the round began")
                 return
             with LosingStep(self._session) as averaging:
@@ -230,7 +231,7 @@ class LocalSGDEngine(ReplicatedEngine):
         """Computes the averages of parameters and buffers at the end of a round. Raises
         MembershipChanged."""
         if self._step_weight == 0:
-            self._step_buffers.put_back()  # undoes the changes made by a stand-in batch
+            self._step_buffers.put_back()  # undoes the changes made by a placeholder batch
         tensors = self._averaged()
         group = self._group()
         weight = self._round.weight + self._step_weight
@@ -251,15 +252,15 @@ class LocalSGDEngine(ReplicatedEngine):
             self._mean_state = mean_optimizer_state(state, group.exchange, group.all_reduce, device)
 
     def _averaged(self) -> list[torch.Tensor]:
-        """Returns the tensors that are averaged: the parameters trained in the round, then
+        """Returns the tensors to average: the parameters trained in the round, followed by
         statistics in buffers."""
         return [*self._round.trained.values(), *self._step_buffers.statistics()]
 
     def _agree_on_counts(
         self, tell: Tell, *, step_weight: float, steps: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns each counter with its value over all ranks. `step_weight`: weight of the current
-        step, or 0. `steps`: number of steps in the round."""
+        """Returns pairs of a counter and its common value for all ranks. `step_weight`: weight of
+        the current step, or 0. `steps`: number of steps in the round."""
         counters, begun = self._step_buffers.counters(), self._round
         if not counters:
             return []
@@ -274,7 +275,7 @@ class LocalSGDEngine(ReplicatedEngine):
         return [(buffer, agreed[name]) for name, buffer in counters.items()]
 
     def _check_alike(self, tell: Tell) -> None:
-        """Checks that buffers which can neither be averaged nor summed are equal on all ranks;
+        """Checks that buffers which can neither be averaged nor summed are the same on all ranks;
         otherwise raises ConfigurationError."""
         self._step_buffers.refuse_new()
         names = self._step_buffers.alike_names()
@@ -301,7 +302,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """Begins a step. At the start of a round, keeps a copy of the state."""
+        """Begins a step. At the start of a round, copies the state."""
         super().step_begins()
         self._forget_step()
         step = self._session.step
@@ -316,7 +317,7 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round.step_begins(step.source, self.module, step.placement.generation)
 
     def batch_begins(self) -> None:
-        """Does nothing, because gradients stay local."""
+        """Does nothing, because gradients are not reduced."""
 
     @override
     def micro_batch_ends(self, weight: float) -> None:
@@ -324,8 +325,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._step_weight += weight
 
     def _keep_for_redo(self) -> None:
-        """Records attributes only at the start of a round. A single step is never repeated; the
-        whole round is, from the copy made by `keep`."""
+        """Records attributes only at the start of a round, because a single step is never repeated:
+        the complete round is, from the copy made by `keep`."""
         if not self._session.elastic:
             return
         self._writes.begin()
@@ -333,7 +334,7 @@ class LocalSGDEngine(ReplicatedEngine):
             self._attributes.begin()
 
     def _report_writes(self, step: Step) -> None:
-        """Reports no writes, because ranks have different values within a round."""
+        """Reports no writes, because ranks' parameters differ within a round anyway."""
 
     def _undo_writes(self) -> None:
         self._writes.forget()
@@ -341,7 +342,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @property
     def holds_unreduced_gradients(self) -> bool:
-        """False, because gradients stay local."""
+        """False, because gradients are not reduced."""
         return False
 
     @override
@@ -358,7 +359,7 @@ class LocalSGDEngine(ReplicatedEngine):
             and not self._averaging
             and self._step_weight == 0
         ):
-            self._step_buffers.put_back()  # undoes the changes made by a stand-in batch
+            self._step_buffers.put_back()  # undoes the changes made by a placeholder batch
         super().commit_step()
         if self._averaging:
             self._round_over()
@@ -382,14 +383,14 @@ class LocalSGDEngine(ReplicatedEngine):
         return self._accumulated
 
     def _captured(self) -> dict[str, Any]:
-        """Returns this rank's entire state."""
+        """Returns this rank's complete state."""
         return super().capture() | (
             {"outer_momentum": self._outer.momentum} if self._outer.momentum else {}
         )
 
     def capture(self) -> dict[str, Any]:
-        """Returns the state that all ranks have in common at the end of a round. It includes only
-        the settings of the optimizer; `reshard` provides the optimizer's state."""
+        """Returns the state that is the same on all ranks at the end of a round. It includes only
+        the settings of the optimizer; `reshard` sends the optimizer's state."""
         captured = self._captured()
         if captured["optimizer"] is not None:
             captured["optimizer"] = {**captured["optimizer"], "state": {}}
@@ -407,7 +408,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round_over()
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the model and its buffers, which are averaged. The optimizer's state is local."""
+        """Returns the model's parameters and buffers, which are averaged. Optimizer states differ
+        between ranks."""
         return {
             name: tensors
             for name, tensors in super().in_common().items()
@@ -415,8 +417,8 @@ class LocalSGDEngine(ReplicatedEngine):
         }
 
     def reshard(self, group: Group) -> None:
-        """Sends the mean of the ranks' optimizer states to ranks that have none. All ranks must
-        call it."""
+        """Sends the mean of the ranks' optimizer states to ranks that have none. Must be called on
+        all ranks."""
         if self.optimizer is None:
             return
         state = self.optimizer.state_dict()["state"]
@@ -430,8 +432,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the means over the ranks, even inside a round. Each rank then continues the round
-        with its own values."""
+        """Returns the complete state with values averaged across ranks, even inside a round. Each
+        rank then continues the round with its own values."""
         captured = self._captured()
         if isinstance(channel, LocalChannel):
             return captured
@@ -448,8 +450,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """Sets the module to the ranks' mean parameters and buffers within the block, because these
-        differ inside a round."""
+        """Sets the module's parameters and buffers to the ranks' averages within the block, because
+        ranks' values differ inside a round."""
         if self._round.steps == 0 or isinstance(channel, LocalChannel):
             yield
             return
@@ -480,13 +482,13 @@ class LocalSGDEngine(ReplicatedEngine):
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Returns copies of all parameters, averaged over the ranks inside a round. Called by every
-        rank."""
+        """Returns copies of all parameters, averaged across ranks inside a round. Must be called on
+        every rank."""
         return self._means(lambda: {name: p.detach() for name, p in self.module.named_parameters()})
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns a copy of the state dict, averaged over the ranks inside a round. Called by every
-        rank."""
+        """Returns a copy of the state dict, averaged across ranks inside a round. Must be called on
+        every rank."""
         whole = self._means(self.module.state_dict)
         return {} if rank0_only and self._session.rank != 0 else whole
 
@@ -494,7 +496,8 @@ class LocalSGDEngine(ReplicatedEngine):
         return self._means(lambda: ModuleState(self.module).captured())
 
     def _means(self, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns copies of the result of `read`, called while the module has the ranks' means."""
+        """Returns a copy of the result of `read`, which is called while the module has the ranks'
+        averages."""
         whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:

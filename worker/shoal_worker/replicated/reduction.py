@@ -2,23 +2,24 @@
 samples.
 
 Each parameter's gradient is recorded when autograd has completed it. A bucket is sent as soon as it
-has all its gradients. At the end of the backward pass the remaining buckets are sent, with zeros
+has all its gradients. At the end of the backward pass, the remaining buckets are sent, with zeros
 for unused parameters, and all reductions are awaited. Every rank therefore sends the same buckets
-in the same order, however its batch uses the model. This also holds if the backward pass did not go
-through the wrapper's forward. If there was no backward pass, `optimizer.step()` sends the buckets.
-If a step has several backward passes, each of them reduces its gradients; by linearity the sum is
-correct. A failed collective is recorded instead of raised out of `backward()`.
+in the same order, regardless of which parameters its batch uses. This is also true if the forward
+pass did not go through the wrapper's `forward`. If there was no backward pass, `optimizer.step()`
+sends the buckets. If a step has several backward passes, each of them reduces its gradients; by
+linearity the sum is correct. A failed collective is recorded and does not raise an error in
+`backward()`.
 
 torch's own reducer is not used, for two reasons. It cannot complete a pass with unused parameters
 unless it searches the model's output for them. If ranks differ in their unused parameters, their
-collectives do not match, and Gloo ends the processes. Moreover, its buckets follow the order of one
-rank's first pass, which a joiner does not share.
+collectives do not match, and Gloo terminates the processes. Moreover, its buckets follow the order
+of the first pass, which a joiner does not know.
 
 Buffer changes are part of the last bucket. With compression, only gradients are compressed: all
 additional data in the buckets is sent separately, in one all-reduce.
 
-Hooks run on the backward pass's thread, while the training thread waits for it. Everything else
-runs on the training thread.
+Hooks run on the backward pass's thread, while the training thread waits. Everything else runs on
+the training thread.
 """
 
 from __future__ import annotations
@@ -76,27 +77,27 @@ class OverlappedReduction:
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
         self._completing: list[tuple[torch.Tensor, RemovableHandle]] = []
-        """Parameters, with the hooks that add their gradients to buckets."""
+        """Parameters, each with the hook that adds its gradient to a bucket."""
         self._slots: list[tuple[Bucket | None, Slot] | None] = []
         """Slot of each parameter, with its bucket; the bucket is None if the gradient is sparse.
         The entry is None if the parameter is frozen."""
         self._trained: list[bool] = []
         self._places: list[torch.Tensor] = []
-        """Parameters, followed by the views of buckets in which their gradients are stored."""
+        """Parameters, followed by the views of buckets that store their gradients."""
         self._addresses: list[int] = []
         self._buffer_changes: torch.Tensor | None = None
         self._begun_in: Step | None = None
         """Step of a backward pass that has begun and not ended; None outside of passes."""
         self.pending = False
-        """True if there are gradients of this step that are not reduced yet."""
+        """True if this step has gradients that have not been reduced yet."""
         self._lay_out()
 
     # --------------------------------------------------------------------------- the wrapper's part
 
     def prepare(self, step: Step) -> None:
         """Prepares a forward pass of `step`. Rebuilds the layout if parameters were frozen,
-        unfrozen or moved since the last pass. torch drops the hooks of a parameter whose dtype
-        changed, and `.grad`, a view of the bucket, may have been moved too."""
+        unfrozen or moved since the last pass. (torch drops the hooks of a parameter when its dtype
+        changes, and may also have moved `.grad`, which is a view of the bucket.)"""
         if not in_backward():
             # otherwise a checkpointed block is being recomputed, in the middle of a backward pass
             self._refuse_half_a_pass()
@@ -114,9 +115,9 @@ class OverlappedReduction:
         """Observes the backward pass through the `output` of a forward pass. The reduction ends
         with that backward pass.
 
-        The backward pass is detected by the first gradient that reaches the output, because passes
-        nest (reentrant checkpointing). If the output contains no tensor, each nested pass ends a
-        reduction of its own, which is also correct, but slower.
+        The backward pass is detected by the first gradient that reaches the output, because
+        backward passes may be nested (reentrant checkpointing). If the output contains no tensor,
+        each nested pass ends with a separate reduction, which is also correct, but slower.
         """
         me = weakref.ref(self)
 
@@ -131,7 +132,7 @@ class OverlappedReduction:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Makes backward passes within the block only accumulate gradients on this rank."""
+        """Context in which backward passes only accumulate gradients on this rank."""
         before, self._automatic = self._automatic, False
         try:
             yield
@@ -139,15 +140,15 @@ class OverlappedReduction:
             self._automatic = before
 
     def synchronize(self, step: Step) -> None:
-        """Sends the remaining gradients and waits for all reductions. Afterwards the sums are in
-        `.grad`, or the step is marked as lost."""
+        """Sends the remaining gradients and waits for all reductions. Afterwards, either the sums
+        are in `.grad`, or the step is marked as failed."""
         self._refuse_half_a_pass()
         self._include_unfrozen(step)
         self._reduce(step)
 
     def check_complete(self) -> None:
-        """Checks that no parameter was unfrozen during a backward pass of a reduced step; otherwise
-        raises ConfigurationError. The gradient of such a parameter is not the ranks' sum."""
+        """Checks, in a reduced step, that no parameter was unfrozen during a backward pass, because
+        its gradient would not be summed across ranks; otherwise raises ConfigurationError."""
         unfrozen = self._unfrozen()
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
@@ -170,8 +171,8 @@ class OverlappedReduction:
         self._forget_pass()
 
     def sum_buffers_again(self, group: Group, step: Step) -> None:
-        """Sends all buffer changes again, separately, because a script has changed buffers. Raises
-        MembershipChanged."""
+        """Sums all buffer changes again, in a separate all-reduce, because a script has changed
+        buffers. Raises MembershipChanged."""
         share = _share(step)
         factor = _factor(share)
         if factor == 0.0:
@@ -183,14 +184,14 @@ class OverlappedReduction:
         self._buffer_changes = changes
 
     def write_buffers(self) -> None:
-        """Sets the buffers to the committed values plus the weighted mean change, the same on all
-        ranks."""
+        """Sets the buffers to the committed values plus the ranks' changes (see
+        `CommittedBuffers.apply`), which are the same on all ranks."""
         if self._buffer_changes is not None:
             self._buffers.apply(self._buffer_changes)
         self._buffer_changes = None
 
     def discard(self) -> None:
-        """Discards a lost step, after waiting for reductions in progress."""
+        """Discards an aborted step, after waiting for reductions in progress."""
         self._flight.land(self._session.step)
         self._forget_pass()
         self._buffer_changes = None
@@ -214,7 +215,7 @@ class OverlappedReduction:
             self._completed(*found, step)
 
     def _completed(self, bucket: Bucket | None, slot: Slot, step: Step) -> None:
-        """Adds a complete gradient to its bucket, and sends buckets that have all their gradients.
+        """Adds a complete gradient to its bucket, and sends each bucket that has all its gradients.
         `bucket`: None if the gradient is sparse."""
         self._begun_in = step
         if not self._end_awaited:
@@ -237,8 +238,9 @@ class OverlappedReduction:
             self._send(self._buckets[self._next], step)
 
     def _before(self, slot: Slot) -> None:
-        """Scales a gradient that is already the ranks' sum before autograd adds to it, so that it
-        is not summed twice. Used with summed losses."""
+        """Before autograd adds to a gradient that is already summed across ranks, scales it by this
+        rank's fraction of the weight, so that the next reduction does not multiply it by the number
+        of ranks. Used with `loss_reduction="sum"`."""
         step = self._session.step
         if slot.summed and step is not None and step.share is not None:
             slot.summed = False
@@ -299,7 +301,7 @@ class OverlappedReduction:
             self._flight.send(step, self._riding)
 
     def _send_sparse(self, slot: Slot, step: Step) -> None:
-        """Sums a sparse gradient in a separate all-reduce, of the rows that at least one rank
+        """Sums a sparse gradient in a separate all-reduce of all rows that at least one rank
         has."""
         parameter, factor = slot.parameter, _factor(_share(step))
         weighted = factor if not self._sums or slot.summed else float(factor > 0)
@@ -336,19 +338,19 @@ class OverlappedReduction:
         return [p.requires_grad for p in self._parameters]
 
     def _include_unfrozen(self, step: Step) -> None:
-        """Rebuilds the layout if parameters were unfrozen. Called before a backward pass, or a step
-        without one, sends anything. The pass need not have gone through the model's forward. All
-        ranks do so, whichever gradient is complete first."""
+        """Rebuilds the layout if parameters were unfrozen. Called before the first bucket of a
+        backward pass, or of a step without one, is sent, because passes need not go through the
+        model's `forward`. All ranks do so, regardless of which gradient is complete first."""
         if self._unfrozen() is None:
             return
         if self.pending and any(
             known and not now for known, now in zip(self._trained, self._wanted(), strict=True)
         ):
-            self._reduce(step)  # gradients of parameters that are frozen now
+            self._reduce(step)  # gradients of parameters that are now frozen
         self._lay_out()
 
     def _unfrozen(self) -> torch.Tensor | None:
-        """Returns a parameter that requires a gradient and is in no bucket; None if there is
+        """Returns a parameter that requires a gradient but is not in a bucket; None if there is
         none."""
         wanted = self._wanted()
         if wanted == self._trained:
@@ -410,8 +412,8 @@ class OverlappedReduction:
 
     def _hook(self, number: int) -> Iterator[RemovableHandle]:
         """Registers the hooks of a parameter and yields their handles. The hooks belong to the
-        user's parameters and outlive a dropped model. No hook references its parameter: Python's
-        collector does not detect such a cycle, and the model would never be freed.
+        user's parameters and may outlive this object. They do not reference their parameter:
+        Python's garbage collector does not detect such a cycle, and the model would never be freed.
 
         A frozen parameter has a hook as well, in case it is unfrozen.
         """
@@ -432,7 +434,7 @@ class OverlappedReduction:
                 reduction._before(found[1])
 
         if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # An integer parameter has no gradient. Otherwise torch accepts no hook.
+            return  # integer parameters have no gradients, and torch accepts no hook
         parameter.requires_grad_(True)  # otherwise torch accepts no hook
         handle = parameter.register_post_accumulate_grad_hook(completed)
         self._completing.append((parameter, handle))
@@ -449,5 +451,5 @@ def _share(step: Step) -> Share:
 
 
 def _factor(share: Share) -> float:
-    """Returns this rank's fraction of the total weight in the mean over the ranks, from 0 to 1."""
+    """Returns this rank's fraction of the step's total weight, from 0 to 1."""
     return share.weight / share.total_weight if share.total_weight else 0.0

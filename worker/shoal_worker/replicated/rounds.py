@@ -1,9 +1,7 @@
-"""Rounds of local training: the options of local_sgd, the state of a round, and the use of its
-average.
+"""Rounds of local_sgd: the options, the state of a round, and averages across ranks.
 
-Outer momentum treats the ranks' average movement in a round as an optimizer treats a gradient.
-(Wang et al., "SlowMo", ICLR 2020; Douillard et al., "DiLoCo", 2023.) Everything runs on the
-training thread.
+Outer momentum uses the average change of the parameters in a round in place of a gradient. (Wang et
+al., "SlowMo", ICLR 2020; Douillard et al., "DiLoCo", 2023.) Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -25,20 +23,20 @@ if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
 
 Add = Callable[[torch.Tensor], object]
-"""Function that sums a flat tensor over all ranks, in place."""
+"""Function that sums a flat tensor across all ranks, in place."""
 Tell = Callable[[bytes], list[bytes]]
 """Function that sends bytes to all ranks and returns every rank's bytes, in rank order."""
 
 _CHUNK_ELEMENTS = 2 << 20
 
 
-# -------------------------------------------------------------------- weighted means over the ranks
+# ---------------------------------------------------------------------- weighted means across ranks
 
 
 def adding(channel: Channel) -> Add:
-    """Returns a function that sums a tensor over the ranks of `channel`, in place and in rank
-    order. Each rank sends its whole tensor to all others. Used in operations, which are rare and
-    may include fewer ranks than the group."""
+    """Returns a function that sums a tensor across the ranks of `channel`, in place and in rank
+    order. Each rank sends its complete tensor to all others. Used in operations, which are
+    infrequent and may include fewer ranks than the group."""
 
     def add(tensor: torch.Tensor) -> None:
         if isinstance(channel, LocalChannel):
@@ -53,8 +51,8 @@ def adding(channel: Channel) -> Add:
 
 @torch.no_grad()
 def weighted_mean(tensors: Sequence[torch.Tensor], share: float, add: Add) -> list[torch.Tensor]:
-    """Returns the sum of `tensors` times `share` over the ranks. The shares of all ranks must add
-    up to 1. Uses one sum per dtype.
+    """Returns the mean of `tensors` across ranks, weighted by each rank's `share`. The shares of
+    all ranks must add up to 1. Uses one sum per dtype.
 
     Means of integers are rounded.
     """
@@ -89,14 +87,14 @@ def agreed_counts(
     tell: Tell,
 ) -> dict[str, torch.Tensor]:
     """Returns the counters after a round: their earlier values plus the sum of all ranks' counts
-    since then. A count of steps, which changes equally in every step of each rank, includes each
-    step of the round once. A counter whose change equals the number of samples is summed over the
-    ranks.
+    since then. A count of steps, which changes by the same amount in every step of every rank,
+    includes each step of the round once. A counter whose change equals the number of samples is
+    summed across ranks.
 
     Args:
-        before, now: int64 tensors by name, at the round's beginning and end.
-        of_round: steps in the round.
-        steps, samples: steps of the round with samples on this rank, and the number of these
+        before, now: int64 counters by name, at the round's beginning and end.
+        of_round: number of steps in the round.
+        steps, samples: number of the round's steps with samples on this rank, and number of these
             samples.
         tell: exchanges messages with the other ranks."""
     moved = [(now[name] - value).reshape(-1).cpu() for name, value in before.items()]
@@ -128,11 +126,11 @@ def agreed_counts(
 def mean_optimizer_state(
     state: dict[int, dict[str, Any]], tell: Tell, add: Add, device: torch.device
 ) -> dict[int, dict[str, Any]]:
-    """Returns the mean of an optimizer's `state` over the ranks that have one, by parameter number
-    as in `state_dict()["state"]`.
+    """Returns the mean of an optimizer's `state` across the ranks that have a state, by parameter
+    number as in `state_dict()["state"]`.
 
-    Each entry is the mean over the ranks with a state of that parameter. Values other than tensors
-    are taken from the first such rank.
+    Each entry is the mean across the ranks that have a state of that parameter. Values other than
+    tensors are taken from the first such rank.
     """
     described = [json.loads(reply) for reply in tell(json.dumps(_describe(state)).encode())]
     merged: dict[str, dict[str, Any]] = {}
@@ -211,8 +209,8 @@ class RoundOptions:
     average_optimizer_state: bool = False
     """True to average the optimizer state too."""
     outer_learning_rate: float = 1.0
-    """Fraction of the way from a round's start to its average that parameters move; > 0. 1 is the
-    entire way."""
+    """Factor of the outer update, > 0: how far parameters move from their values at the round's
+    start towards the round's average. 1: exactly to the average."""
     outer_momentum: float = 0.0
     """Momentum of the outer update, from 0 (none) to less than 1."""
     outer_nesterov: bool = False
@@ -262,25 +260,25 @@ def check_configuration(config: ShardingConfiguration) -> None:
 
 
 class Round:
-    """State of this rank in a round, the steps between two averages."""
+    """This rank's state in a round (the steps between two averages)."""
 
     def __init__(self) -> None:
         self.steps = 0
-        """Number of committed steps in the round. 0: all ranks have the same parameters."""
+        """Number of committed steps in the round; 0: all ranks have the same parameters."""
         self.weight = 0.0
-        """Weight of this rank's samples in the round's steps."""
+        """Total weight of this rank's samples in the round's steps."""
         self.sampled_steps = 0
         """Number of committed steps with samples on this rank."""
         self.counters: dict[str, torch.Tensor] = {}
         """Copies of the state's counters at the round's beginning, by name."""
         self.trained: dict[str, torch.Tensor] = {}
-        """Parameters that a step of the round has trained, by name."""
+        """Parameters trained in at least one step of the round, by name."""
         self.ends_early = False
         """True if the round ends with the next committed step."""
         self.averages_state = False
         """True if the end of the round averages the optimizer state too."""
         self.generation = 0
-        """Generation in which the round began."""
+        """Number of the generation at the beginning of the round."""
         self._source: StepSource | None = None
 
     def step_begins(self, source: StepSource | None, module: nn.Module, generation: int) -> None:
@@ -288,7 +286,7 @@ class Round:
         require gradients.
 
         Raises:
-            PreconditionError: the round has steps of another loader.
+            PreconditionError: the round has steps of a different loader.
         """
         if self.steps == 0:
             self.trained, self._source, self.generation = {}, source, generation
@@ -316,16 +314,16 @@ class Round:
 
 
 class OuterMomentum:
-    """Outer update: moves parameters from their values at a round's start towards, or beyond, the
-    round's average. With the default options, the parameters become the average itself."""
+    """Outer update, which moves parameters from their values at a round's start towards, or beyond,
+    the round's average. With the default options, it sets the parameters to the average."""
 
     def __init__(self, options: RoundOptions) -> None:
         self._options = options
         self._wanted = options.outer_momentum > 0 or options.outer_learning_rate != 1.0
         self._before: dict[str, torch.Tensor] = {}
         self.momentum: dict[str, torch.Tensor] = {}
-        """Momentum of each parameter, by name. The same on all ranks, and part of the committed
-        state."""
+        """Momentum of each parameter, by name. It is the same on all ranks, and part of the
+        committed state."""
 
     @torch.no_grad()
     def round_begins(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -335,7 +333,8 @@ class OuterMomentum:
 
     @torch.no_grad()
     def move(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Moves the parameters from the round's average to the start of the next round."""
+        """Moves the parameters, which have the round's average, to their values at the start of the
+        next round."""
         options = self._options
         for name, parameter in parameters.items() if self._wanted else ():
             before = self._before[name]

@@ -1,10 +1,10 @@
 """Engine of zero1, zero2, zero3, fsdp and hsdp: parameters, gradients and optimizer state are
-sharded over the ranks.
+sharded across ranks.
 
 `engine` performs steps. `layout` defines which elements are in which shard, and which rank has each
-shard; `placements` provides the memory of shards, and `mirrors` the copies of other ranks' shards.
-The parameters of a `unit` are gathered, and their gradients reduced, together; `execution` does
-this during the passes, using `collectives`. `gradients` passes the summed gradients to mirrors and
-optimizers. Between steps, `sharded_state` owns the state, `whole_vectors` assembles it, and
+shard; `placements` provides memory for shards, and `mirrors` moves the copies of other ranks'
+shards. The parameters of a `unit` are gathered, and their gradients reduced, together; `execution`
+does this during the passes, using `collectives`. `gradients` passes the summed gradients to mirrors
+and optimizers. Between steps, `sharded_state` owns the state, `whole_vectors` assembles it, and
 `resharding` redistributes it.
 """

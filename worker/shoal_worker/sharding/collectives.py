@@ -1,15 +1,15 @@
-"""Collectives for sharding, over the session's current group.
+"""Collectives for sharding, on the session's current group.
 
 A failure inside a step raises no error, because the calling forward or backward pass is the user's
 code. Instead, the step is marked as lost, results are zeros, and nothing more is sent in that step.
 Outside of a step (evaluation, gathering a state), a failure raises an error, and the session
-repeats the entire operation. The same rules apply to the compressed reduce-scatter, which replaces
+retries the entire operation. The same rules apply to the compressed reduce-scatter, which replaces
 the plain one with `gradient_compression=`.
 
 If ranks gather blocks in different orders, they exchange the wrong data. If the blocks have the
-same size, no collective fails, and ranks silently compute with the values of another block. Each
-rank therefore records a trace of the collectives issued in a step, and the commit all-reduce
-compares a check word of the traces. If sizes differ, a collective fails, and the step is lost
+same size, no collective fails, and ranks silently compute with the values of a different block.
+Each rank therefore records a trace of the collectives issued in a step, and the commit all-reduce
+compares a check word of the traces. If sizes differ, a collective fails, and the step is aborted
 before its commit all-reduce; the ranks then compare their traces at the next rendezvous.
 
 Runs on the training thread and, in backward passes, on autograd's thread.
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from shoal_worker.engine.step.compressed import GradientCompression
 
 _CHECK_BITS: Final = 20
-"""Number of bits of the check word. With 20 bits, the sum of the squares over up to 8192 ranks is
-exact in float64."""
+"""Number of bits in a check word. With 20 bits, the sum of squares over up to 8192 ranks is exact
+in float64."""
 
 
 class IssuedCollectives:
@@ -54,7 +54,7 @@ class IssuedCollectives:
         self._check = 0
 
     def begin(self, step: int) -> None:
-        """Clears the trace for step number `step` of this model."""
+        """Clears the trace, because step number `step` of this model begins."""
         self._step, self._check = step, 0
         self._codes.clear()
 
@@ -65,29 +65,26 @@ class IssuedCollectives:
         self._check = zlib.crc32(code.to_bytes(4, "little"), self._check)
 
     def word(self) -> list[float]:
-        """Returns this rank's summand for the commit all-reduce, which sums the check words of all
+        """Returns this rank's check word as numbers that the commit all-reduce sums across
         ranks."""
         value = float(self._check & ((1 << _CHECK_BITS) - 1))
         return [1.0, value, value * value]
 
     def encode(self) -> bytes:
-        """Returns the encoded trace, which other ranks pass to `compare`."""
+        """Encodes the trace, for `compare` on other ranks."""
         return json.dumps([self._step, *self._codes]).encode() if self._codes else b""
 
     @staticmethod
     def check(summed: Sequence[float], strategy: str) -> None:
-        """Checks the sum of the ranks' check words.
-
-        Raises:
-            PreconditionError: the ranks issued different collectives.
-        """
+        """Raises PreconditionError if the ranks have issued different collectives. `summed`: sum of
+        all ranks' results of `word`."""
         if not agree(summed):
             raise _different(strategy)
 
     @staticmethod
     def compare(issued: Sequence[bytes], strategy: str) -> None:
-        """Compares the ranks' traces after a failure. Within one step, a shorter trace must be the
-        beginning of every longer one. `issued`: the ranks' traces.
+        """Compares the ranks' traces after a failure. Within one step, a shorter trace must be a
+        prefix of every longer one. `issued`: the ranks' encoded traces.
 
         Raises:
             PreconditionError: the traces differ.
@@ -116,17 +113,17 @@ class Pending(Protocol):
     """A collective in progress."""
 
     def wait(self) -> bool:
-        """Waits for the result. Returns True if later computations can use it. Call this method
+        """Waits for the result. Returns whether later computations can use it. Must be called only
         once.
 
-        In a step on a GPU, only the device waits for the result; whether the collective succeeded
-        is known when the step is prepared.
+        In a step on a GPU, only the device waits for the result; only when the step is prepared is
+        it known whether the collective succeeded.
         """
         ...
 
 
 class Collectives(Protocol):
-    """Collectives for units. All ranks issue the same calls in the same order."""
+    """Collectives for units. All calls must be made on all ranks, in the same order."""
 
     @property
     def lost(self) -> bool:
@@ -140,11 +137,11 @@ class Collectives(Protocol):
         ...
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """Starts a reduce-scatter of `full`. This rank's part of the sum is stored in `shard`."""
+        """Starts a reduce-scatter of `full`. This rank's part of the sum is written to `shard`."""
         ...
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
-        """Starts to send `sent` to rank (rank + stride) mod N, and to receive a tensor of equal
+        """Starts sending `sent` to rank (rank + stride) mod N, and receiving a tensor of the same
         size from rank (rank - stride) mod N."""
         ...
 
@@ -163,7 +160,7 @@ _FAILED: Final = _Ended(False)
 
 
 class SessionCollectives:
-    """Collectives over the session's current group. In a world of one, they only copy."""
+    """Collectives on the session's current group. If there is only one rank, they only copy."""
 
     def __init__(self, session: StrategySession) -> None:
         self._session = session
@@ -176,7 +173,7 @@ class SessionCollectives:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Starts an all-gather of `shard` into `full`."""
-        # The shard may be part of the result's memory, and must survive a failure.
+        # The shard may share memory with the result, and must survive a failure.
         in_place = full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         cleared = None if in_place else full
         return self._issue(
@@ -197,7 +194,8 @@ class SessionCollectives:
         return self._issue(self._shard_group, shard, start, alone=lambda: _copy(shard, full))
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
-        """Starts to send `sent` and to receive from the ranks at distance `stride`."""
+        """Starts sending `sent` to rank (rank + stride) mod N, and receiving `received` from rank
+        (rank - stride) mod N."""
         group = self._group
         rank, size = (group.rank, group.world_size) if group is not None else (0, 1)
         to, source = (rank + stride) % size, (rank - stride) % size
@@ -212,7 +210,7 @@ class SessionCollectives:
 
     @property
     def _group(self) -> Group | None:
-        """Group of the ranks that share the model."""
+        """Group of all ranks that share the model."""
         return self._session.group
 
     @property
@@ -243,7 +241,7 @@ class SessionCollectives:
 
 
 class PartCollectives(SessionCollectives):
-    """Collectives over a subset of the session's current group. Valid only as long as that group
+    """Collectives on a subset of the session's current group. Valid only as long as that group
     exists."""
 
     def __init__(self, session: StrategySession, part: Group) -> None:
@@ -261,8 +259,8 @@ class PartCollectives(SessionCollectives):
 
 
 class ReplicatedCollectives(SessionCollectives):
-    """Gathers parameters within the rank's replica. Sums gradients first within the replica, then
-    each shard over the replicas."""
+    """Gathers parameters within the rank's replica. Sums gradients first within each replica, and
+    then each shard across replicas."""
 
     def __init__(self, session: StrategySession) -> None:
         super().__init__(session)
@@ -270,7 +268,7 @@ class ReplicatedCollectives(SessionCollectives):
         self._across: Group | None = None
 
     def connect(self, group: Group, division: Division) -> None:
-        """Connects the subsets of a new group. Every rank of the group calls it.
+        """Connects the subsets of a new group. Must be called on every rank of the group.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -317,7 +315,7 @@ class _Then:
         self._first, self._second = first, second
 
     def wait(self) -> bool:
-        """Waits for the first collective, then starts the second and waits for it."""
+        """Waits for the first collective, then starts the second one and waits for it."""
         return self._first.wait() and self._second().wait()
 
 
@@ -331,9 +329,9 @@ class _Issued:
         self._cleared = cleared
 
     def wait(self) -> bool:
-        """Waits for the collective. Clears its tensor if it has failed."""
+        """Waits for the collective. If it has failed, fills its tensor with zeros."""
         group, work = self._group, self._work
-        del self._group, self._work  # both references keep sockets open
+        del self._group, self._work  # both references would keep sockets open
         succeeded = await_ordered(self._session, group, work)
         if not succeeded:
             _clear(self._cleared)
@@ -351,18 +349,18 @@ def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class CompressedScatter:
-    """Reduces and scatters one unit's gradients in compressed form."""
+    """Compressed reduce-scatter of one unit's gradients."""
 
     def __init__(
         self, compression: GradientCompression, session: StrategySession, number: int
     ) -> None:
-        """`number`: number of the unit, the same on all ranks."""
+        """`number`: number of the unit; the same on all ranks."""
         self._compression = compression
         self._session = session
         self._number = number
 
     def __call__(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """Starts to reduce `full` in compressed form and to scatter the sum into `shard`."""
+        """Starts a compressed reduce-scatter of `full` into `shard`."""
         session, group = self._session, self._session.group
         step = session.step
         with LosingStep(session):
@@ -398,9 +396,9 @@ class _Scattering:
         self._shard = shard
 
     def wait(self) -> bool:
-        """Waits for the reduction. Clears the shard if the step is lost."""
+        """Waits for the reduction. If the step is lost, fills the shard with zeros."""
         group, reduction, shard = self._group, self._reduction, self._shard
-        del self._group, self._reduction  # these references keep sockets open
+        del self._group, self._reduction  # these references would keep sockets open
         if shard is None or group is None or reduction is None:
             return shard is not None
         with (

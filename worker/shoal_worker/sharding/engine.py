@@ -1,19 +1,18 @@
 """Engine of zero1, zero2, zero3, fsdp and hsdp: the elements of parameters, gradients and optimizer
-state are sharded over the ranks.
+state are sharded across ranks.
 
-The strategies differ in the state that is sharded (`Stage`), in the parameters that one collective
-covers (`groups`), and in the number of replicas (`divide`). (Rajbhandari et al., "ZeRO", SC 2020,
-sections 5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat
-pieces of parameters, which is correct for elementwise optimizers such as Adam. For optimizers that
-need entire tensors (Muon, Adafactor), each tensor is assigned to one rank
-(`UnitLayout.whole_tensors`).
+The strategies differ in which state is sharded (`Stage`), in which parameters one collective covers
+(`groups`), and in the number of replicas (`divide`). (Rajbhandari et al., "ZeRO", SC 2020, sections
+5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat pieces of
+parameters, which is correct for elementwise optimizers such as Adam. For optimizers that need
+entire tensors (Muon, Adafactor), each tensor is assigned to one rank (`UnitLayout.whole_tensors`).
 
-A step ends as described in `engine/partitioned.py`. A rank's gradients are prepared when it has
-summed the gradients of its shard and has sent the sum to the mirror holder. The mirror holder keeps
-the shard's parameters and optimizer state as additional pieces of its own optimizer. The commit
-all-reduce also determines which parameters were used and how the buffers changed. Owners and mirror
-holders apply the same update. After a failure, the shards are redistributed for the new group
-(`reshard`). `sharded_state.py` contains the operations on the state between steps, and
+A step ends as described in `engine/partitioned.py`. A rank's gradients are prepared once the
+gradients of its shard are summed and the sum has been sent to the mirror holder. The mirror holder
+keeps the shard's parameters and optimizer state as additional pieces of its own optimizer. The
+commit all-reduce also determines which parameters were used and how the buffers changed. Owners and
+mirror holders apply the same update. After a failure, the shards are redistributed for the new
+group (`reshard`). `sharded_state.py` contains the operations on the state between steps, and
 `execution.py` gathers units during the passes. Everything runs on the training thread, in the same
 order on every rank.
 """
@@ -69,32 +68,32 @@ _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """Empty tensor with the dtype and device of the commit sum."""
 
 Groups = Callable[[nn.Module, ShardingConfiguration], list[ParameterGroup]]
-"""Function that divides a model's parameters into units, each gathered or reduced by one
-collective. The unit of the outermost module comes first."""
+"""Function that divides a model's parameters into units, each gathered or reduced in one
+collective. The outermost module's unit comes first."""
 Divide = Callable[[Topology], Division]
-"""Function that returns the division of the model over the ranks, given how the ranks are
-distributed over hosts."""
+"""Function that returns how the ranks are divided into replicas, given their distribution across
+hosts."""
 
 OPTIONS: Final = frozenset({"elementwise_optimizer", "whole_tensors"})
-"""Keyword arguments of `as_distributed` read by this engine."""
+"""Keyword arguments of `as_distributed` that this engine reads."""
 SETTINGS: Final = frozenset({"param_dtype", "reduce_dtype", "offload", "mirrors"})
 """Fields of `ShardingConfiguration` that this engine reads and some other engines do not."""
 
 
 def in_buckets(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
     """Divides a model's parameters into buckets. A bucket is reduced as soon as the backward pass
-    has computed all its gradients."""
+    has computed all of its gradients."""
     return by_bytes(module, config.bucket_cap_mb << 20)
 
 
 def in_blocks(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
-    """Divides a model's parameters into blocks. A block's parameters are gathered only while the
-    block computes."""
+    """Divides a model's parameters into blocks. A block's parameters are gathered only during the
+    block's passes."""
     return by_modules(module, config.shard_modules, at_least=config.minimum_parameter_group_size)
 
 
 def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
-    """Converts the floating-point tensors within `inputs` to `dtype`."""
+    """Converts the floating-point tensors in `inputs` to `dtype`."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
@@ -104,11 +103,11 @@ def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
 
 class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     """Engine of a model whose optimizer state, and possibly gradients and parameters, are sharded
-    over the ranks."""
+    across ranks."""
 
     _payload_type = ShardedCommitPayload
     _execution: ShardedExecution
-    """Gathers and reduces units in the passes. Created when the module has values."""
+    """Gathers and reduces units in the passes. Created once the module has values."""
 
     def __init__(
         self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None
@@ -118,16 +117,17 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
         Args:
             setup: the model and its configuration.
-            stage: state that is sharded. groups: function that divides the parameters into units.
-                divide: function that divides the ranks into replicas, each of which has all shards;
-                None: all ranks form one replica.
+            stage: state that is sharded.
+            groups: divides the parameters into units.
+            divide: divides the ranks into replicas, each of which has all shards; None: all ranks
+                form one replica.
         """
         super().__init__(setup)
         self.stage = stage
         self._compression = compression_of(self.config.compressor, self._session)
         self._weighed = False
         """True if the weight of the gradients is already known for this micro-batch, or for this
-            step."""
+        step."""
         self._frozen_pass = False
         """True if all parameters were frozen in the last forward pass."""
         compressor = self.config.compressor
@@ -147,7 +147,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._weights = 0.0
         """Weight of this rank's micro-batches in this step."""
         self._changes: torch.Tensor | None = None
-        """Weighted changes of the buffers by this rank's micro-batches."""
+        """Weighted changes that this rank's micro-batches made to the buffers."""
         self._build()
 
     def _unit(self, part: ParameterGroup) -> Unit:
@@ -229,7 +229,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._weighed = self._frozen_pass = False
 
     def _micro_batch_begins(self) -> None:
-        """Prepares the passes of a micro-batch."""
+        """Prepares a micro-batch's passes."""
         step = self._session.step
         self._weighed = False
         if step is not None:
@@ -238,15 +238,15 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._execution.begin_passes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass. In training, its backward pass reduces the gradients over
-        all ranks."""
+        """Runs the module's forward pass. In training, its backward pass reduces the gradients
+        across ranks."""
         self._frozen_pass = False
         if self._trains:
             self._execution.take_gradients_last()
             step = self._session.lifecycle.ensure_step()
             if (
                 step.source is not None
-            ):  # otherwise the script may only be trying out the model, outside of a step
+            ):  # otherwise the script may only be trying the model out, outside of a step
                 check_reproducible(self.config, step)
             if step is self._session.step:
                 self._weigh(step)
@@ -263,7 +263,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a forward pass whose backward pass reduces nothing."""
+        """Runs a forward pass whose backward pass does not reduce gradients."""
         self._execution.reduces_in_backward = False
         self._frozen_pass = True
         if self.config.param_dtype is not None:
@@ -295,7 +295,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     def _before_backward(self) -> None:
         """Prepares a backward pass before its first gradient is used. The forward pass may have
-        covered only part of the module."""
+        covered only a part of the module."""
         step = self._session.step
         if step is None or step.share is None or self._frozen_pass:
             return
@@ -310,9 +310,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._execution.refuse_half_a_pass()
 
     def _prepare_pass(self, step: Step) -> None:
-        """Runs before the first collective of a step. Sets when gradients are reduced and how
-        compressed gradients are weighted. If parameters are sharded, the ranks also tell each other
-        which passes they run."""
+        """Prepares a step's passes before its first collective. Determines when gradients are
+        reduced and how compressed gradients are weighted. If parameters are sharded and there are
+        micro-batches, the ranks also exchange which collectives their passes issue."""
         self._execution.reduces_in_backward = (
             self.stage > Stage.OPTIMIZER or not step.in_micro_batches
         )
@@ -335,8 +335,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # ------------------------------------------------------------------------------------- training
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Undoes the given update or, if it is undone, repeats it. Other ranks' parts of unsharded
-        parameters are fetched before the next step at the latest."""
+        """Undoes the given update or, if it has been undone, reapplies it. Other ranks' parts of
+        unsharded parameters are fetched by the start of the next step."""
         # otherwise data could be read before its copy to host memory is complete
         self._held.bring_mirrors()
         super().exchange_update(update)
@@ -352,8 +352,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """Returns the entire state before the first step. Afterwards, returns only the state that
-        is not sharded."""
+        """Implements `TrainingEngine.capture`: before the first step, returns the complete state;
+        afterwards, only the state that is not sharded."""
         if self._held.whole:
             return self._held.capture_whole() | {
                 "applied": self._applied,
@@ -415,9 +415,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             else self._writes.apart(names)
         )
 
+    @override
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Checks a state. If the model is on the meta device, creates its parameters from the
-        state."""
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 
@@ -472,7 +471,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
                 number=step.placement.generation, rank=step.placement.rank, topology=topology
             )
         elif self.stage is not Stage.PARAMETERS:
-            self._execution.gather_all()  # if a failure prevented this after the update
+            self._execution.gather_all()  # in case a failure prevented this after the update
         # operations between steps may have moved the mirrors to the device
         self._held.mirrors.put_away(self.optimizer)
         if self._compression is not None:
@@ -584,7 +583,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             extremes.agree(group.exchange(made) if group is not None else [made])
 
     def _buffer_changes(self, step: Step) -> torch.Tensor:
-        """Returns this rank's contribution to the changes of the buffers."""
+        """Returns this rank's contribution to the changes of buffers."""
         if step.in_micro_batches:
             return (
                 torch.zeros(self._step_buffers.size, dtype=torch.float64)
@@ -614,8 +613,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._execution.drop_gradients()
 
     def _updated(self) -> None:
-        """After an update, fetches the pieces of unsharded parameters that other ranks have
-        updated."""
+        """Fetches the pieces of unsharded parameters that other ranks have updated."""
         self._held.updated()
         self._execution.applied()
 
@@ -690,7 +688,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the unsharded state, including the compression residuals of every rank."""
+        """Implements `TrainingEngine.assemble`. The state includes every rank's compression
+        residuals."""
         whole = self._held.assemble(channel)
         return (
             whole
@@ -709,11 +708,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns this rank's shards, its mirrors, and its unsharded state."""
+        """Returns this rank's shards, its mirrored shards, and its unsharded state."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the parameters if they are not sharded."""
+        """Returns the parameters, unless they are sharded."""
         parameters = {}
         if self._carries_writes:
             with inside():
@@ -725,8 +724,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @torch.no_grad()
     def consolidate(self, channel: Channel) -> None:
-        """Fetches parameters that every rank has unsharded but only their owners have updated. Also
-        restores a consistent state if only some ranks have begun the first step."""
+        """Fetches unsharded parameters that only their owners have updated. Also restores a
+        consistent state if only some ranks have begun the first step."""
         if self._parts is not None:
             self._parts.make_whole_again(channel)
             self._parts.fill(channel)
@@ -761,8 +760,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def layout(self) -> dict[str, Any]:
-        """Returns a description: what is sharded, the number of shards, the number of owners of
-        each shard, and whether shards are mirrored."""
+        """Describes the sharding: what is sharded, the number of shards, how many ranks own each
+        shard, and whether shards are mirrored."""
         division = (
             self._parts.division if self._parts is not None else Division(world_size=1, shards=1)
         )

@@ -2,16 +2,16 @@
 passes.
 
 - Forward: before a unit's module runs, its parameters are gathered, and gathering of the next
-  `prefetch` units starts. Afterwards the parameters are freed. The outermost unit remains gathered,
-  since its own layers run first and last (embedding and head).
-- Backward: before the first gradient enters a unit, the unit is gathered again. When the gradients
-  have left its module, the unit's own gradients are reduced and the unit is freed. If nothing is
-  gathered, the unit is reduced when all its parameters have their gradients.
+  `prefetch` units starts. After it has run, its parameters are freed. The outermost unit remains
+  gathered, because its own layers run first and last (embedding and head).
+- Backward: before the first gradient enters a unit, the unit is gathered again. When the backward
+  pass has left its module, the unit's own gradients are reduced and the unit is freed. If units are
+  not gathered, a unit is reduced when all of its parameters have their gradients.
 - Reductions are issued in a fixed order, last unit first, regardless of the order in which
   gradients arrive, and each unit is reduced in every backward pass. Ranks therefore issue the same
   collectives even if some of them do not use a parameter. Gathers are issued in the order of the
-  passes, which must run through the blocks in the same order on all ranks; `issued` detects ranks
-  that differ.
+  passes, which must run through the blocks in the same order on all ranks; `issued` detects
+  differences between ranks.
 
 This module does not know about steps: the caller determines the weight of the next gradients and
 when to reduce (`engine.py`). Everything runs on the training thread or, in a backward pass, on
@@ -46,15 +46,15 @@ from shoal_worker.torch_internals import after_backward, in_backward, uncompiled
 
 
 class GradientHook:
-    """Hook that calls a method when autograd has accumulated a parameter's gradient.
+    """Hook that calls a method once autograd has accumulated a parameter's gradient.
 
     The hook must not refer to the parameter: Python's garbage collector does not see such a cycle,
     and the model would never be freed.
     """
 
     def __init__(self, ready: Callable[[int, int], None], number: int, index: int) -> None:
-        """`ready`: method that is called with `number` and `index`. Only a weak reference to its
-        object is kept."""
+        """`ready`: method to call with `number` and `index`. Only a weak reference to its object is
+        kept."""
         self._ready, self._number, self._index = weakref.WeakMethod(ready), number, index
 
     def __call__(self, _: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ class GradientHook:
 
 
 class _ModuleHook:
-    """A hook of one module. In a copy of the module (`clone`) it does nothing."""
+    """Hook of one module. In a copy of the module (`clone`), it does nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _do_nothing
@@ -80,8 +80,8 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
 class BeforeForward(_ModuleHook):
-    """Hook that calls a function with a module's inputs before the module runs. Registered with
-    `with_kwargs=True`."""
+    """Hook that calls a function with a module's inputs before the module runs. Must be registered
+    with `with_kwargs=True`."""
 
     def __init__(self, call: Callable[[Any], None]) -> None:
         self._call = call
@@ -102,10 +102,11 @@ class AfterForward(_ModuleHook):
         self._call(output)
 
 
-# --------------------------------------------------------------------- gathering, freeing, reducing
+# -------------------------------------------------------------------------- gather, free and reduce
 
 _IN_FLIGHT: Final = 2
-"""Maximum number of reductions in progress. Each needs memory for a full gradient of its unit."""
+"""Maximum number of reductions in progress at the same time. Each needs memory for a full gradient
+of its unit."""
 
 
 class Block:
@@ -120,24 +121,25 @@ class Block:
             if not type(part).__module__.startswith("torch.nn.modules.")
         ]
         self._before: list[tuple[Any, dict[int, tuple[torch.Tensor, int]]]] = []
-        """Inputs of each forward pass in progress, and the tensors visible in the inputs and in
-        attributes when the pass began, with torch's count of changes to each tensor."""
+        """For each forward pass in progress: its inputs, and the tensors that were visible in the
+        inputs and in attributes when the pass began, with torch's version counter of each
+        tensor."""
         self.open = 0
-        """Number of forward passes through the module whose backward pass is not finished."""
+        """Number of forward passes through the module whose backward pass has not finished."""
         self.passes_gradients = False
         """True if a backward pass may run through the module: it has trained parameters, or inputs
         that require a gradient."""
 
     def begins(self, inputs: Any) -> None:
-        """Records the beginning of a forward pass with gradients."""
+        """Records the beginning of a forward pass that computes gradients."""
         self._before.append(
             (inputs, {id(tensor): (tensor, tensor._version) for tensor in self._visible(inputs)})
         )
 
     def left_behind(self) -> list[torch.Tensor]:
-        """Ends the last forward pass. Returns the tensors that the pass has stored in its
-        inputs, for example by appending to a list, and in attributes of modules, such as an
-        auxiliary loss."""
+        """Ends the last forward pass. Returns the tensors that the pass has stored in its inputs,
+        for example by appending to a list, or in attributes of modules, such as an auxiliary
+        loss."""
         if not self._before:
             return []
         inputs, before = self._before.pop()
@@ -159,7 +161,7 @@ class Block:
 
 
 class ShardedExecution:
-    """Gathers, frees and reduces the units of one module in its passes."""
+    """Gathers, frees and reduces the units of one module during its passes."""
 
     def __init__(
         self,
@@ -170,10 +172,10 @@ class ShardedExecution:
         *,
         prefetch: int = 1,
     ) -> None:
-        """`units`: the modules that are units, outermost first, each with the units of its
-        parameters (one for each dtype; trained and frozen). `whereabouts`: record of where the
-        model's hidden parameters are; None if they belong to no model. `prefetch`: number of blocks
-        gathered ahead."""
+        """`units`: the modules that are gathered together, outermost first, each with the units of
+        its parameters (separate for each dtype, and for trained and frozen parameters).
+        `whereabouts`: record of where the model's hidden parameters are; None if they do not belong
+        to a model. `prefetch`: number of blocks gathered ahead."""
         self._collectives = collectives
         self._stage = stage
         self._whereabouts = whereabouts or Whereabouts()
@@ -184,9 +186,9 @@ class ShardedExecution:
         self.factor: float | None = None
         """Weight of the next gradients; None: no gradients are expected."""
         self.came = False
-        """True if a gradient has arrived since the last `forget`, even with weight zero."""
+        """True if a gradient has arrived since the last `forget`, even one with weight zero."""
         self.before_backward: Callable[[], None] = _do_nothing
-        """Function called when a backward pass begins, before any gradient is used."""
+        """Function to call when a backward pass begins, before any gradient is used."""
         self.reduces_in_backward = True
         """True if gradients are reduced as they become ready; False if `reduce_rest` reduces
         them."""
@@ -197,20 +199,20 @@ class ShardedExecution:
         self._blocks = [block for _, block in modules]
         self._root = self._blocks[0]
         self._order: list[Block] = []
-        """Blocks in the order of the last forward pass, for prefetching."""
+        """Blocks in the order of the last forward pass, used for prefetching."""
         self._visited: list[Block] = []
         self._root_forwards = 0
-        """Number of forward passes of the outermost module in progress. There are several if a
-        model calls itself, as in a LightningModule's `training_step`."""
+        """Number of forward passes of the outermost module in progress. There are several if the
+        module calls itself, as in a LightningModule's `training_step`."""
         self.pinned = False
         """True if units stay gathered until `free_all`."""
         self._in_backward = False
         self._ready: dict[Unit, int] = {}
-        """Number of each unit's parameters that have a gradient in this backward pass."""
+        """Number of each unit's parameters that have received a gradient in this backward pass."""
         self._left: set[Unit] = set()
         """Units whose modules have completed this backward pass."""
         self._next = 0
-        """Index in `_reduced` of the next unit to be reduced in this backward pass."""
+        """Index in `_reduced` of the next unit to reduce in this backward pass."""
         self._on_their_way: deque[Reducing] = deque()
         self._pass: list[tuple[str, Unit]] = []
         """Collectives issued so far in the current forward and backward pass."""
@@ -219,15 +221,15 @@ class ShardedExecution:
         self._all_know = False
         """True if all ranks of this group know which collectives a pass issues."""
         self._asked = False
-        """True if the ranks have exchanged their lists of collectives in this step."""
+        """True if the ranks have already exchanged their lists of collectives in this step."""
         self._number = 0
-        """Number of the step that began last."""
+        """Number of the current or last step."""
         self._issues: Callable[[str], None] = _do_nothing
         self._hooks: list[RemovableHandle] = []
         self._on_gradients: list[tuple[torch.Tensor, RemovableHandle]] = []
         """Trained parameters, and the hooks that remove and process their gradients."""
         self._around_root: tuple[BeforeForward, AfterForward] | None = None
-        """Functions called around the outermost module's forward pass."""
+        """Hooks around the outermost module's forward pass."""
         for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
                 hook = GradientHook(self.gradient_ready, number, index)
@@ -258,8 +260,8 @@ class ShardedExecution:
     # ----------------------------------------------------------------------------- for the strategy
 
     def as_forward(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a method of the outermost module in a form that can be called like its `forward`,
-        with the module's own parameters gathered."""
+        """Returns a method of the outermost module as a function that can be called like its
+        `forward`: the module's own parameters are gathered during the call."""
         if self._around_root is None:
             return method
         before, after = self._around_root
@@ -282,14 +284,14 @@ class ShardedExecution:
             unit.finish_gathering()
 
     def free_all(self) -> None:
-        """Frees all gathered parameters, except for parameters that remain unsharded between
-        passes."""
+        """Frees all gathered parameters, except those that remain unsharded between passes."""
         self.pinned = False
         for unit in self.units:
             unit.free()
 
     def applied(self) -> None:
-        """Fetches unsharded parameters after the optimizer has updated the shards."""
+        """Marks unsharded parameters as outdated and fetches their new values. Must be called after
+        the optimizer has updated the shards."""
         for unit in self.units:
             unit.changed()
         if self._stage is not Stage.PARAMETERS:
@@ -298,7 +300,7 @@ class ShardedExecution:
 
     @property
     def passed(self) -> list[tuple[str, int]]:
-        """Kind and unit of each collective in one forward and backward pass. Used by `take_part` on
+        """Kind and unit of each collective in one forward and backward pass, for `take_part` on
         this rank or on a joiner."""
         return [(kind, self._numbers[unit]) for kind, unit in self._whole_pass]
 
@@ -307,9 +309,10 @@ class ShardedExecution:
         self._whole_pass = [(kind, self.units[number]) for kind, number in collectives]
 
     def learn_passes(self, group: Group) -> None:
-        """Learns the other ranks' passes before the first collective of a step in which a rank may
-        have no micro-batch. The ranks exchange their passes once per generation. If no rank knows a
-        pass, as in the run's first step, the parameters remain unsharded for that step.
+        """Learns from other ranks which collectives a pass issues, because a rank without a
+        micro-batch must issue them too. Must be called on all ranks, before a step's first
+        collective. The ranks exchange this once per generation. If no rank knows, as in the run's
+        first step, the parameters remain unsharded for that step.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -326,18 +329,18 @@ class ShardedExecution:
             self._all_know = True
 
     def keep_whole(self) -> None:
-        """Keeps units gathered until the update. Passes then issue no gathers, but are recorded as
-        if they did. A rank without samples can therefore take part although it does not know the
-        collectives of a pass."""
+        """Keeps units gathered until the update. Passes then do not issue gathers, but record them
+        as if they did. A rank without samples can therefore take part without knowing a pass's
+        collectives."""
         self.gather_all()
         for unit in self.units:
             unit.resident = True
             unit.free()
 
     def take_part(self) -> None:
-        """Takes part in a pass of other ranks for which this rank has no samples: issues the same
-        collectives, with zero gradients. If no pass is known, issues only the reductions, because
-        parameters are then unsharded on all ranks."""
+        """Participates in a pass of other ranks although this rank has no samples for it: issues
+        the same collectives, with zero gradients. If a pass's collectives are not known, issues
+        only the reductions, because parameters are then unsharded on all ranks."""
         self.free_all()
         for kind, unit in list(self._whole_pass) or [("reduce", unit) for unit in self._reduced]:
             if kind == "gather":
@@ -349,10 +352,11 @@ class ShardedExecution:
         self._pass = []
 
     def reduce_rest(self) -> None:
-        """Reduces the gradients that no backward pass has reduced, and waits for all sums.
+        """Reduces all gradients that have not been reduced in a backward pass, and waits for all
+        sums.
 
         Raises:
-            ConfigurationError: the script has set a gradient by itself.
+            ConfigurationError: the script has set a gradient itself.
         """
         for unit in self._reduced:
             unit.hidden.refuse_set_gradients()
@@ -363,9 +367,9 @@ class ShardedExecution:
             self._on_their_way.popleft().wait()
 
     def begin_step(self, number: int, issues: Callable[[str], None] = _do_nothing) -> None:
-        """Begins step number `number` of this model: calls `forget` and, if a lost step is
-        repeated, drops the gradients of the first attempt. `issues`: function called before this
-        rank issues a collective."""
+        """Begins step number `number` of this model: calls `forget` and, if an aborted step is
+        repeated, drops the gradients of the first attempt. `issues`: called before this rank issues
+        a collective."""
         self.forget()
         if number == self._number:
             self.drop_gradients()
@@ -375,22 +379,22 @@ class ShardedExecution:
 
     @property
     def carries(self) -> bool:
-        """True if gradients of the previous step were not cleared and no gradient of this step has
-        arrived yet."""
+        """True if gradients of the previous step have not been cleared and no gradient of this step
+        has arrived yet."""
         return not self.came and any(unit.hidden.have_gradients for unit in self._reduced)
 
     def take_gradients_last(self) -> None:
-        """Makes Shoal's gradient hooks run after those of the user, which may change the gradient.
-        Called before each forward pass, because the user may register hooks at any time."""
+        """Makes Shoal's gradient hooks run after the user's hooks, which may change the gradient.
+        Must be called before each forward pass, because the user may register hooks at any time."""
         run_last(self._on_gradients)
 
     def begin_passes(self) -> None:
-        """Starts to record the collectives of a micro-batch's passes."""
+        """Starts recording the collectives of a micro-batch's passes."""
         self._pass = []
 
     def end_passes(self) -> None:
-        """Ends the recording of passes. The list of their collectives is kept, because a rank
-        without samples must issue the same ones."""
+        """Stops recording. The list of collectives is kept, because a rank without samples must
+        issue the same ones."""
         if self._pass and not self._collectives.lost:
             # otherwise some collectives were issued twice, and some not at all
             self._whole_pass = self._pass
@@ -398,7 +402,7 @@ class ShardedExecution:
 
     def refuse_half_a_pass(self) -> None:
         """Raises PreconditionError if a backward pass of this step was aborted by an error. Does
-        nothing if called within a backward pass."""
+        nothing within a backward pass."""
         if self._in_backward and not in_backward():
             raise half_a_pass()
 
@@ -420,9 +424,9 @@ class ShardedExecution:
             unit.forget_gradients()
 
     def drop_gradients(self) -> None:
-        """Drops the gradients left from the last step and the gradients already summed in the
-        current step. An autograd graph that was built earlier may still produce more gradients,
-        which keep their weight."""
+        """Drops gradients left from the last step, and gradients already summed in the current
+        step. An autograd graph built earlier may still produce more gradients, which keep their
+        weight."""
         if self._whereabouts.pending:
             factor = self.factor
             self.forget()
@@ -431,13 +435,13 @@ class ShardedExecution:
             unit.hidden.drop_gradients()
 
     def show_gradients(self) -> None:
-        """Restores `grad` of the parameters for a training forward pass."""
+        """Restores the parameters' `grad` for a training forward pass."""
         for unit in self._reduced:
             unit.hidden.show_gradients()
 
     def resharded(self) -> None:
-        """Forgets the recorded passes, because the ranks of a new group may have made different
-        ones."""
+        """Forgets the order of blocks, and that all ranks know a pass's collectives, because the
+        ranks of a new group may differ."""
         self._order = []
         self._visited = []
         self._all_know = False
@@ -445,7 +449,7 @@ class ShardedExecution:
     # -------------------------------------------------------------------------------- for the hooks
 
     def before_forward(self, block: Block, inputs: Any) -> None:
-        """Gathers a block that is about to compute."""
+        """Gathers a block before it computes, and starts gathering the next ones."""
         if block is self._root and not self._in_backward:
             if self._root_forwards == 0:
                 self._visited = []
@@ -483,27 +487,25 @@ class ShardedExecution:
         elif not when_gradients_come(
             [output, *left_behind], lambda _: self._before_backward(block), mode="any"
         ):
-            # The output may be an object whose tensors cannot be found. The block is then freed at
-            # the end of the backward pass.
+            # The output may be an object whose tensors cannot be found. The block is then freed
+            # when the backward pass ends.
             stays = stays or block.passes_gradients
         if not stays:
             for unit in block.units:
                 unit.free()
 
     def show_copies(self, _: Any) -> None:
-        """Makes parameters that are copies of shards visible to the module, before the module
-        computes with them."""
+        """Makes parameters that are copies of shards visible to the module before it computes."""
         for unit in self.units:
             unit.hidden.show()
 
     def hide_copies(self, _: Any) -> None:
-        """Hides parameters that are copies of shards, after the module has computed. Frees the
-        parameters unless a backward pass follows."""
+        """Frees all parameters after the module has computed, unless a backward pass follows."""
         if not torch.is_grad_enabled():
             self.free_all()
 
     def gradient_ready(self, number: int, index: int) -> None:
-        """Processes a parameter's gradient that has become ready in this backward pass. `number`:
+        """Processes a parameter's gradient, which has become ready in this backward pass. `number`:
         index of the unit in the order of reduction. `index`: index of the parameter in the unit.
 
         Raises:
@@ -540,7 +542,7 @@ class ShardedExecution:
                 self._start(self._order[position - ahead].units)
 
     def _after_backward_of(self, block: Block) -> None:
-        """Reduces and frees a block once the backward pass has left its module. By then, all
+        """Reduces and frees a block once the backward pass has left its module. At that time, all
         gradients of the module are complete, because autograd runs the most recently created nodes
         first and accumulates gradients immediately."""
         self._enter_backward()
@@ -582,8 +584,8 @@ class ShardedExecution:
         self._next = 0
 
     def _is_ready(self, unit: Unit) -> bool:
-        # If units are gathered during the pass, the point at which a reduction is issued must not
-        # depend on the parameters that this rank uses.
+        # If units are gathered during passes, the time of a reduction must not depend on which
+        # parameters this rank uses.
         return (
             unit in self._left
             if self._stage is Stage.PARAMETERS

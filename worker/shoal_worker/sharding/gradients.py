@@ -1,12 +1,12 @@
-"""Summed gradients of a step on this rank, for its own shard and the shard that it mirrors.
+"""This rank's summed gradients of a step, for its own shard and the shard that it mirrors.
 
-The squared norm can be summed exactly, so that it does not depend on how elements are distributed
-over ranks. Squares of float32 numbers are exact in float64. Each square is split into digits of 20
-bits at fixed positions; the digits of one position add up to integers below 2^53 for 2^31 elements,
-which float64 represents exactly, even through an all-reduce. (The idea of a long accumulator:
+The squared norm can be summed exactly, so that it does not depend on the distribution of elements
+across ranks. Squares of float32 numbers are exact in float64. Each square is split into digits of
+20 bits at fixed positions; the digits at one position add up to integers below 2^53 for 2^31
+elements, which float64 represents exactly, even in an all-reduce. (The idea of a long accumulator:
 Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8.)
 
-How a step ends is decided elsewhere (`engine.py`). Used by the training thread only.
+`engine.py` decides how a step ends. Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shoal_worker.sharding.unit import Unit
 
 _BITS: Final = 20
 _HIGHEST: Final = 260
-"""Binary exponent that exceeds the exponents of all squares of float32 numbers."""
+"""Binary exponent above the exponents of all squares of float32 numbers."""
 DIGITS: Final = 28
-"""Number of digits. They reach 2^-300, below the square of the smallest float32 number."""
+"""Number of digits. The last one is 2^-300, below the square of the smallest float32 number."""
 
 
 def square_digits(values: torch.Tensor) -> torch.Tensor:
@@ -58,12 +58,13 @@ def from_digits(digits: Sequence[float]) -> float:
 
 
 _SQUARED_AT_ONCE: Final = 1 << 16
-"""Number of elements processed at a time on a CPU, so that their float64 copies stay in the cache.
-Copies of an entire shard would take four times its size and determine the step's peak memory."""
+"""Number of elements processed at a time on a CPU, so that their float64 copies fit in the cache.
+Copies of an entire shard would be four times as large as the shard and determine the step's peak
+memory."""
 
 
 class CutGradients:
-    """Gradients of all trained units on this rank."""
+    """Gradients of all trained units on this rank, for its own and its mirrored shard."""
 
     def __init__(self, trained: Sequence[Unit], *, exact: bool) -> None:
         """`exact`: True if the norm must be bitwise independent of the number of ranks."""
@@ -72,7 +73,7 @@ class CutGradients:
 
     @property
     def touched(self) -> list[bool]:
-        """One flag per trained parameter: True if this rank used the parameter in this step."""
+        """One flag per trained parameter: True if this rank has used it in this step."""
         return [flag for unit in self._trained for flag in unit.touched]
 
     def pass_on(self, collectives: Collectives, division: Division) -> bool:
@@ -92,8 +93,8 @@ class CutGradients:
         return [pending.wait() for pending in on_their_way].count(False) == 0
 
     def squared_norm_part(self, counted: Sequence[Unit]) -> torch.Tensor:
-        """Returns this rank's part of the squared norm, as float64 numbers to be summed over the
-        ranks. `counted`: units whose norm is counted on this rank only."""
+        """Returns this rank's part of the squared norm, as float64 numbers to be summed across
+        ranks. `counted`: units that this rank, but no other rank, counts."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
         plain = squared_norms(gradients).sum().cpu().view(1)
         if not self._exact:
@@ -107,7 +108,8 @@ class CutGradients:
         )
 
     def squared_norm(self, summed: torch.Tensor) -> float:
-        """Returns the squared norm of all gradients. `summed`: sum of the ranks' parts."""
+        """Returns the squared norm of all gradients. `summed`: sum of all ranks' results of
+        `squared_norm_part`."""
         return (
             from_digits(summed[1:].tolist())
             if self._exact and summed[0].isfinite()
@@ -116,7 +118,8 @@ class CutGradients:
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
         """Sets the optimizer's gradients to the sums divided by `divisor`. `present`: for each
-        parameter, True if some rank used it; parameters that no rank used get no gradient."""
+        parameter, True if any rank has used it; parameters that no rank has used get no
+        gradient."""
         flags = iter(present)
         for unit in self._trained:
             here = [next(flags) for _ in unit.parameters]
@@ -131,7 +134,8 @@ class CutGradients:
             torch._foreach_mul_(gradients, factor)
 
     def norm_here(self) -> float:
-        """Returns the norm of the optimizer's gradients for this rank's own and mirrored shard."""
+        """Returns the norm of the optimizer's gradients on this rank, for its own and mirrored
+        shard."""
         return math.sqrt(float(squared_norms(self._handed_out()).sum()))
 
     def _handed_out(self) -> list[torch.Tensor]:
@@ -142,8 +146,8 @@ class CutGradients:
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the squared norm of each gradient on the gradient's device, without synchronizing.
-    Computes in float64, because squares of large gradients overflow float32."""
+    """Returns the squared norm of each gradient, on the gradient's device and without
+    synchronizing. Computes in float64, because squares of large gradients overflow float32."""
     return (
         torch.stack([_squared_norm(each) for each in gradients])
         if gradients
@@ -153,7 +157,7 @@ def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     if not gradient.is_cpu:
-        # a single kernel, which converts while reading
+        # a single kernel, which converts the values as it reads them
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         return norm.square()
     return torch.stack(

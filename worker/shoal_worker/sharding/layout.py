@@ -1,23 +1,23 @@
-"""Layout of sharded elements over ranks, and their movement when the layout changes. Pure
+"""Layout of sharded elements across ranks, and their movement when the layout changes. Pure
 arithmetic: all ranks compute the same results.
 
 A unit (`UnitLayout`) is gathered and reduced in one collective. Its parameters, in order, fill a
-vector that is padded to equal shards of complete cache lines, one per rank. A rank's shard is
-divided into pieces at the boundaries of parameters. The optimizer gets one piece per parameter,
-possibly empty, so that parameter groups keep their meaning.
+vector, which is padded so that it can be divided into equal shards of complete cache lines, one per
+rank. A rank's shard is divided into pieces at the boundaries between parameters. The optimizer gets
+one piece per parameter, possibly empty, so that parameter groups keep their meaning.
 
 An optimizer that needs entire tensors requires a different layout (`whole_tensors`): each parameter
 has one owner, and the pieces of all other ranks are empty. All shards are padded to the length of
 the longest one, so that the same collectives can be used.
 
-A `Division` defines the number of shards of a model, and the shards of each rank. Ranks that
+A `Division` defines the number of shards of a model, and which shards each rank has. Ranks that
 together have all shards form a replica. The ranks of a replica are consecutive, so a replica with
-as many ranks as a host has is on one host. With one replica, another rank mirrors each shard. With
-several replicas, each shard has copies in the other replicas and needs no mirror.
+as many ranks as a host has is on one host. With one replica, each shard is mirrored by a second
+rank. With several replicas, each shard has copies in the other replicas and is not mirrored.
 
-To move from one division to another (`runs` and the functions below it), "position p of w" denotes
-shard p of w shards of a unit. Before a move, each old position is on one or more ranks: its owners
-and its mirror holder. Afterwards, each rank has its assigned new positions. One all-to-all per
+`runs` and the functions below it move elements from one division to another. "Position p of w"
+denotes shard p of a unit's w shards. Before the move, each old position is on one or more ranks:
+its owners and its mirror holder. Afterwards, each rank has its new positions. One all-to-all per
 vector performs the move.
 """
 
@@ -34,18 +34,18 @@ import torch
 from shoal_worker.elastic.contract.generation import Topology
 
 _ALIGNMENT = 16
-"""Shards start at multiples of this number of elements, so that vectorized kernels process entire
-shards."""
+"""Shards start at multiples of this number of elements, so that vectorized kernels can process a
+shard without a remainder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A range of elements of one parameter owned by one rank."""
+    """One rank's range of the elements of one parameter."""
 
     parameter: int
     """Index of the parameter in the unit."""
     start: int = 0
-    """Index of the first element in the flattened parameter."""
+    """Index of the range's first element in the flattened parameter."""
     offset: int = 0
     """Offset of the range in the shard."""
     length: int = 0
@@ -60,25 +60,25 @@ class Segment:
     """Index of the first element, counted over all parameters in order."""
     length: int
     position: int
-    """Index of the shard with the elements."""
+    """Position of the shard that contains the elements."""
     offset: int
     """Offset of the elements in the shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """Layout of a unit's parameters over `world_size` ranks."""
+    """Layout of a unit's parameters across `world_size` ranks."""
 
     shapes: tuple[torch.Size, ...]
     world_size: int
     whole_tensors: bool = False
-    """True if no parameter is split: each parameter is in one rank's shard."""
+    """True if no parameter is split: each parameter is in a single rank's shard."""
     turn: int = 0
-    """Rank at which the assignment of whole tensors starts. It differs between units, so that no
-    rank gets the largest tensor of every unit."""
+    """Rank where the assignment of entire tensors starts. It differs between units, so that no rank
+    gets the largest tensor of every unit."""
 
     def over(self, world_size: int) -> UnitLayout:
-        """Returns the layout of the same parameters over another number of ranks."""
+        """Returns the layout of the same parameters across a different number of ranks."""
         return replace(self, world_size=world_size)
 
     @functools.cached_property
@@ -93,8 +93,8 @@ class UnitLayout:
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """Rank that owns each parameter with `whole_tensors`. The largest parameter is
-        assigned first, each to the rank with the fewest elements (Graham, "Bounds on
+        """Owner of each parameter, if `whole_tensors`. Parameters are assigned in order of size,
+        the largest first, each to the rank with the fewest elements (Graham, "Bounds on
         Multiprocessing Timing Anomalies", 1969). Depends only on sizes, `world_size` and `turn`."""
         owners, loads = [0] * len(self.shapes), [0] * self.world_size
         for index in sorted(range(len(self.shapes)), key=lambda i: (-self.numels[i], i)):
@@ -107,7 +107,7 @@ class UnitLayout:
 
     @functools.cached_property
     def shard_numel(self) -> int:
-        """Number of elements of each rank's shard, including padding."""
+        """Number of elements in each rank's shard, including padding."""
         if self.whole_tensors:
             loads = [0] * self.world_size
             for owner, numel in zip(self.owners, self.numels, strict=True):
@@ -119,7 +119,7 @@ class UnitLayout:
 
     @functools.cached_property
     def padded_numel(self) -> int:
-        """Number of elements of the flat vector."""
+        """Number of elements in the flat vector, including padding."""
         return self.shard_numel * self.world_size
 
     @functools.cached_property
@@ -134,7 +134,7 @@ class UnitLayout:
         return starts
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Returns the part of each parameter that `rank` owns, in order."""
+        """Returns `rank`'s piece of each parameter, in order."""
         first, last = rank * self.shard_numel, (rank + 1) * self.shard_numel
         pieces = []
         for index, (numel, begins) in enumerate(zip(self.numels, self.starts, strict=True)):
@@ -151,14 +151,14 @@ class UnitLayout:
         return tuple(pieces)
 
     def piece(self, shard: torch.Tensor, cut: Piece) -> torch.Tensor:
-        """Returns a piece's elements in its shard: flat, or in the parameter's shape if tensors are
-        not split and the piece is not empty."""
+        """Returns a view of a piece's elements in its shard: flat, or in the parameter's shape if
+        tensors are not split and the piece is not empty."""
         flat = shard[cut.offset : cut.offset + cut.length]
         return flat.view(self.shapes[cut.parameter]) if self.whole_tensors and cut.length else flat
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a flat vector of this layout in the shapes of the parameters. The
-        padding at the end of the vector may be missing."""
+        """Returns the parameters as views of a flat vector with this layout. The padding at the end
+        of the vector may be missing."""
         return [
             flat[start : start + numel].view(shape)
             for start, numel, shape in zip(self.starts, self.numels, self.shapes, strict=True)
@@ -193,8 +193,8 @@ class UnitLayout:
         return segments
 
     def shard_of(self, elements: torch.Tensor, position: int) -> torch.Tensor:
-        """Returns a zero-padded copy of one shard. `elements`: the parameters' `numel` elements in
-        order."""
+        """Returns a zero-padded copy of one shard. `elements`: elements of all parameters, in order
+        and without padding."""
         shard = elements.new_zeros(self.shard_numel)
         for segment in self.segments:
             if segment.position == position:
@@ -204,8 +204,8 @@ class UnitLayout:
         return shard
 
     def in_order(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the parameters' elements in order from a flat vector. The result may share memory
-        with the vector."""
+        """Returns the parameters' elements, in order and without padding, from a flat vector. The
+        result may share memory with the vector."""
         return (
             torch.cat([view.reshape(-1) for view in self.views(flat)])
             if self.whole_tensors
@@ -219,8 +219,8 @@ def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout
 
 
 def mirror_stride(topology: Topology) -> int:
-    """Returns the distance in ranks between the owner of a shard and its mirror holder: the number
-    of ranks on the largest host. Ranks of one host are consecutive, so a mirror is never on the
+    """Returns the distance in ranks from the owner of a shard to its mirror holder: the number of
+    ranks on the largest host. Since the ranks of a host are consecutive, a mirror is never on the
     same host as its shard, unless that host has more than half of the ranks."""
     return topology.most_local % topology.world_size or 1
 
@@ -233,11 +233,12 @@ class Division:
     shards: int
     """Number of shards; divides `world_size`."""
     stride: int = 1
-    """Distance in ranks from a shard's owner to its mirror holder, if there is only one replica."""
+    """Distance in ranks from a shard's owner to its mirror holder, used if there is only one
+    replica."""
 
     @property
     def replicas(self) -> int:
-        """Number of replicas, which is also the number of ranks that own each shard."""
+        """Number of replicas, and therefore of ranks that own each shard."""
         return self.world_size // self.shards
 
     @property
@@ -246,15 +247,16 @@ class Division:
         return self.replicas == 1 and self.shards > 1
 
     def position(self, rank: int) -> int:
-        """Returns the index of the rank's own shard."""
+        """Returns the position of the rank's own shard."""
         return rank % self.shards
 
     def mirrored(self, rank: int) -> int | None:
-        """Returns the index of the shard that `rank` mirrors; None if ranks mirror no shards."""
+        """Returns the position of the shard that `rank` mirrors; None if shards are not
+        mirrored."""
         return (rank - self.stride) % self.shards if self.mirrors else None
 
     def held(self, rank: int) -> list[int]:
-        """Returns the indices of all shards on `rank`, ascending."""
+        """Returns the positions of all shards on `rank`, in ascending order."""
         mirrored = self.mirrored(rank)
         return sorted({self.position(rank)} | ({mirrored} if mirrored is not None else set()))
 
@@ -271,9 +273,9 @@ def among_all(topology: Topology) -> Division:
 
 
 def in_replicas(topology: Topology, shards: int | None) -> Division:
-    """Returns a division into replicas of `shards` ranks; None: the number of ranks on the largest
-    host. If this number does not divide the number of ranks, the next larger divisor is used, so
-    that no rank has a larger part of the state than requested."""
+    """Returns a division into replicas of `shards` ranks; None: as many as the largest host has. If
+    this number does not divide the number of ranks, the next larger divisor is used, so that no
+    rank has a larger part of the state than requested."""
     world_size = topology.world_size
     wanted = min(shards or topology.most_local, world_size)
     fitting = next(number for number in range(wanted, world_size + 1) if world_size % number == 0)
@@ -282,8 +284,8 @@ def in_replicas(topology: Topology, shards: int | None) -> Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Range of elements that one rank sends to another, contiguous both in the old and in the new
-    shard."""
+    """Range of elements that one rank sends to another. It is contiguous both in the old and in the
+    new shard."""
 
     length: int
     old_position: int
@@ -295,13 +297,13 @@ class Transfer:
 def runs(
     *, old: UnitLayout, new: UnitLayout, sends: Mapping[int, int], gets: Sequence[Sequence[int]]
 ) -> list[list[list[Transfer]]]:
-    """Returns the ranges ("runs") to be sent, by sender and receiver, in the order in which
-    messages contain them.
+    """Returns the ranges of elements to be sent, by sender and receiver, in their order in the
+    messages.
 
     Args:
         old, new: layouts of the same parameters before and after the move.
-        sends: for each old position, the rank that sends it. gets: for each rank of the new group,
-            its new positions.
+        sends: old position -> rank that sends it.
+        gets: new positions of each rank of the new group.
     """
     moved = _overlaps(old.segments, new.segments)
     table: list[list[list[Transfer]]] = [[[] for _ in gets] for _ in gets]
@@ -338,7 +340,7 @@ def message(
     table: Sequence[Sequence[Sequence[Transfer]]], rank: int, shards: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
     """Returns the elements that `rank` sends, concatenated in the order of the receivers. `shards`:
-    the rank's shards by old position."""
+    the rank's shards, by old position."""
     parts = [
         shards[run.old_position][run.old_offset : run.old_offset + run.length]
         for to_receiver in table[rank]
@@ -348,8 +350,8 @@ def message(
 
 
 def sizes(table: Sequence[Sequence[Sequence[Transfer]]], rank: int) -> tuple[list[int], list[int]]:
-    """Returns the number of elements that `rank` receives from each rank, and the number that it
-    sends to each rank."""
+    """Returns how many elements `rank` receives from each rank, and how many it sends to each
+    rank."""
     received = [sum(run.length for run in row[rank]) for row in table]
     sent = [sum(run.length for run in to_receiver) for to_receiver in table[rank]]
     return received, sent
@@ -361,8 +363,8 @@ def place(
     received: torch.Tensor,
     shards: Mapping[int, torch.Tensor],
 ) -> None:
-    """Copies the data that `rank` received into its new shards. `shards`: the rank's shards by new
-    position, which are filled."""
+    """Copies the elements that `rank` has received into its new shards. `shards`: the rank's new
+    shards, by position."""
     offset = 0
     for row in table:
         for run in row[rank]:

@@ -1,15 +1,15 @@
 """Moves mirrors of shards between host memory, where they are stored, and the device, where they
 are updated.
 
-A mirror is a copy of another rank's shard with its optimizer state, so that nothing is lost if that
-rank dies. A mirror must equal the owner's shard bit for bit, but an update on the host would be
-rounded differently. It is therefore moved to the device before each update, where this rank's
-optimizer updates it together with the rank's own shard, and moved back afterwards. During the
-passes, when activations need most memory, mirrors use no device memory. The price is two transfers
-of the mirror over the bus per step.
+A mirror is a copy of another rank's shard with its optimizer state, so that the state survives if
+that rank dies. A mirror must equal the owner's shard bit for bit, but an update on the host would
+be rounded differently. Before each update, it is therefore moved to the device, where this rank's
+optimizer updates it together with the rank's own shard; afterwards, it is moved back. During the
+passes, when activations need most memory, mirrors do not use device memory. The price is two
+transfers of the mirror over the bus per step.
 
-Copies are queued on the training thread's stream, and the host does not wait for them. Only the
-training thread uses this module.
+Copies are queued on the training thread's stream, and the host does not wait for them. Must be used
+by the training thread only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 _LOOK_EVERY: Final = 16
 """Number of updates between two checks of the device's free memory."""
 _MUCH: Final = 0.8
-"""Fraction of the device's memory in use above which the device counts as short of memory."""
+"""Used fraction of the device's memory above which the device counts as short of memory."""
 
 
 class HostMemory(Protocol):
-    """Host memory in which the tensors of a device can be stored."""
+    """Host memory that can store a device's tensors."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether `tensor` is in this host memory, and not on the device."""
+        """Returns whether `tensor` is in this host memory, not on the device."""
         ...
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,8 @@ class HostMemory(Protocol):
 
 
 class PinnedMemory:
-    """Pinned host memory, so that copies run at the full speed of the bus and in parallel to work
-    on the host."""
+    """Pinned host memory, so that copies use the full speed of the bus and run in parallel with
+    work on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -84,27 +84,28 @@ def memory_beside(device: torch.device) -> HostMemory | None:
 
 
 class TravellingMirrors:
-    """Moves the mirrors of some units between the device, where updates need them, and host memory,
-    where they may be stored between updates."""
+    """Moves the mirrors of some units between the device, for updates, and host memory, where they
+    may be stored between updates."""
 
     def __init__(self, units: Sequence[Unit], where: Literal["device", "host"] | None) -> None:
-        """`where`: memory of the mirrors between updates. None: mirrors stay on the device until
-        the device is short of memory at an update, and are in host memory from then on."""
+        """`where`: memory of the mirrors between updates. None: mirrors stay on the device until it
+        is found to be short of memory during an update, and are stored in host memory from then
+        on."""
         self._units = units
         self._where = where
         self._updates = 0
         self._memory = memory_beside(units[0].device) if units and where != "device" else None
 
     def bring(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Moves all mirrors in host memory to the device."""
+        """Moves all mirrors that are in host memory to the device."""
         memory = self._memory
         if memory is not None:
             self._move(optimizer, memory.holds, memory.bring)
 
     def put_away(self, optimizer: torch.optim.Optimizer | None, *, updated: bool = False) -> None:
         """Moves all mirrors to host memory if required, and drops their gradients. `updated`: True
-        if the mirrors were updated; the device's free memory is then checked occasionally, which
-        takes 0.1 ms."""
+        if the mirrors have been updated; every 16th of these calls checks the device's free memory,
+        which takes 0.1 ms."""
         memory = self._memory
         if memory is None:
             return
@@ -144,7 +145,7 @@ class TravellingMirrors:
 def _elements(
     optimizer: torch.optim.Optimizer | None, mirror: Holding
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yields each per-element tensor in the optimizer state of a mirror, with its container and its
+    """Yields each per-element tensor in a mirror's optimizer state, with its container and its
     key."""
     for piece in mirror.pieces if optimizer is not None else ():
         state = optimizer.state.get(piece, {}) if optimizer is not None else {}

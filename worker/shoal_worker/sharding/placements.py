@@ -1,4 +1,5 @@
-"""Memory of shards and their optimizer state: with the parameters, in host memory, or in files.
+"""Memory for shards and their optimizer state: on the parameters' device, in host memory, or in
+files.
 
 Shards in host memory or in files use no device memory. Gathered parameters and gradients are on the
 device while they are used, and updates run where the shards are. (Ren et al., "ZeRO-Offload",
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 
 class ShardPlacement:
-    """Memory of shards on the same device as the parameters."""
+    """Memory for shards on the same device as the parameters."""
 
     apart = False
     """True if shards are never part of the parameters' own memory."""
@@ -38,12 +39,12 @@ class ShardPlacement:
 
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns a copy of a flat device tensor in this memory, or the tensor itself if it is
-        already there and has this dtype. Used for updates. The values are available once `arrived`
-        has returned; one call suffices for many tensors."""
+        already there and has this dtype. Used for updates. The values are available after the next
+        call of `arrived`; one call suffices for many tensors."""
         return tensor.to(self.device, dtype)
 
     def arrived(self) -> None:
-        """Waits for all values requested by `bring`."""
+        """Waits for all values requested with `bring`."""
 
 
 class HostPlacement(ShardPlacement):
@@ -54,7 +55,7 @@ class HostPlacement(ShardPlacement):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self._comes_from: torch.device | None = None
-        """Device from which a copy is pending; None if there is none."""
+        """Device of a pending copy; None if there is none."""
 
     @override
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -75,8 +76,8 @@ class HostPlacement(ShardPlacement):
 
 
 class FilePlacement(ShardPlacement):
-    """Files mapped into memory. The operating system writes them to disk when memory is short. The
-    files have no names, and each is deleted when its last tensor is freed."""
+    """Files that are mapped into memory. The operating system writes them to disk when memory is
+    short. The files have no names, and a file is deleted when its last tensor is freed."""
 
     apart = True
     keeps_files = True
@@ -124,8 +125,8 @@ class FilePlacement(ShardPlacement):
 
 
 def placement_of(offload: Literal["cpu"] | Path | None, device: torch.device) -> ShardPlacement:
-    """Returns the memory of shards selected by `offload` for parameters on `device`. For parameters
-    on the CPU, "cpu" has no effect."""
+    """Returns the memory for shards that `offload` selects, for parameters on `device`. "cpu" has
+    no effect for parameters on the CPU."""
     if isinstance(offload, Path):
         return FilePlacement(offload)
     return HostPlacement() if offload == "cpu" and device.type != "cpu" else ShardPlacement(device)

@@ -1,12 +1,12 @@
 """Redistributes sharded parameters and optimizer state when the ranks change.
 
 One all-to-all per vector sends each rank the elements that it needs (`layout.py`). No rank replaces
-its shards before every rank has confirmed that it received everything, and the previous shards are
-kept until the next commit. After a failure, one of the two shardings is therefore complete, and the
-next attempt starts from the newest complete one.
+its shards before every rank has confirmed that it has received everything, and the previous shards
+are kept until the next commit. After a failure, one of the two shardings is therefore complete, and
+the next attempt starts from the newest complete one.
 
-If a rank dies or leaves and its peers cannot reshard yet, a shard may remain on a single rank.
-Another rank then keeps a copy of it (`engine/state/holders.py`), so that nothing is lost if one
+If a rank dies or leaves and its peers cannot reshard yet, a shard may remain on a single rank. A
+second rank then keeps a copy of it (`engine/state/holders.py`), so that the state survives if one
 more rank dies.
 """
 
@@ -27,25 +27,26 @@ from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.torch_internals import pytree
 
 ELEMENTS: Final = "elements of"
-"""Key, among a parameter's scalars, of the names of the parameter's element states."""
+"""Key, among a parameter's scalars, for the names of the parameter's element states."""
 
 
 # ---------------------------------------------------------------------------- the optimizer's state
 #
-# The state of an optimizer, by the pieces of parameters that it updates.
+# The state of an optimizer, for each piece of a parameter that it updates.
 #
-# State in the shape of a piece (moments) is called an element state: it is sharded and moved like
-# the parameter. All other state (step counts) is the same on every rank, even on a rank whose piece
-# is empty. Every rank also stores the names of each parameter's element states (`ELEMENTS`),
-# because they depend on the options of the parameter group, and momentum has no other state.
+# State with the shape of a piece (moments) is called an element state: it is sharded and moved like
+# the parameter. All other state (step counts) is called scalars, and is the same on every rank,
+# even on a rank whose piece is empty. Every rank also stores the names of each parameter's element
+# states (`ELEMENTS`), because they depend on the parameter group's options, and some optimizers,
+# such as SGD with momentum, have no scalars that would show them.
 #
-# If tensors are not split, all this applies only to the owners of a parameter, and the other state
-# may be anything (sums of rows and columns, preconditioners). All ranks receive this state when the
-# optimizer state is resharded or assembled (`gather_from_owners`).
+# If tensors are not split, all this applies only to a parameter's owners, and scalars may be
+# anything (sums of rows and columns, preconditioners). All ranks receive them when the optimizer
+# state is resharded or assembled (`gather_from_owners`).
 
 
 class ShardedOptimizerState:
-    """Optimizer state of one model, by unit and by piece of a parameter."""
+    """Optimizer state of one model, by unit and by piece."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
@@ -61,7 +62,7 @@ class ShardedOptimizerState:
         return dict(sorted(found.items()))
 
     def shard(self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an element state of an entire shard as a flat tensor."""
+        """Returns an element state of an entire shard, as a flat tensor."""
         flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.placement.device)
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
             value = self._of(piece).get(key)
@@ -70,8 +71,8 @@ class ShardedOptimizerState:
         return flat
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
-        """Returns, for each parameter, its state other than element states, and `ELEMENTS`; {} for
-        a parameter without state on this rank."""
+        """Returns, for each parameter, its scalars and `ELEMENTS`; {} for a parameter without state
+        on this rank."""
         return self.scalars_of(unit, unit.own)
 
     def scalars_of(self, unit: Unit, holding: Holding) -> list[dict[str, Any]]:
@@ -87,7 +88,7 @@ class ShardedOptimizerState:
         scalars: list[dict[str, Any]],
         shards: Mapping[int, Mapping[str, torch.Tensor]],
     ) -> None:
-        """Replaces the optimizer state of the unit's current pieces. `shards`: element states by
+        """Replaces the optimizer state of the unit's current pieces. `shards`: element states, by
         position and key."""
         if self.optimizer is None:
             return
@@ -133,8 +134,7 @@ class ShardedOptimizerState:
         position: int,
         mirrored: int | None,
     ) -> None:
-        """Shards the values of a unit that is unsharded on this rank (`Unit.cut`), and its
-        optimizer state."""
+        """Shards a unit that is unsharded on this rank (`Unit.cut`), and its optimizer state."""
         scalars = self.scalars(unit)
         wholes = {key: self.shard(unit, unit.own, key, dtype) for key, dtype in keys.items()}
         unit.cut(world_size, position, mirrored)
@@ -156,8 +156,8 @@ class ShardedOptimizerState:
 def is_cut(value: object, key: str, unit: Unit, shape: torch.Size) -> TypeGuard[torch.Tensor]:
     """Returns whether a value of the optimizer state is an element state, which is sharded and
     moved like the parameter. `shape`: shape of the parameter or of its local part. If tensors are
-    not split, the value must have the parameter's dtype, so that a unit's owners agree on the dtype
-    without communication."""
+    not split, the value must have the parameter's dtype, so that all owners in a unit agree on the
+    dtype without communication."""
     return is_element(value, key, shape) and (
         not unit.layout.whole_tensors or value.dtype == unit.dtype
     )
@@ -172,8 +172,8 @@ def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[
 
 
 def _own_copy(value: Any, device: torch.device) -> Any:
-    """Returns a deep copy of a value of the optimizer state, with tensors on `device`. Tensors of
-    one element stay on the device where the optimizer keeps them."""
+    """Returns a deep copy of a value of the optimizer state, with tensors on `device`. Tensors with
+    a single element stay on the device where the optimizer keeps them."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(),
@@ -184,15 +184,15 @@ def _own_copy(value: Any, device: torch.device) -> Any:
 # --------------------------------------------------------------------------------------- resharding
 
 MOST_COPIES: Final = 4
-"""Maximum number of other ranks' shards of which a rank keeps copies. It is limited because a rank
-reports its shards in a message of fixed length."""
+"""Maximum number of other ranks' shards that a rank keeps copies of. Limited because a rank reports
+its shards in a message of fixed length."""
 _MOST_ROWS: Final = 2 + MOST_COPIES // 2
-"""Number of rows in a rank's report of its shards: one for its sharding, one for its previous
-sharding, and one for every two copies."""
+"""Number of rows in a rank's report of its shards: one for its current sharding, one for its
+previous sharding, and one for every two copies."""
 
 
 class Messages(Protocol):
-    """Message exchange between ranks."""
+    """Exchange of messages among ranks."""
 
     @property
     def rank(self) -> int: ...
@@ -202,7 +202,7 @@ class Messages(Protocol):
 
 
 class Peers(Messages, Protocol):
-    """Ranks between which shards are moved."""
+    """Ranks among which shards are moved."""
 
     @property
     def world_size(self) -> int: ...
@@ -217,24 +217,24 @@ class Peers(Messages, Protocol):
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
     ) -> None:
-        """Sends one part of a flat tensor to each rank, and receives one part from each rank."""
+        """Sends one part of a flat tensor to each rank, and receives one part from each rank.
+        `output_sizes`, `input_sizes`: number of elements received from and sent to each rank."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A sharding, and the shards that this rank has of it."""
+    """A sharding, and the positions of this rank's shards in it."""
 
     number: int
-    """Number of the generation in which the state was sharded. Newer shardings have higher
-    numbers."""
+    """Number of the generation that sharded the state. Newer shardings have higher numbers."""
     world_size: int
     """Number of shards."""
     position: int
     mirrored: int | None
 
     def row(self) -> list[int]:
-        """Returns the sharding encoded as a list of integers."""
+        """Encodes the sharding as a list of integers."""
         return [
             self.number,
             self.world_size,
@@ -244,21 +244,21 @@ class Cut:
 
 
 WHOLE: Final = Cut(number=0, world_size=1, position=0, mirrored=None)
-"""Marks a rank that has not sharded the state since it received it. Such a rank has the whole
+"""Marks a rank that has not sharded the state since it received it. Such a rank has the complete
 state, in an older version than any sharding of its peers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShards:
-    """The shards of one sharding that this rank has, by unit, position and vector."""
+    """This rank's shards of one sharding, by unit, position and vector."""
 
     cut: Cut
     vectors: list[dict[int, dict[str, torch.Tensor]]]
     scalars: list[dict[int, list[dict[str, Any]]]] | None = None
-    """Optimizer state other than element states, by unit, position and parameter, if tensors are
-    not split; otherwise None, because every rank has this state for all parameters."""
+    """Scalars of the optimizer state, by unit, position and parameter, if tensors are not split;
+    otherwise None, because every rank has the scalars of all parameters."""
     copied: bool = False
-    """True if these are copies of another rank's shards, on the CPU. They are used only if no rank
+    """True if these are copies of other ranks' shards, on the CPU. They are used only if no rank
     has the original shards any more."""
 
 
@@ -266,16 +266,16 @@ _NO_ROW: Final = [-1, 0, -1, -1, 0]
 
 
 def rows_of(held: Sequence[RankShards]) -> list[int]:
-    """Returns this rank's shardings encoded as integers. The length of the list is the same on
-    every rank."""
+    """Encodes this rank's shardings as integers. The length of the result is the same on every
+    rank."""
     row = [value for each in held for value in (*each.cut.row(), int(each.copied))]
     assert len(row) <= _MOST_ROWS * len(_NO_ROW)
     return (row + _NO_ROW * _MOST_ROWS)[: _MOST_ROWS * len(_NO_ROW)]
 
 
 def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
-    """Returns, for each shard of the newest complete sharding, the ranks that have it. `rows`: each
-    rank's result of `rows_of`. Raises ShardsLostError if no sharding is complete."""
+    """Returns the ranks that have each shard of the newest complete sharding. `rows`: all ranks'
+    results of `rows_of`. Raises ShardsLostError if no sharding is complete."""
     reported = [
         (rank, entry)
         for rank, row in enumerate(rows)
@@ -295,8 +295,8 @@ def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
 
 
 def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
-    """Returns the shards that this rank has of sharding `number`; None if it has none. The rank's
-    own shards take precedence over copies of other ranks' shards."""
+    """Returns this rank's shards of sharding `number`; None if it has none. The rank's own shards
+    take precedence over copies of other ranks' shards."""
     own = sorted(
         (each for each in held if each.cut.number == number), key=lambda each: not each.copied
     )
@@ -320,8 +320,9 @@ def merge_copies(
     arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]],
     scalars: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[RankShards]:
-    """Merges a rank's earlier copies of this sharding with the copies that it has received, by unit
-    and position. `scalars`: scalars of all parameters, if tensors are not split."""
+    """Merges a rank's earlier copies of shards of the sharding `newest` with newly received copies.
+    `arrived`: for each unit, the received copies by position. `scalars`: scalars of all parameters,
+    if tensors are not split; otherwise None."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
         if each.cut.number == newest.cut:
@@ -346,8 +347,8 @@ def merge_copies(
 
 
 VALUES = ""
-"""Name of the vector of parameter values. The other vectors are named after the optimizer's element
-states."""
+"""Name of the vector with the parameters' values. The other vectors are named after the optimizer's
+element states."""
 
 
 def hold(
@@ -356,7 +357,7 @@ def hold(
     cut: Cut,
     keys: Sequence[Mapping[str, torch.dtype]],
 ) -> RankShards:
-    """Returns this rank's current shards. Their values share memory with the units."""
+    """Returns this rank's current shards, whose values share memory with the units."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in units]
     scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in units]
     for number, (unit, own) in enumerate(zip(units, keys, strict=True)):
@@ -375,8 +376,8 @@ def hold(
 def vector_of(
     unit: Unit, shards: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns a vector of a shard. Returns zeros if tensors are not split and no tensor in the
-    shard has this element state."""
+    """Returns a vector of a shard; zeros if tensors are not split and no tensor in the shard has
+    this element state."""
     if name in shards or not unit.layout.whole_tensors:
         return shards[name]
     return torch.zeros_like(shards[VALUES], dtype=dtype)
@@ -386,7 +387,7 @@ def gather_from_owners(
     units: Sequence[Unit], sends: Mapping[int, int], mine: RankShards | None, peers: Messages
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
     """Returns `scalars` and `element_keys` of all units, as received from the rank that sends each
-    position. Used if tensors are not split. Every rank calls it and gets the same result.
+    position. Used if tensors are not split. Must be called on every rank; all get the same result.
 
     Args:
         sends, mine: results of `newest_of` and `held_of`.
@@ -430,18 +431,18 @@ def reshard(
     number: int,
     division: Division,
 ) -> tuple[Cut, RankShards | None]:
-    """Reshards all units over `peers`. Every rank calls it. Returns the new sharding, and this
-    rank's shards of the previous one. If an error is raised, nothing has changed.
+    """Reshards all units across `peers`. Must be called on every rank. Returns the new sharding,
+    and this rank's shards of the previous one. If an error is raised, nothing has changed.
 
     Args:
-        held: the shardings of which this rank has shards; empty on a joiner. scalars, keys: scalars
-            and element keys of the optimizer state, by unit; the same on all ranks. If tensors are
-            not split, their owners send both instead.
+        held: this rank's shards, by sharding; empty on a joiner.
+        scalars, keys: scalars and element keys of the optimizer state, by unit; the same on all
+            ranks. If tensors are not split, their owners send both instead.
         number: number of the new sharding.
-        division: division of `peers`.
+        division: how `peers` are divided into replicas.
 
     Raises:
-        ShardsLostError: no sharding is complete any more.
+        ShardsLostError: shards are missing for every sharding.
         MembershipChanged: the group has ended.
     """
     rank, world_size = peers.rank, peers.world_size
@@ -494,7 +495,7 @@ def reshard(
 
 
 def division_cut(division: Division, rank: int, number: int) -> Cut:
-    """Returns the shards that `rank` has in a division."""
+    """Returns the sharding of `rank` in a division, with its positions."""
     return Cut(
         number=number,
         world_size=division.shards,

@@ -1,9 +1,9 @@
-"""Parameters and optimizer state of one model on this rank: unsharded at first, then sharded over
+"""Parameters and optimizer state of one model on this rank: unsharded at first, then sharded across
 the ranks of a group.
 
 This module changes the sharding, and assembles the complete state (`whole_vectors.py`) for
-checkpoints, operations between steps, and the user. It does not know about steps (`engine.py`) or
-about gathering during passes (`execution.py`). Used by the training thread only.
+checkpoints, operations between steps, and the user. It is independent of steps (`engine.py`) and of
+gathering during passes (`execution.py`). Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ size."""
 
 
 class ShardedState(PartitionedState):
-    """State of a model's units and of the optimizer that updates them."""
+    """State of a model's units, and of the optimizer that updates them."""
 
     def __init__(
         self,
@@ -73,30 +73,29 @@ class ShardedState(PartitionedState):
         stage: Stage,
         divide: Callable[[Topology], Division] = among_all,
     ) -> None:
-        """`divide`: function that returns the division of the model, given how the ranks are
-        distributed over hosts."""
+        """`divide`: returns how the ranks are divided into replicas, given their distribution
+        across hosts."""
         self.module = module
         self.units: Sequence[Unit] = execution.units
         self.trained = [unit for unit in execution.units if unit.trained]
         self.cut: Cut | None = WHOLE
-        """The current sharding, with this rank's shards. None on a joiner that has not received
-        shards yet."""
+        """The current sharding, with the positions of this rank's shards. None on a joiner that has
+        not received shards yet."""
         self.division = Division(world_size=1, shards=1)
-        """Division of the current ranks."""
+        """Division of the current ranks into replicas."""
         self._divide = divide
         self._execution = execution
         self._stage = stage
         self._before: RankShards | None = None
-        """Shards of the previous sharding, until the next commit."""
+        """Shards of the previous sharding, until the next commit; None if there are none."""
         self._copies: list[RankShards] = []
-        """Copies of shards that would otherwise be on one other rank only, until the next
-        resharding."""
+        """Copies of shards that only one other rank has, until the next resharding."""
         self._places: list[list[ParameterIndex]] = []
-        """Parameters of each of the optimizer's groups in the user's order, as unit and index."""
+        """Parameters in each of the optimizer's groups, in the user's order, as unit and index."""
         self._state = ShardedOptimizerState(None)
         self.mirrors = TravellingMirrors(self.units, "device")
         self.whole_tensors = False
-        """True if the optimizer needs entire tensors, so that each tensor has one owner."""
+        """True if the optimizer needs entire tensors, so each tensor has one owner."""
         self._scalars: list[list[dict[str, Any]]] = [
             [{} for _ in unit.parameters] for unit in self.units
         ]
@@ -105,7 +104,7 @@ class ShardedState(PartitionedState):
         states."""
 
     def keep_tensors_whole(self) -> None:
-        """Assigns every tensor to one rank instead of splitting it. Call this method before
+        """Assigns every tensor to one rank instead of splitting it. Must be called before
         `use_optimizer` and before the first sharding."""
         self.whole_tensors = True
         for number, unit in enumerate(self.units):
@@ -136,7 +135,7 @@ class ShardedState(PartitionedState):
         self.optimizer = optimizer
         self._state = ShardedOptimizerState(optimizer)
 
-    # -------------------------------------------------------------------------------------- cutting
+    # ------------------------------------------------------------------------------------- sharding
 
     @property
     def whole(self) -> bool:
@@ -144,8 +143,8 @@ class ShardedState(PartitionedState):
         return self.cut is WHOLE
 
     def cut_whole(self, *, number: int, rank: int, topology: Topology) -> None:
-        """Shards the state for the first time. Needs no communication, because every rank has the
-        whole state. `topology`: distribution of the ranks over hosts."""
+        """Shards the state for the first time. Does not communicate, because every rank has the
+        complete state. `topology`: distribution of the ranks across hosts."""
         self.division = self._divide(topology)
         cut = division_cut(self.division, rank, number)
         for unit in self.units:
@@ -157,8 +156,8 @@ class ShardedState(PartitionedState):
         self._warn_of_padding()
 
     def reshard(self, group: Group) -> None:
-        """Reshards the state for the ranks of a new group, from the shards that these ranks have.
-        Every rank calls it.
+        """Reshards the state across the ranks of a new group, from the shards that these ranks
+        have. Must be called on every rank.
 
         Raises:
             ShardsLostError: a shard and its mirror are both lost.
@@ -194,8 +193,8 @@ class ShardedState(PartitionedState):
             self._execution.gather_all()
 
     def _warn_of_padding(self) -> None:
-        """Logs a warning if padding takes much memory. If tensors are not split, all shards of a
-        unit are as long as its longest shard."""
+        """Logs a warning if padding takes much memory, because if tensors are not split, all shards
+        of a unit are as long as its longest shard."""
         whole, padded = (
             sum(unit.layout.numel for unit in self.units),
             sum(unit.layout.padded_numel for unit in self.units),
@@ -210,8 +209,8 @@ class ShardedState(PartitionedState):
             )
 
     def updated(self) -> None:
-        """After an optimizer step, moves optimizer state and mirrors back to the memory in which
-        they are stored."""
+        """Moves optimizer state and mirrors back to the memory that stores them. Must be called
+        after an optimizer step."""
         for unit in self.trained:
             if unit.placement.keeps_files:
                 self._state.move_to_placement(unit)
@@ -222,11 +221,12 @@ class ShardedState(PartitionedState):
         self.mirrors.bring(self.optimizer)
 
     def committed(self) -> None:
-        """Drops the previous sharding, because a step was applied on the current one."""
+        """Drops the previous sharding. Must be called once a step has been applied on the current
+        one."""
         self._before, self._copies = None, []
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
-        """Copies each shard that only one rank has to another rank, so that there are two copies
+        """Copies each shard that only one rank has to a second rank
         (`TrainingEngine.keep_two_copies`). `leaving`: ranks that are about to leave."""
         if self.cut is not None:
             try:
@@ -235,7 +235,7 @@ class ShardedState(PartitionedState):
                 return  # resharding reports this
             copied = copy_singles(self.units, held, keys, channel, leaving)
             if copied is not None:
-                # Sent first, because a leaving rank leaves as soon as it has received all other
+                # Stored first, because a leaving rank exits as soon as it has received all other
                 # ranks' messages below.
                 self._copies = merge_copies(
                     self._copies, *copied, scalars if self.whole_tensors else None
@@ -243,8 +243,8 @@ class ShardedState(PartitionedState):
                 channel.exchange(b"")
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the state that other ranks have as well: mirrored shards and unsharded
-        parameters."""
+        """Returns the state that other ranks have too, keyed by a description: this rank's shards,
+        and unsharded parameters."""
         self.bring_mirrors()
         state = self.optimizer.state if self.optimizer is not None else {}
         shards: dict[int, dict[str, torch.Tensor]] = {}
@@ -284,8 +284,8 @@ class ShardedState(PartitionedState):
         self, channel: Channel
     ) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
         """Returns this rank's shards, and the scalars and element keys of the complete state, which
-        the owners send if tensors are not split. All ranks call it within an operation. Raises the
-        same errors as `reshard`."""
+        the owners send if tensors are not split. Must be called on all ranks, within an operation.
+        Raises the same errors as `reshard`."""
         held = self._held()
         if self.whole_tensors:
             sends, mine, _ = agree(held, channel)
@@ -319,8 +319,8 @@ class ShardedState(PartitionedState):
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of a peer's `capture_common`. Afterwards, a rank that had not sharded
-        its state has none, and receives its shards in `reshard`."""
+        """Restores the result of a peer's `capture_common`. A rank that had not sharded its state
+        then drops it, and receives its shards in `reshard`."""
         load_captured(self.module, state["buffers"])
         self.settings = state["settings"]
         if self.whole:
@@ -328,7 +328,7 @@ class ShardedState(PartitionedState):
         self._scalars = state["scalars"]
         self._keys = [{k: getattr(torch, v) for k, v in own.items()} for own in state["keys"]]
 
-    # ------------------------------------------------------------------------------------ the whole
+    # --------------------------------------------------------------------------- the complete state
 
     @override
     def assemble(self, channel: Channel) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class ShardedState(PartitionedState):
         return self._as_one_process(assemble(self.units, held, keys, channel), scalars)
 
     def capture_whole(self) -> dict[str, Any]:
-        """Returns the state in the format of `assemble`, if this rank has all of it."""
+        """Returns the state in the format of `assemble`. This rank must have all of it."""
         keys = [self._state.element_keys(unit) for unit in self.units]
         scalars = [self._state.scalars(unit) for unit in self.units]
         return self._as_one_process(
@@ -344,8 +344,9 @@ class ShardedState(PartitionedState):
         )
 
     def part(self, channel: Channel) -> StatePart | None:
-        """Returns this rank's part of the result of `assemble`; None if the rank has the whole
-        state. All ranks call it within an operation. Raises the same errors as `reshard`."""
+        """Returns this rank's part of the result of `assemble`; None if the rank has the complete
+        state. Must be called on all ranks, within an operation. Raises the same errors as
+        `reshard`."""
         if self.cut is None or isinstance(channel, LocalChannel):
             return None
         held, scalars, keys = self._agreed(channel)
@@ -366,8 +367,8 @@ class ShardedState(PartitionedState):
         wholes: Sequence[Mapping[str, torch.Tensor]],
         scalars: Sequence[Sequence[Mapping[str, Any]]],
     ) -> dict[str, Any]:
-        """Returns the state in the format of a single process. `wholes`: complete vectors of the
-        units. `scalars`: scalars of the units."""
+        """Returns the state in the format of a single process. `wholes`: complete vectors by name,
+        for each unit. `scalars`: scalars of the optimizer state, for each unit."""
         saved = (
             optimizer_state(self._places, self.settings, self.units, scalars, wholes)
             if self.optimizer is not None
@@ -379,8 +380,8 @@ class ShardedState(PartitionedState):
         )
 
     def restore_whole(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `assemble` from any strategy. Afterwards the state is unsharded
-        until the next step begins."""
+        """Restores the result of `assemble` from any strategy. The state is then unsharded until
+        the next step begins."""
         self.check(state)
         for unit in self.units:
             unit.make_whole()
@@ -417,9 +418,9 @@ class ShardedState(PartitionedState):
         return assemble(self.units, self._held(values_alone=True), nothing, channel)
 
     def make_whole_again(self, channel: Channel) -> None:
-        """Returns to the unsharded state on all ranks if only some ranks have sharded it and others
-        may be gone. No step was taken on the incomplete sharding, so no update is lost. All ranks
-        call it within an operation. Raises the same errors as `reshard`."""
+        """Restores the unsharded state on all ranks if only some ranks have sharded it and some may
+        have left. No update is lost, because no step was taken on the incomplete sharding. Must be
+        called on all ranks, within an operation. Raises the same errors as `reshard`."""
         received = channel.exchange(b"whole" if self.whole else b"")
         if all(received) or not any(received):
             return
@@ -428,11 +429,12 @@ class ShardedState(PartitionedState):
             self.restore_whole(state)
 
     def fill(self, channel: Channel) -> None:
-        """Fetches updated values of parameters that are unsharded on every rank. All ranks call it
-        within an operation. Raises the same errors as `reshard`."""
+        """Fetches the updated values of unsharded parameters. Must be called on all ranks, within
+        an operation. Raises the same errors as `reshard`."""
         if self._stage is Stage.PARAMETERS or self.cut is None:
             return
-        # even if this rank has not sharded its state yet: a peer may have begun the first step
+        # even if this rank has not sharded its state yet, because a peer may have begun the first
+        # step
         wholes = self._whole_values(channel)
         if self.whole:
             return
@@ -441,8 +443,8 @@ class ShardedState(PartitionedState):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """Returns a context in which the parameters stay unsharded on this rank during any
-        computation. All ranks enter it within an operation. Raises the same errors as `reshard`."""
+        """Context in which the parameters stay unsharded on this rank during any computation. Must
+        be entered on all ranks, within an operation. Raises the same errors as `reshard`."""
         if self.cut is None:
             yield
             return
@@ -485,7 +487,7 @@ class ShardedState(PartitionedState):
         }
 
     def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-        """Returns the module's state dict with the given values of its parameters."""
+        """Returns the module's state dict, with the given values for its parameters."""
         views = {
             id(parameter): view
             for unit, whole in zip(self.units, wholes, strict=True)

@@ -1,8 +1,8 @@
-"""A unit: parameters that are gathered together, whose gradients are reduced together, and their
-memory on this rank.
+"""A unit: parameters that are gathered together and whose gradients are reduced together. Manages
+their memory on this rank.
 
-Memory of a unit between its passes, over N ranks, where P is the size of its parameters in bytes
-(plus P/N on a rank that mirrors another rank's shard):
+Memory of a unit between its passes, on each of N ranks, where P is the size of its parameters in
+bytes (plus P/N on a rank that mirrors another rank's shard):
 
     stage           parameters     gradients
     OPTIMIZER       P              P
@@ -11,14 +11,14 @@ Memory of a unit between its passes, over N ranks, where P is the size of its pa
                     it computes)
 
 The module's own parameters always remain the same objects. They are views of `full`, whose memory
-is returned to the allocator while no module computes with the parameters. This is done as in
-torch's FSDP, by resizing the storage to zero: tensors saved by autograd refer to the same storage,
-which has its values again when the unit is gathered for its backward pass. In between, the
-parameters have no values. Optimizers update pieces of shards (`Holding`).
+is returned to the allocator while no module computes with the parameters. As in torch's FSDP, this
+is done by resizing the storage to zero: tensors saved by autograd refer to the same storage, which
+has its values again when the unit is gathered for its backward pass. In between, the parameters
+have no memory. Optimizers update pieces of shards (`Holding`).
 
-If passes use a different dtype than updates, or shards are in other memory (`ShardPlacement`),
-shards have separate memory at every stage and `full` is a copy of them. This takes P bytes in the
-dtype of the passes, and P/N in the dtype of the shards.
+If passes use a different dtype than updates, or shards are elsewhere (`ShardPlacement`), shards
+have separate memory at every stage, and `full` is a copy of them. This takes P bytes in the dtype
+of the passes, and P/N in the dtype of the shards.
 
 This module does not decide when to gather or reduce (`execution.py`).
 """
@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(enum.IntEnum):
-    """Stages of sharding. Each stage includes the previous ones (Rajbhandari et al., "ZeRO", SC
-    2020, section 5)."""
+    """Stages of sharding, which differ in the state that is sharded. Each stage includes the
+    previous ones (Rajbhandari et al., "ZeRO", SC 2020, section 5)."""
 
     OPTIMIZER = 1
     GRADIENTS = 2
@@ -63,7 +63,7 @@ class Holding:
 
     def __init__(self, unit: Unit) -> None:
         self.position: int | None = None
-        """Position of the shard; None if there is no shard."""
+        """Position of the shard; None if this rank has none."""
         self._placement = unit.placement
         self.shard = torch.empty(0, dtype=unit.dtype, device=unit.placement.device)
         self.pieces = tuple(
@@ -74,10 +74,10 @@ class Holding:
         self.cuts: tuple[Piece, ...] = ()
         self._whole_tensors = False
         self.gradient: torch.Tensor | None = None
-        """Sum of the gradients over the ranks; None if they are not reduced yet in this step."""
+        """Sum of all ranks' gradients; None if they have not been reduced yet in this step."""
 
     def hold(self, position: int | None, shard: torch.Tensor, layout: UnitLayout) -> None:
-        """Starts to store the shard of `position`; None: no shard."""
+        """Makes this object store the shard at `position`; None: no shard."""
         self.position, self.shard, self.gradient = position, shard, None
         self._whole_tensors = layout.whole_tensors
         self.cuts = (
@@ -98,8 +98,8 @@ class Holding:
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
         """Sets the optimizer's gradients to the sum divided by `divisor`. `present`: for each
-        parameter, True if some rank used it; other parameters get None. If tensors are not split,
-        parameters of other ranks get None too, because such optimizers may not accept empty
+        parameter, True if any rank has used it; other parameters get None. If tensors are not
+        split, parameters of other ranks get None too, because such optimizers may not accept empty
         tensors. The gradients are available once the placement's `arrived` has returned."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
@@ -118,7 +118,7 @@ class Holding:
 
 
 class Unit:
-    """Parameters of one dtype that are either all trained or all frozen."""
+    """Parameters of one dtype, either all trained or all frozen."""
 
     def __init__(
         self,
@@ -134,7 +134,8 @@ class Unit:
         leaves: Sequence[torch.Tensor] | None = None,
         whereabouts: Whereabouts | None = None,
     ) -> None:
-        """Takes ownership of the memory of the unsharded parameters. Call `cut` or `adopt` next.
+        """Takes ownership of the memory of the unsharded parameters. `cut` or `adopt` must be
+        called next.
 
         Args:
             name: name of the unit, for errors.
@@ -143,12 +144,12 @@ class Unit:
             wide: True if gradients are summed in float64.
             param_dtype: dtype of gathered parameters; None: the parameters' own dtype. Shards
                 always keep their own dtype.
-            reduce_dtype: dtype of gradients in transfers; None: the dtype of the sum.
-            placement: memory of the shards; None: next to the parameters.
-            leaves: tensors on which autograd accumulates gradients: DTensors around the parameters,
-                or the parameters themselves; None: the parameters.
-            whereabouts: record of where the model's hidden parameters are; None if they belong to
-                no model.
+            reduce_dtype: dtype of gradients in transfers; None: dtype of the sum.
+            placement: memory for the shards; None: on the parameters' device.
+            leaves: tensors whose gradients autograd accumulates: DTensors around the parameters, or
+                the parameters themselves; None: the parameters.
+            whereabouts: record of where the model's hidden parameters are; None if they do not
+                belong to a model.
         """
         self.name = name
         self.parameters = tuple(parameters)
@@ -170,7 +171,7 @@ class Unit:
         self.apart = (
             stage is Stage.PARAMETERS or self.placement.apart or self._whole_dtype != self.dtype
         )
-        """True if shards have memory of their own, separate from `full`."""
+        """True if the shards have their own memory, separate from `full`."""
         self.layout = layout_of(self.parameters, 1)
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
@@ -187,32 +188,33 @@ class Unit:
                 for name, shape in zip(names, shapes, strict=True)
             ],
         )
-        """Makes torch's own calls on the leaves raise an error while the values or gradients are
-            stored elsewhere."""
+        """Makes torch calls on the leaves raise an error while their values or gradients are stored
+        elsewhere."""
         self.compressed: Callable[[torch.Tensor, torch.Tensor], Pending] | None = None
-        """Function that replaces the collectives' reduce-scatter, if gradients are compressed."""
+        """Function to call instead of the collectives' reduce-scatter if gradients are compressed;
+        None: no compression."""
         self.resident = False
-        """True if the unit keeps its memory and values until the parameters change, although it
+        """True if the unit keeps its memory and values until the parameters change, even though it
             counts as freed; see `ShardedExecution.keep_whole`."""
         self.in_step = self.watched = False
         """`in_step`: True if passes of a step may write to the unsharded parameters. `watched`:
         True if in-place writes through `.data` are detected."""
         self.is_lost: Callable[[], bool] = bool
-        """Function that returns whether the step is lost. A failed collective may then have left
-            arbitrary values in the gathered parameters."""
+        """Returns whether the step is lost. A failed collective may then have left arbitrary values
+        in the gathered parameters."""
         self.proves_lost: Callable[[], bool] = bool
-        """Function that waits for all collectives issued so far and returns whether the step is
-            lost. On a GPU, failures are reported only after this wait."""
+        """Waits for all collectives issued so far and returns whether the step is lost. On a GPU,
+        failures are reported only after this wait."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._sampled: torch.Tensor | None = None
-        """Some elements of each parameter, read after gathering. None if nothing was gathered or
-            the elements cannot be read."""
+        """Some elements of each parameter, read after gathering; None if nothing has been gathered
+        or the elements cannot be read."""
         self._sent: torch.Tensor | None = None
-        """The shard as it is being sent to the other ranks."""
+        """The shard as it is sent to the other ranks; None if it is not being sent."""
         self._gradient: torch.Tensor | None = None
-        """This rank's own weighted gradient of all elements of the unit; None if none was added
-            yet."""
+        """This rank's own weighted gradient of all elements in the unit; None if none has been
+        added yet."""
         values = [p.detach() for p in self.parameters]
         self._replace(self.layout, self.dtype)
         for view, value in zip(self._views, values, strict=True):
@@ -234,7 +236,7 @@ class Unit:
         self.own.hold(0, self._full, self.layout)
 
     def cut(self, world_size: int, position: int, mirrored: int | None) -> None:
-        """Shards the parameters, which are unsharded on this rank. Keeps only the shards at
+        """Shards the parameters, which must be unsharded on this rank. Keeps only the shards at
         `position` and `mirrored`."""
         assert self._gathered
         self.finish_gathering()
@@ -250,7 +252,7 @@ class Unit:
         position: int,
         mirrored: int | None,
     ) -> None:
-        """Takes over shards of a division into `world_size` shards. The other elements are gathered
+        """Takes over the given shards, out of `world_size` shards. The other elements are gathered
         when needed."""
         self.finish_gathering()
         self._replace(self.layout.over(world_size), self._whole_dtype)
@@ -259,8 +261,8 @@ class Unit:
         self.free()
 
     def make_whole(self, flat: torch.Tensor | None = None) -> None:
-        """Makes all parameters unsharded on this rank, as in a world of one. `flat`: their values;
-        None: arbitrary values."""
+        """Makes all parameters unsharded on this rank, as if there were only one rank. `flat`:
+        their values; None: arbitrary values."""
         self.finish_gathering()
         self._replace(self.layout.over(1), self.dtype)
         if flat is not None:
@@ -270,14 +272,14 @@ class Unit:
         self.mirror.hold(None, self._full[:0], self.layout)
 
     def fill(self, flat: torch.Tensor) -> None:
-        """Sets the gathered values without communication. The sharding remains unchanged."""
+        """Sets the gathered values without communicating. The sharding does not change."""
         self.finish_gathering()
         self._allocate()
         self._put(flat)
         self._gathered = True
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Loads new values of all parameters. The sharding remains unchanged."""
+        """Loads new values for all parameters. The sharding does not change."""
         self.finish_gathering()
         whole = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
         for view, value in zip(self.layout.views(whole), values, strict=True):
@@ -290,7 +292,8 @@ class Unit:
             self._full.copy_(whole)
 
     def _put(self, elements: torch.Tensor) -> None:
-        """Writes the values of the unsharded parameters, given in the order of the parameters."""
+        """Writes the values of the unsharded parameters. `elements`: the values, in the parameters'
+        order."""
         for view, value in zip(self._views, self.layout.over(1).views(elements), strict=True):
             view.copy_(value)
 
@@ -319,8 +322,8 @@ class Unit:
     def _hold(
         self, position: int, mirrored: int | None, values: Callable[[int], torch.Tensor]
     ) -> None:
-        """Sets the values of this rank's shards. `values`: function that returns the values of the
-        shard at a position."""
+        """Sets the values of this rank's shards. `values`: returns the values of the shard at a
+        position."""
         for holding, where in ((self.own, position), (self.mirror, mirrored)):
             if where is None:
                 shard = self.placement.empty(0, self.dtype)
@@ -328,7 +331,7 @@ class Unit:
                 shard = self.placement.empty(self.layout.shard_numel, self.dtype)
                 shard.zero_()
             else:
-                shard = self._slot(where)  # a view of the parameters, which costs nothing
+                shard = self._slot(where)  # a view of the parameters, which takes no memory
             if where is not None:
                 shard.copy_(values(where))
             holding.hold(where, shard, self.layout)
@@ -336,7 +339,7 @@ class Unit:
     # ----------------------------------------------------------------------------------- parameters
 
     def start_gathering(self, collectives: Collectives) -> bool:
-        """Starts to gather the parameters. Returns False if they are already gathered or being
+        """Starts gathering the parameters. Returns False if they are already gathered or being
         gathered."""
         if self._gathered or self._gathering is not None:
             return False
@@ -371,8 +374,8 @@ class Unit:
 
     def free(self) -> None:
         """Frees the memory of the gathered parameters if parameters are sharded. Otherwise the
-        memory remains; if it is a copy of shards that have memory of their own, the parameters are
-        hidden, so that nobody mistakes the copy for the shards."""
+        memory remains; if it is a copy of shards that have their own memory, the parameters are
+        hidden, so that the script does not mistake the copy for the shards."""
         uncut = self.own.shard is self._full  # there are no other copies of the values
         if uncut or not self.apart:
             return
@@ -394,7 +397,7 @@ class Unit:
                 self._full.untyped_storage().resize_(0)
 
     def refuse_written(self) -> None:
-        """Raises ConfigurationError if a pass has written to the gathered parameters, where the
+        """Raises ConfigurationError if a pass has written to the gathered parameters, because the
         change would be lost, or has replaced the memory of a parameter."""
         if not self.in_step or self.is_lost():
             return
@@ -410,8 +413,8 @@ class Unit:
             raise written_in_vain(name, self._whereabouts.strategy)
 
     def _written_in_place(self, before: torch.Tensor) -> str | None:
-        """Returns the name of a parameter whose sampled elements differ from `before`; None if none
-        differ."""
+        """Returns the name of a parameter whose sampled elements differ from `before`; None if all
+        are the same."""
         now = self._sample()
         if now is None or same(now, before):
             return None
@@ -421,14 +424,14 @@ class Unit:
 
     @property
     def moved(self) -> str | None:
-        """Name of a parameter that no longer uses the memory into which values are gathered; None
-        if there is none."""
+        """Name of a parameter that no longer uses the memory for gathered values; None if there is
+        none."""
         index = find_moved(self.parameters, self._views)
         return self.parameter_names[index] if index is not None else None
 
     def changed(self) -> None:
-        """Marks gathered values as outdated after an optimizer step, unless the parameters are
-        frozen."""
+        """Marks the gathered values as outdated, unless the parameters are frozen. Must be called
+        after an optimizer step."""
         self.finish_gathering()
         self.resident = self.in_step = False
         if self.stage is Stage.PARAMETERS:
@@ -453,8 +456,8 @@ class Unit:
         self.added(index).add_(gradient.to(self.sum_dtype), alpha=factor)
 
     def added(self, index: int) -> torch.Tensor:
-        """Returns this rank's accumulated gradient of one parameter, before its reduction, in the
-        shape of the parameter."""
+        """Returns this rank's accumulated gradient of one parameter, in the parameter's shape,
+        before it is reduced."""
         if self._gradient is None:
             self._gradient = torch.zeros(
                 self.layout.padded_numel, dtype=self.sum_dtype, device=self.device
@@ -465,7 +468,7 @@ class Unit:
         )
 
     def start_reducing(self, collectives: Collectives) -> Reducing:
-        """Starts to sum the gradients over the ranks. Every rank calls it, even without a
+        """Starts summing the gradients across ranks. Must be called on every rank, even without a
         gradient."""
         gradient, self._gradient = self._gradient, None
         if gradient is None:
@@ -480,7 +483,7 @@ class Unit:
         )
 
     def has_gradient(self) -> bool:
-        """Returns whether there is an accumulated gradient that is not reduced yet."""
+        """Returns whether there is an accumulated gradient that has not been reduced yet."""
         return self._gradient is not None
 
     def forget_gradients(self) -> None:
@@ -493,7 +496,7 @@ class Unit:
 
 
 class Reducing:
-    """A reduction of one unit's gradients that is in progress."""
+    """A reduction of one unit's gradients in progress."""
 
     def __init__(
         self, unit: Unit, shard: torch.Tensor, gradient: torch.Tensor, pending: Pending
@@ -505,8 +508,8 @@ class Reducing:
         self._pending = pending
 
     def wait(self) -> None:
-        """Waits for the sum and adds it to the shard's gradient. If the step is lost, adds
-        nothing."""
+        """Waits for the sum and adds it to the shard's gradient. Adds nothing if the step is
+        lost."""
         if self._pending.wait():
             own, shard = self._unit.own, self._shard.to(self._unit.sum_dtype)
             own.gradient = shard if own.gradient is None else own.gradient.add_(shard)
@@ -519,8 +522,8 @@ def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
 
 
 def _local_part(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a gradient. For a DTensor, this may sum the gradient over the
-    ranks of its mesh, which must all call it."""
+    """Returns this rank's part of a gradient. For a DTensor, may sum the gradient across the ranks
+    of its mesh, and must then be called on all of them."""
     if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):
         if gradient.placements != leaf.placements:
             gradient = gradient.redistribute(placements=leaf.placements)

@@ -1,12 +1,12 @@
-"""Assembles sharded vectors in operations between steps, and decides which rank writes which part
+"""Assembles sharded vectors in operations between steps, and decides which ranks write which parts
 of a vector to a checkpoint.
 
 The functions send messages to all members instead of using an all-gather, for two reasons: the
 newest group may contain learners, and the shards may still be those of the previous group, with
 mirrors in place of lost ranks.
 
-Model and optimizer state have the format of a single process: the module's names, unsharded shapes,
-and indices as in torch's optimizers. Every strategy saves and can load this format.
+Model and optimizer state have the same format as on a single process: the module's names, unsharded
+shapes, and indices as in torch's optimizers. Every strategy can save and load this format.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def optimizer_state(
     wholes: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
     """Returns the optimizer state in the format of `torch.optim.Optimizer.state_dict()` on a single
-    process. `places`: the parameters of each group."""
+    process. `places`: parameters in each group."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for group, own in zip(places, settings, strict=True):
@@ -69,8 +69,8 @@ def spread(
     units: Sequence[Unit],
     state: ShardedOptimizerState,
 ) -> None:
-    """Loads a result of `optimizer_state` into the optimizer, which has the units' pieces as
-    parameters."""
+    """Loads the result of `optimizer_state` into the optimizer, whose parameters are the units'
+    pieces."""
     by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
     number = 0
     for group in places:
@@ -110,13 +110,13 @@ def assemble(
     keys: Sequence[Mapping[str, torch.dtype]],
     channel: Channel,
 ) -> list[dict[str, torch.Tensor]]:
-    """Assembles the complete vectors of each unit, flat and without padding. The result may share
-    memory with the shards.
+    """Assembles the complete vectors of each unit: flat, without padding, and by name. They may
+    share memory with the shards.
 
-    `held`, `keys`: arguments of `reshard`; without keys, only the values are assembled.
+    `held`, `keys`: see `reshard`; without keys, only the values are assembled.
 
     Raises:
-        ShardsLostError: no sharding is complete any more.
+        ShardsLostError: shards are missing for every sharding.
         MembershipChanged: the group has ended.
     """
     sends, mine, everywhere = agree(held, channel)
@@ -159,12 +159,12 @@ def own_runs(
     Each range is written by exactly one rank.
 
     Args:
-        held: argument of `reshard`.
+        held: see `reshard`.
         outlines: the vectors of each unit, as tensors on the meta device.
 
     Raises:
-        ShardsLostError: no sharding is complete any more.
-        MembershipChanged: the group is over.
+        ShardsLostError: shards are missing for every sharding.
+        MembershipChanged: the group has ended.
     """
     sends, mine, _ = agree(held, channel)
     shards: dict[int, list[Run]] = {}
@@ -192,15 +192,15 @@ def copy_singles(
     channel: Channel,
     leaving: Collection[int],
 ) -> tuple[ShardHolders[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
-    """Copies each shard of the newest complete sharding that is on only one rank to another rank.
+    """Copies each shard of the newest complete sharding that is on only one rank to a second rank.
     Returns the ranks that have each shard, and the copies that this rank keeps, by unit and
     position. Returns None on all ranks if nothing had to be copied.
 
-    `held`, `keys`: arguments of `reshard`. `leaving`: ranks that are about to leave. Their shards
-    do not count, and they keep no copies.
+    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave. Their shards do not
+    count, and they do not keep copies.
 
     Raises:
-        MembershipChanged: the group is over.
+        MembershipChanged: the group has ended.
     """
     try:
         newest = newest_of(_rows_of_ranks(held, channel))
@@ -260,5 +260,5 @@ def _rows_of_ranks(held: Sequence[RankShards], channel: Channel) -> list[list[in
 
 
 def _bytes(shard: torch.Tensor) -> bytes:
-    # Copied, because a storage that is shared with numpy cannot be resized.
+    # Copied, because a storage that is shared with NumPy cannot be resized.
     return shard.detach().to("cpu", copy=True).view(torch.uint8).numpy().tobytes()

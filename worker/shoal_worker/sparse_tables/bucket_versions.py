@@ -1,10 +1,10 @@
-"""Keeps track of the versions of sparse tables' buckets, in a job whose ranks take steps together.
+"""Tracks the versions of sparse tables' buckets, in a job whose ranks take steps together.
 
-A bucket's version counts its pushes, so every rank knows which version follows the last step. A
-different version means either that a server has lost its data, which is logged and tolerated, or
-that another job trains the table, which is an error.
+A bucket's version counts its pushes, so every rank knows each bucket's version after the last step.
+A different version means either that a server has lost its data, which is logged and tolerated, or
+that a different job trains the table, which is an error.
 
-Used by the training thread only.
+Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _log = logging.getLogger(__name__)
 
 
 class BucketVersions:
-    """Versions that the partitions should have once all committed pushes have been applied:
-    partition -> version."""
+    """Versions of the partitions once all committed pushes have been applied: partition ->
+    version."""
 
     def __init__(self, *, table_of: Callable[[int], str], lost: Callable[[int], None]) -> None:
-        """`table_of`: function that returns the table of a bucket, for errors. `lost`: function
-        called with the number of pushes that a server has lost."""
+        """`table_of`: returns the name of a bucket's table, for errors. `lost`: called with the
+        number of pushes that a server has lost."""
         self._table_of = table_of
         self._lost = lost
         self._expected: dict[int, int] = {}
         self._found: dict[int, int] = {}
-        """Versions that this rank has found on servers since the last committed step."""
+        """Versions that this rank has read from servers since the last committed step."""
 
     def __bool__(self) -> bool:
         """Returns whether any version is known."""
@@ -51,10 +51,9 @@ class BucketVersions:
         return bool(self._found)
 
     def note(self, found: Mapping[int, int]) -> None:
-        """Records versions found on a server. Logs a warning if the server lacks pushes that were
-        made.
+        """Records versions read from a server. Logs a warning if the server lacks earlier pushes.
 
-        Raises PreconditionError (TABLE_AHEAD) if another job trains the table.
+        Raises PreconditionError (TABLE_AHEAD) if a different job trains the table.
         """
         for partition_id, version in found.items():
             expected = self._expected.get(partition_id)
@@ -82,8 +81,8 @@ class BucketVersions:
         self._lost(expected - version)
 
     def agree(self, received: Sequence[Mapping[int, int]]) -> None:
-        """Combines the versions that the ranks know. Raises MembershipChanged if ranks know
-        different versions; each rank then reads the servers again."""
+        """Combines the versions known to the ranks. Raises MembershipChanged if ranks know
+        different versions; each rank must then read the servers again."""
         known: dict[int, set[int]] = {}
         for versions in received:
             for partition_id, version in versions.items():
@@ -98,12 +97,13 @@ class BucketVersions:
             )
 
     def step_counts(self, pushed: Iterable[int]) -> None:
-        """Records a committed step that pushes to these buckets, which increases their versions."""
+        """Records a committed step that has pushed to these buckets, which increases their
+        versions."""
         self._found.clear()  # not earlier, because a repeated step needs a new key too
         self._expected.update({each: self._expected[each] + 1 for each in pushed})
 
     def encode(self) -> dict[str, int]:
-        """Returns the versions by bucket number, as JSON, for other ranks and checkpoints."""
+        """Encodes the versions by bucket number, as JSON, for other ranks and checkpoints."""
         return {str(each): version for each, version in self._expected.items()}
 
     def restore(self, versions: Mapping[str, int]) -> None:

@@ -1,9 +1,9 @@
 """Interface between ddp's engine and the sparse tables of its model. All other parameters of the
 model are on every rank.
 
-The rows are on parameter servers, and the engine does not depend on these: `step_tables.py`
-contains the client, and a strategy combines the two. All calls come from the training thread, in
-the order of this class."""
+The rows are on parameter servers, but the engine does not depend on these: `step_tables.py`
+contains the client, and a strategy combines the two. All calls must come from the training thread,
+in the order of the methods below."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class StepTables(Protocol):
     """All sparse tables of a model whose ranks take all steps together."""
 
     def connect(self) -> None:
-        """Connects to the servers, which provide the rows from now on. Called once, when the
-        session has the engine.
+        """Connects to the servers, which provide the rows from now on. Must be called once, after
+        the engine has been attached to the session.
 
         Raises:
-            ConfigurationError: there are no servers, or a table was already trained in this
+            ConfigurationError: there are no servers, or a table has already been trained in this
                 process.
             DeadlineError: the servers did not register in time.
         """
@@ -32,15 +32,15 @@ class StepTables(Protocol):
         ...
 
     def micro_batch_ends(self, weight: float) -> None:
-        """Ends a micro-batch: multiplies the gradients that were collected since the last call by
-        its weight, and adds them to the step's."""
+        """Ends a micro-batch: multiplies the gradients collected since the last call by its weight,
+        and adds them to the step's gradients."""
         ...
 
     def reduce(self) -> None:
-        """Sums the row gradients of all ranks. If that fails, the step is marked as lost. Called
-        once the dense gradients are summed, before the commit all-reduce.
+        """Sums the row gradients of all ranks. If that fails, the step is marked as lost. Must be
+        called after the dense gradients have been summed and before the commit all-reduce.
 
-        If the servers would refuse the sums, `Step.refused` is set to InvalidRequestError
+        If the servers would reject the sums, `Step.refused` is set to InvalidRequestError
         (GRADIENT_NOT_FINITE) or LimitError (PAYLOAD_TOO_LARGE) on all ranks, and nothing is pushed.
         """
         ...
@@ -50,18 +50,20 @@ class StepTables(Protocol):
         ...
 
     def discard(self) -> None:
-        """Discards an aborted or unintended step, which then pushes nothing."""
+        """Discards an aborted or unintended step. Nothing is pushed for it."""
         ...
 
     def deliver(self) -> None:
-        """Pushes this rank's remaining part of the last step. Called once the step has ended.
+        """Pushes this rank's remaining part of the last step. Must be called once the step has
+        ended.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for too long."""
         ...
 
     def drop_gradients(self) -> None:
-        """Drops the gradients of the current step. Called when the user clears gradients."""
+        """Drops the gradients of the current step. Must be called when the user clears
+        gradients."""
         ...
 
     @property
@@ -70,10 +72,11 @@ class StepTables(Protocol):
         ...
 
     def capture(self) -> dict[str, Any]:
-        """Returns what a joiner needs to know about the rows; empty before the first step."""
+        """Returns what a joiner must know about the rows on the servers; empty before the first
+        step."""
         ...
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restores the result of `capture`. None: nothing is known about the rows, and those on the
-        servers are used."""
+        """Restores the result of `capture`. None: nothing is known about the rows, so the rows on
+        the servers are used as they are."""
         ...

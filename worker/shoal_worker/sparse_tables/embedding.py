@@ -1,12 +1,12 @@
 """Embeddings whose rows are not parameters of the module: sparse tables (docs/sparse-tables.md).
 
 A forward pass looks up each row of its batch once, and keeps the rows only as long as autograd
-does. The table collects the rows' gradients until the step uses them: under async_sgd
-`optimizer.step()` pushes them to the parameter servers; in a single process `apply_gradients`
-applies them. Rows come from a `RowSource`. Until `as_distributed` replaces it by the servers, this
-source is the process itself.
+does. The table collects the rows' gradients until the step uses them: under async_sgd and ddp,
+`optimizer.step()` pushes them to the parameter servers; in a single process, `apply_gradients`
+applies them. Rows come from a `RowSource`: the process itself, until `as_distributed` replaces it
+with the servers.
 
-Used by the training thread only. Hooks of its backward pass collect the gradients.
+Must be used by the training thread only. Hooks in its backward pass collect the gradients.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from torch.nn import functional
 from shoal_worker.torch_internals import uncompiled
 
 _FULL_BUCKET_BYTES: Final = 64 << 20
-"""Largest size of a bucket of a table with a known number of rows, if `buckets` is not given."""
+"""Maximum size of a bucket, in bytes, in a table with a known number of rows, if `buckets` is not
+given."""
 _SCALE: Final = 0.01
 _FEWEST_BUCKETS: Final = 4
 _FEWEST_ROWS: Final = 256
-"""Minimum number of rows in a bucket, if `buckets` is not given."""
+"""Minimum number of rows per bucket, if `buckets` is not given."""
 _MODES: Final = ("sum", "mean", "max")
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Creates an optimizer for a list of parameters, such as `functools.partial(torch.optim.SparseAdam,
-lr=1e-3)`."""
+"""Function that creates an optimizer for a list of parameters, such as
+`functools.partial(torch.optim.SparseAdam, lr=1e-3)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """Rows that a lookup has returned. All were read at the same moment."""
+    """Rows returned by a lookup."""
 
     values: Values
     """The rows, of shape `[n, dim]`."""
     versions: Mapping[int, int] = field(default_factory=dict)
-    """Version of each partition of the table to which the rows belong. Empty if this process owns
-    the table."""
+    """Version of each of the table's partitions when its rows were read; the oldest one, if several
+    requests were needed. Empty if the rows are in this process."""
 
 
 class RowSource(Protocol):
@@ -61,8 +62,8 @@ class RowSource(Protocol):
         """Returns the rows with these ids. The ids must be distinct."""
 
     def prefetch(self, ids: Ids) -> None:
-        """Starts to fetch the rows with these ids, because they will be looked up soon. The ids
-        must be distinct."""
+        """Prefetches the rows with these ids, which will be looked up soon. The ids must be
+        distinct."""
 
 
 class OwnRows:
@@ -70,7 +71,7 @@ class OwnRows:
 
     def __init__(self, spec: TableSpec, dim: int, like: OwnRows | None = None) -> None:
         """Creates a table. `like`: table whose rows are copied; None: the table is empty."""
-        # A single bucket contains all rows, so that it keeps as many rows as the table may have.
+        # A single bucket contains all rows, so it may keep the table's maximum number of rows.
         self.rows: Rows = Rows(
             replace(spec, buckets=1), dim, None if like is None else like.rows.image()
         )
@@ -91,25 +92,24 @@ class OwnRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGradients:
-    """Gradients of a step for one table. Each id occurs once, in ascending order."""
+    """Gradients of one table in a step. Each id occurs once, in ascending order."""
 
     ids: Ids
     values: Values
-    """Gradients of shape `[n, dim]`, finite or not."""
+    """Gradients, of shape `[n, dim]`. May contain NaN or infinity."""
     versions: Mapping[int, int]
-    """Oldest versions of the rows with which the gradients were computed; see
-    `LookedUp.versions`."""
+    """Oldest versions of the rows used to compute the gradients; see `LookedUp.versions`."""
 
 
 class SparseEmbedding(nn.Module):
     """Looks up rows by id in a table that may be larger than this process's memory. Used like
     `torch.nn.Embedding`.
 
-    A row's initial value is determined by `initializer`, a function of `seed` and id that is the
-    same in every process. The row is stored from its first gradient on. The rows are not
-    parameters: neither `parameters()` nor `state_dict()` contains them, and clipping ignores them.
-    Train with `strategy="async_sgd"`, where the rows are on the parameter servers; in a single
-    process, call `apply_gradients` in addition to `optimizer.step()`.
+    A row's initial value is computed from `seed` and its id, in the same way in every process; the
+    row is stored only once it has received a gradient. The rows are not parameters: neither
+    `parameters()` nor `state_dict()` contains them, and clipping ignores them. Train with
+    `strategy="async_sgd"` or `strategy="ddp"`, where the rows are on the parameter servers; in a
+    single process, call `apply_gradients` in addition to `optimizer.step()`.
     """
 
     def __init__(
@@ -131,23 +131,24 @@ class SparseEmbedding(nn.Module):
             num_embeddings: number of ids, which are 0 to `num_embeddings - 1`; None: ids are any
                 64-bit numbers, such as hashes.
             embedding_dim: number of elements in a row, in float32; 1 to 16384.
-            name: name of the table, the same in all workers, different from all parameters.
-            optimizer: function that creates the optimizer of the rows: torch.optim.SGD,
+            name: name of the table; must be the same in all workers, and different from the names
+                of all parameters.
+            optimizer: function that creates the optimizer for the rows: torch.optim.SGD,
                 torch.optim.Adagrad, torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad, without
                 momentum or weight decay.
             seed: seed of the initial values, 0 to 2**64 - 1.
             initializer: "normal" with standard deviation `scale`, "uniform" in [-scale, scale), or
                 "zeros".
-            scale: scale of the initial values, 0 to 1e6; None: 0.01, or 0 with "zeros", which
-                accepts no other scale.
-            max_rows: maximum number of rows that the table keeps, divided between the buckets. The
-                rows that were not pushed for the longest time are evicted first and return to their
-                initial values. 0: no limit.
-            max_age: number of steps without a push after which a row is evicted, up to a sixteenth
-                later. 0: never.
-            buckets: number of partitions over which the rows are spread, 1 to 1024, of at most 256
-                MiB each. None: 16; with `num_embeddings`, enough that none exceeds 64 MiB, and at
-                least 4; with `max_rows`, few enough that each keeps 256 rows or more.
+            scale: scale of the initial values, 0 to 1e6; None: 0.01, or 0 with "zeros", which does
+                not accept any other scale.
+            max_rows: maximum number of rows that the table keeps, divided among the buckets. The
+                least recently pushed rows are evicted first, and return to their initial values. 0:
+                no limit.
+            max_age: number of steps that a row is kept without a push before it is evicted;
+                eviction may be up to a sixteenth later. 0: rows are never evicted for their age.
+            buckets: number of partitions that the rows are divided into, 1 to 1024, of at most 256
+                MiB each. None: 16; with `num_embeddings`, enough that no partition exceeds 64 MiB,
+                and at least 4; with `max_rows`, few enough that each keeps 256 rows or more.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -183,8 +184,8 @@ class SparseEmbedding(nn.Module):
         self._own: OwnRows | None = OwnRows(self.spec, embedding_dim)
         self._source: RowSource = self._own
         self._gathered: list[tuple[torch.Tensor, torch.Tensor, Mapping[int, int]]] = []
-        """Ids, gradients and versions of this step's lookups for which a backward pass has computed
-        gradients."""
+        """Ids, gradients and versions for each lookup of this step whose gradients have been
+        computed in a backward pass."""
         self._trains = True
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -199,14 +200,14 @@ class SparseEmbedding(nn.Module):
         return functional.embedding(places, rows)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Starts to fetch the rows of a future batch in the background; returns immediately. The
-        first lookup whose ids are all among `ids` uses the fetched rows. These rows do not include
-        later pushes, not even this worker's."""
+        """Prefetches the rows of a future batch in the background; returns immediately. The first
+        lookup whose ids are all among `ids` uses the prefetched rows, which do not include later
+        pushes, not even this worker's."""
         self._source.prefetch(self._checked(ids).unique().cpu().numpy())
 
     def apply_gradients(self) -> None:
-        """Ends a step of a table that is in this process: applies the gradients of the lookups
-        since the last step.
+        """Ends a step of a table whose rows are in this process: applies the gradients of all
+        lookups since the last step.
 
         Raises:
             PreconditionError: the rows are on parameter servers, where `optimizer.step()` applies
@@ -233,7 +234,7 @@ class SparseEmbedding(nn.Module):
         """Makes `source` the source of the rows.
 
         Raises:
-            ConfigurationError: rows were trained in this process, and would be lost.
+            ConfigurationError: rows have been trained in this process, and would be lost.
         """
         if self._own is not None and len(self._own.rows):
             raise ConfigurationError(
@@ -244,8 +245,8 @@ class SparseEmbedding(nn.Module):
         self._own, self._source = None, source
 
     def gradients(self) -> RowGradients | None:
-        """Returns the step's gradients, summed by id; None if there are none. The gradients remain
-        until `drop_gradients`."""
+        """Returns the step's gradients, summed by id; None if there are none. The gradients are
+        kept until `drop_gradients` is called."""
         if not self._gathered:
             return None
         ids = np.concatenate([ids.cpu().numpy() for ids, _, _ in self._gathered])
@@ -258,10 +259,10 @@ class SparseEmbedding(nn.Module):
         return RowGradients(ids=unique, values=values, versions=oldest)
 
     def drop_gradients(self) -> None:
-        """Discards the step's gradients. Called after they were used or are no longer needed."""
+        """Discards the step's gradients, once they have been used or are no longer needed."""
         self._gathered.clear()
 
-    # -------------------------------------------------------------------------------------- torch's
+    # ----------------------------------------------------------------------- overrides of nn.Module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the gradients that this table has collected in the current step."""
@@ -269,8 +270,8 @@ class SparseEmbedding(nn.Module):
         self.drop_gradients()
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Sets whether later lookups train the rows. Call it on the table itself: a module that
-        contains the table does not forward the call, because the rows are not parameters."""
+        """Sets whether later lookups train the rows. Must be called on the table itself: a module
+        that contains the table does not forward the call, because the rows are not parameters."""
         self._trains = requires_grad
         return super().requires_grad_(requires_grad)
 
@@ -282,8 +283,8 @@ class SparseEmbedding(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseEmbedding:
-        """Returns a copy of the module without gradients. The copy has rows of its own, or uses the
-        same servers."""
+        """Returns a copy of the module without gradients. The copy uses the same servers or, if the
+        rows are in this process, has its own copy of the rows."""
         copied = type(self).__new__(type(self))
         nn.Module.__init__(copied)
         memo[id(self)] = copied
@@ -294,7 +295,7 @@ class SparseEmbedding(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses pickling: the rows are not part of the module.
+        """Rejects pickling, because the rows are not part of the module.
 
         Raises:
             PreconditionError: always.
@@ -308,7 +309,7 @@ class SparseEmbedding(nn.Module):
 
     @uncompiled
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows of a batch, each row once, and for each id the index of its row."""
+        """Returns the rows of a batch, each row once, and the index of each id's row."""
         unique, places = self._checked(ids).unique(return_inverse=True)
         found = self._source.look_up(unique.cpu().numpy())
         rows = torch.from_numpy(found.values).to(ids.device)
@@ -348,8 +349,8 @@ class SparseEmbeddingBag(SparseEmbedding):
         """
         Args:
             num_embeddings, embedding_dim: as in `SparseEmbedding`.
-            mode: "sum", "mean" or "max" of the rows of a bag. An empty bag gives zeros. **options:
-                as in `SparseEmbedding`.
+            mode: "sum", "mean" or "max" of the rows in a bag. An empty bag gives zeros.
+            **options: as in `SparseEmbedding`.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -389,8 +390,7 @@ def tables_of(module: nn.Module) -> list[SparseEmbedding]:
 
 
 def check_unscaled(*, scaled: bool) -> None:
-    """Raises ConfigurationError if the losses of a model with sparse tables are scaled by a
-    GradScaler."""
+    """Raises ConfigurationError if a GradScaler scales the losses of a model with sparse tables."""
     if scaled:
         raise ConfigurationError(
             "a GradScaler cannot be used with sparse tables, because it does not see the "
@@ -399,7 +399,7 @@ def check_unscaled(*, scaled: bool) -> None:
 
 
 def _read_optimizer(name: str, factory: OptimizerFactory, dim: int) -> tuple[str, dict[str, float]]:
-    """Returns the optimizer's name and hyperparameters in the form that the servers use."""
+    """Returns the optimizer's name and hyperparameters, as the servers use them."""
     made = factory([nn.Parameter(torch.zeros(1, dim))])
     for declared in TABLE_OPTIMIZERS.values():
         if declared.optimizer_class() is type(made):
@@ -422,6 +422,6 @@ def _enough_buckets(shape: tuple[int, int], optimizer: str, max_rows: int) -> in
     buckets = _FEWEST_BUCKETS if rows else DEFAULT_BUCKETS
     while buckets < MOST_BUCKETS and rows * per_row > buckets * _FULL_BUCKET_BYTES:
         buckets *= 2
-    # A hash puts more rows into some buckets than into others, which matters if each bucket keeps
-    # few rows.
+    # A hash puts more rows into some buckets than into others, which matters if each bucket may
+    # keep only few rows.
     return min(buckets, max(1, max_rows // _FEWEST_ROWS)) if max_rows > 0 else buckets

@@ -1,8 +1,8 @@
 """Reads rows of sparse tables by id from their servers, for lookups.
 
-The reader pulls as an observer, for which no worker waits, from all servers at once and over
-separate connections. Any thread may call it, such as the training thread and the threads of
-prefetches and checkpoints."""
+The reader is a read-only client, so no worker waits for it. It reads from all servers in parallel,
+over connections of its own. It may be called from any thread, including the training thread and the
+threads that prefetch rows or write checkpoints."""
 
 from __future__ import annotations
 
@@ -34,32 +34,33 @@ from shoal_worker.sparse_tables.embedding import LookedUp
 
 _LONGEST_BACKOFF_S: Final = 1.0
 _LEAVES_AFTER_S: Final = 5.0
-"""Time after which a leaving worker stops waiting for an unreachable server."""
+"""Seconds after which a leaving worker stops waiting for an unreachable server."""
 _MOST_IDS: Final = 1 << 17
 """Maximum number of ids in one request to one server."""
 _MOST_BYTES: Final = 16 << 20
-"""Maximum size of the rows in one answer. A server returns at most this much of one bucket."""
+"""Maximum size of the rows in one response, in bytes. A server returns at most this much of one
+bucket."""
 _STREAM_DEADLINE: Final = timedelta(seconds=60)
 _PASSING: Final = frozenset(
     {"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN", "JOB_UNKNOWN"}
 )
-"""Error reasons after which a call may succeed when it is repeated: servers are being replaced, or
-the address of one of this job's servers now belongs to another job."""
+"""Reasons of errors that a retry of the call may cure: servers are being replaced, or the address
+of one of this job's servers now belongs to a different job."""
 
 
 AnswerT = TypeVar("AnswerT")
 
 
 def _passes(error: ShoalError) -> bool:
-    """Returns whether a call that failed with this error may succeed later. Returns False if a file
-    of a checkpoint is damaged, because no other copy will appear."""
+    """Returns whether a retry of a call that failed with this error may succeed. Returns False for
+    a damaged checkpoint file, because it will not be repaired."""
     if isinstance(error, CorruptDataError):
         return error.reason != "FILE_CORRUPT"
     return isinstance(error, UnavailableError | DeadlineError) or error.reason in _PASSING
 
 
 class RowReader:
-    """Reads rows of this job's sparse tables from the parameter servers. Callable from any
+    """Reads rows of this job's sparse tables from the parameter servers. May be called from any
     thread."""
 
     def __init__(
@@ -69,7 +70,7 @@ class RowReader:
         self._patience_s = patience.total_seconds()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Lock held while the following attributes are read or changed."""
+        """Guards the following attributes."""
         self._map = shard_map
         self._clients: dict[str, ParameterServerClient] = {}
         """Client of each server, by address."""
@@ -90,7 +91,7 @@ class RowReader:
         return self.retry_until(lambda: self._read_all(partitions, dim, ids, places))
 
     def retry_until(self, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats a call to servers while a server is unreachable or buckets are moving. Looks up
+        """Retries a call to servers while a server is unreachable or buckets are moving. Looks up
         the servers' locations before each retry. Raises the same errors as `read`."""
         with self._job.waits.of("parameter servers of sparse tables"):
             return self._retry_until(attempt)
@@ -135,9 +136,9 @@ class RowReader:
 
     def find_for_certain(self) -> None:
         """Waits until the coordinator has reported the servers' locations. A server that does not
-        yet know that its backup has replaced it may answer with old data for a while. Callers with
-        results that look too old therefore request them again after this call. Raises the same
-        errors as `read`."""
+        know yet that its backup has replaced it may return old data for a while. If a result seems
+        too old, the caller should therefore call this method and read again. Raises the same errors
+        as `read`."""
 
         def ask() -> None:
             if not self.find():
@@ -181,17 +182,17 @@ class RowReader:
         return self.retry_until(look)
 
     def read_ahead(self, partitions: Sequence[int], dim: int, ids: Ids) -> Future[LookedUp]:
-        """Starts a `read` in the background and returns a future of its result."""
+        """Starts a `read` in the background. Returns a future of its result."""
         return in_background(lambda: self.read(partitions, dim, ids), name="shoal-prefetch")
 
     def await_ahead(self, read: Future[LookedUp]) -> None:
         """Waits until a read started by `read_ahead` is complete, whether it succeeds or fails.
-        Called by the training thread."""
+        Must be called on the training thread."""
         with self._job.waits.collects():
             wait_for_all([read])
 
     def close(self) -> None:
-        """Ends calls in progress. Idempotent."""
+        """Cancels calls in progress. Idempotent."""
         self._closed.set()
         with self._lock:
             clients = list(self._clients.values())
@@ -202,7 +203,7 @@ class RowReader:
     def _read_all(
         self, partitions: Sequence[int], dim: int, ids: Ids, places: Sequence[Ids]
     ) -> LookedUp:
-        """Reads all rows in one attempt."""
+        """Reads all rows in one attempt, without retries."""
         with self._lock:
             shard_map = self._map
         addresses = _addresses(shard_map, partitions)
@@ -227,7 +228,7 @@ class RowReader:
                 with self._job.waits.collects():
                     wait_for_all(futures)  # even if one has failed: the others write to `values`
             except BaseException:
-                # Ctrl-C: the interpreter would wait for the threads before it ends
+                # Ctrl-C: the interpreter would wait for the threads before it exits
                 self.close()
                 raise
             versions = {
@@ -245,7 +246,7 @@ class RowReader:
         ids: Ids,
         values: Values,
     ) -> dict[int, int]:
-        """Reads rows of one server's buckets, and writes them to the positions given in `share`.
+        """Reads rows from one server's buckets into `values`, at the positions given in `share`.
         Returns the oldest version read from each bucket."""
         versions: dict[int, int] = {}
         at_once = max(1, min(_MOST_BYTES // (4 * values.shape[1]), _MOST_IDS) // len(share))
@@ -254,7 +255,7 @@ class RowReader:
                 partition_id: places[begin : begin + at_once]
                 for partition_id, places in share.items()
             }
-            # A request without ids returns the bucket's version.
+            # A request without ids only returns the bucket's version.
             wanted = {
                 partition_id: part for partition_id, part in parts.items() if len(part) or not begin
             }
@@ -299,14 +300,14 @@ class RowReader:
                     reason="CLIENT_CLOSED",
                 )
             client = self._clients.get(address)
-            if client is None or client.is_closed:  # for a while, another server had this address
+            if client is None or client.is_closed:  # another server had this address before
                 self._clients[address] = self._job.server_client(address)
             return self._clients[address]
 
 
 def _addresses(shard_map: coordinator_pb.ShardMap, partitions: Sequence[int]) -> dict[int, str]:
-    """Returns the server address of each partition. Raises PreconditionError (SHARD_MAP_INCOMPLETE)
-    if a server is not registered."""
+    """Returns the address of each partition's server. Raises PreconditionError
+    (SHARD_MAP_INCOMPLETE) if a server is not registered."""
     addresses = {server.server_index: server.address for server in shard_map.servers}
     owners = {
         partition_id: shard_map.partitions[partition_id].primary for partition_id in partitions

@@ -1,4 +1,4 @@
-"""Row gradients of a step under ddp: one rank's part, and the sum over the ranks' parts
+"""Row gradients of a step under ddp: one rank's part, and the sum of all ranks' parts
 (step_tables.py)."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _Sums = npt.NDArray[np.float64]
 
 
 class RowSums:
-    """This rank's weighted part of a step's row gradients, by table and id. The values are float64.
-    With micro-batches, whose weights are integers, the sum then does not depend on which rank
+    """This rank's weighted part of a step's row gradients, by table and id. The values are float64,
+    so that with micro-batches, whose weights are integers, the sum does not depend on which rank
     computed which part (see `replicated/buckets.py`)."""
 
     def __init__(self, tables: Sequence[SparseEmbedding]) -> None:
@@ -28,11 +28,11 @@ class RowSums:
         self._weight = 0.0
         """Total weight of the micro-batches included so far."""
         self.versions: dict[int, int] = {}
-        """Versions of the rows with which the gradients were computed."""
+        """Versions of the rows used to compute the gradients."""
 
     def take(self, factor: float, *, weight: float = 0.0) -> None:
-        """Takes the gradients from the tables, multiplies them by `factor` and adds them. `weight`:
-        weight of the micro-batch. If the factor is 0, the gradients are left out."""
+        """Takes the gradients from the tables, multiplies them by `factor` and adds them. If the
+        factor is 0, the gradients are discarded. `weight`: weight of the micro-batch."""
         for table in self._tables:
             gradients = table.gradients()
             if gradients is not None and factor != 0:

@@ -1,10 +1,10 @@
-"""Whole buckets of a model's sparse tables on the job's parameter servers: reads them for
-checkpoints, and restores them from a checkpoint.
+"""Reads entire buckets of a model's sparse tables from the job's parameter servers for checkpoints,
+and restores them from a checkpoint.
 
-A bucket is streamed through this process piece by piece, from a server to a file or back. A
-restoration has a number, so that a server applies it once, however often and by whichever rank it
-is sent. The number is larger than those of all restorations in earlier generations, and of all that
-the servers know."""
+A bucket is streamed through this process piece by piece, from a server to a file or back. Each
+restoration has a number, so that a server applies it only once, even if it is sent several times or
+by several ranks. The number is larger than the numbers of all restorations in earlier generations,
+and of all restorations known to the servers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from shoal_worker.sparse_tables.row_reader import RowReader
 
 _RESTORATIONS_OF_A_GENERATION: Final = 1 << 32
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Transfer rate that is assumed for the deadline of a stream. A minute is added to that
-deadline."""
+"""Assumed transfer rate for the deadline of a stream, in bytes per second. A minute is added to
+that deadline."""
 _LARGEST_BUCKET: Final = 256 << 20
 _LOOK_S: Final = 0.2
-"""Interval at which a rank checks whether rank 0 has provided the initial rows."""
+"""Interval between checks whether rank 0 has provided the initial rows, in seconds."""
 
 
 class ServerRowStore:
@@ -64,7 +64,7 @@ class ServerRowStore:
         }
 
     def settle(self) -> None:
-        """Implements `RowStore.settle`. Does nothing, since there is nothing to wait for."""
+        """Does nothing, because there are no pending pushes to wait for."""
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
         """Implements `RowStore.fetch`."""
@@ -114,8 +114,8 @@ class ServerRowStore:
             time.sleep(_LOOK_S)
 
     def _untouched(self, stored: StoredRows) -> list[tuple[str, int]]:
-        """Returns the buckets that have rows in the checkpoint but were neither trained nor
-        restored on the servers yet."""
+        """Returns the buckets that have rows in the checkpoint but have neither been trained nor
+        restored on the servers."""
         held = self._reader.look()
         return [
             (table, bucket)
@@ -191,7 +191,7 @@ class ServerRowStore:
         )
 
     def _all_buckets(self) -> list[tuple[str, int, int]]:
-        """Returns a tuple for each bucket: table, bucket number and partition."""
+        """Returns all buckets as tuples of table name, bucket number and partition."""
         return [
             (table, number, partition_id)
             for table, partitions in sorted(self._partitions.items())
@@ -200,7 +200,7 @@ class ServerRowStore:
 
 
 class StepRowStore(ServerRowStore):
-    """Row store for ranks that take steps together. Between steps, its rows are those of the last
+    """Row store for ranks that take steps together. Between steps, it has the rows of the last
     step."""
 
     steady = True
@@ -216,9 +216,9 @@ class StepRowStore(ServerRowStore):
         expected: Callable[[int], int],
         found: Callable[[Mapping[int, int]], None],
     ) -> None:
-        """`settle`: function that blocks until the servers have the entire last step. `expected`:
-        function that returns the version that a partition then has, or 0 if it is unknown. `found`:
-        function called with versions read from partitions."""
+        """`settle`: blocks until the servers have received the entire last step. `expected`:
+        returns a partition's version after that, or 0 if it is not known. `found`: called with
+        versions read from partitions."""
         super().__init__(job, reader, tables, partitions)
         self._settle = settle
         self._expected_version = expected
@@ -229,8 +229,8 @@ class StepRowStore(ServerRowStore):
         self._settle()
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
-        """Implements `RowStore.fetch`. Handles rows that belong to another step in the same way as
-        a lookup does: see `ServerStepTables`."""
+        """Implements `RowStore.fetch`. Handles rows that belong to a different step like a lookup:
+        see `ServerStepTables`."""
         partition_id = self._partitions[table][bucket]
         version = super().fetch(table, bucket, file, given_up)
         if version < self._expected_version(partition_id):

@@ -1,25 +1,27 @@
-"""Sparse tables of a model whose ranks take steps together (ddp). Row gradients are summed over the
+"""Sparse tables of a model whose ranks take steps together (ddp). Row gradients are summed across
 ranks and pushed once per step.
 
-A lost step must leave the servers' rows unchanged, and a committed step must reach all servers
+An aborted step must leave the servers' rows unchanged, and a committed step must reach all servers
 exactly once, regardless of which ranks die:
 
-1. Before the commit all-reduce, each rank gathers the row gradients of all ranks and sums them
-   (`reduce`), so that every rank has everything that the step pushes.
+1. Before the commit all-reduce, each rank gathers all ranks' row gradients and sums them
+   (`reduce`), so every rank has everything that the step must push.
 2. When the step is committed, the ranks exchange one more message (`commit`). A rank that completes
-   this exchange knows that all ranks have completed the commit all-reduce, so that no rank will
-   redo the step. If the exchange fails, the next generation serves the same purpose, since its
-   ranks are all past the step.
-3. Only then are the sums pushed (`deliver`). Each rank pushes a share of the buckets, under a key
-   that no other step has. A server applies one push of a key to each bucket, whichever rank sends
-   it. A rank that waits for another rank's push therefore makes that push as well.
-4. A bucket's version counts its pushes, and every rank knows which version follows the last step: a
-   lookup waits until its buckets have this version. Unexpected versions mean that a server has lost
-   its data: this is logged, and the ranks agree on the current versions. A checkpoint contains the
-   rows too (`row_store.py`), and returning to it restores the rows with their versions.
+   this exchange knows that all ranks have completed the commit all-reduce, so no rank will redo the
+   step. If the exchange fails, the next generation serves the same purpose, because all of its
+   ranks have committed the step.
+3. Only then are the sums pushed (`deliver`). Each rank pushes a share of the buckets, with a key
+   that is unique to the step. A server applies only one push with the same key to each bucket,
+   whichever rank sends it. If another rank's push takes too long, a rank that waits for it
+   therefore sends the same push itself.
+4. A bucket's version counts its pushes, so every rank knows each bucket's version after the last
+   step, and a lookup waits until its buckets have these versions. A lower version means that a
+   server has lost its data: this is logged, and the ranks agree on the current versions. A
+   checkpoint contains the rows too (`row_store.py`), and returning to it restores the rows with
+   their versions.
 
-Used by the training thread, or by the thread of a backward pass that recomputes activations while
-the training thread waits.
+Must be used by the training thread, or by the thread of a backward pass that recomputes activations
+while the training thread waits.
 """
 
 from __future__ import annotations
@@ -71,51 +73,52 @@ from shoal_worker.state.serial import load_tensors
 _log = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 1.0
-"""Time for which a rank waits for another rank's push before it makes that push itself."""
+"""Time that a rank waits for another rank's push before it sends the same push itself, in
+seconds."""
 _LAST_PATIENCE_S: Final = 30.0
-"""Time for which a rank whose pushes the servers no longer accept waits until the other ranks have
-pushed its share."""
+"""Maximum time that a rank whose pushes the servers no longer accept waits for the other ranks to
+push its share, in seconds."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62
-"""Upper bound of the random number at which the keys of pushes begin. Keys begin at a new random
-number whenever versions were read again, because servers may know later keys than this rank does:
+"""Upper bound of the random number where the push keys start. They start at a new random number
+whenever versions have been read again, because servers may have seen later keys than this rank:
 from a previous run, or from steps that a return to a checkpoint has undone."""
 
 
 class SynchronousJob(Job):
     """The job of a worker that takes steps together with other ranks. Such a worker leaves only at
-    step boundaries, where all ranks know of it. A wait for a server therefore never ends early
+    step boundaries, in agreement with all ranks. A wait for a server therefore never ends early
     because the worker should leave."""
 
     takes_steps = False
 
     @property
     def leaving(self) -> bool:
-        """True if the worker should leave; always False once the worker takes steps. See
+        """False once the worker takes steps. Before that, True if the worker should leave; see
         `Job.leaving`."""
         return not self.takes_steps and super().leaving
 
 
 @dataclass(kw_only=True)
 class _Step:
-    """Pushes of one step to the buckets of all tables."""
+    """A step's pushes to the buckets of all tables."""
 
     key: int
-    """Unique key of the step, under which it is pushed."""
+    """Unique key of the step, sent with its pushes."""
     gradients: Mapping[str, RowGradients]
-    """Mean gradients over the batch, by table."""
+    """Mean gradients over the batch, by table name."""
     pushes: Mapping[int, PushedRows]
-    """Push to each partition."""
+    """The push to each partition."""
     generation: int
-    """Generation in which the step was summed."""
+    """Generation that summed the step."""
     known_to_all: bool = False
     """True if it is known that no rank will repeat the step."""
     delivered_as: tuple[int, int] | None = None
-    """Number of pushing ranks, and this rank's index among them, when it last pushed its share.
-    None if the rank has not pushed."""
+    """Number of pushing ranks, and this rank's index among them, when it last pushed its share;
+    None if it has not pushed yet."""
     unseen: set[int] = field(default_factory=set)
-    """Partitions that, as far as this rank knows, have not received the step's push yet."""
+    """Partitions that, as far as this rank knows, have not received the step's push."""
 
     def __post_init__(self) -> None:
         self.unseen = set(self.pushes)
@@ -135,7 +138,7 @@ class ServerStepTables:
         self._setup = setup
         self._session = setup.session
         self._own = cast(Session, setup.session)
-        """The session itself, for its membership, metrics and shutdown."""
+        """The session itself, used for its membership, metrics and shutdown."""
         self._tables = tables
         self._by_name = {table.name: table for table in tables}
         self._options = AsyncOptions()
@@ -148,23 +151,24 @@ class ServerStepTables:
         """Partitions of each table, by bucket number."""
         self._here = RowSums(tables)
         self._stale = False
-        """True if rows that were looked up in this step lack a part of the last step, so that this
-        step must not be committed."""
+        """True if rows looked up in this step lack a part of the last step, so this step must not
+        be committed."""
         self._next_key = 0
-        """Key of the next step that pushes; 0 if no step has pushed."""
+        """Key of the next step that pushes; 0 if no step has pushed yet."""
         self._versions = BucketVersions(
             table_of=self._table_of, lost=self._own.metrics.pushes_lost.inc
         )
         self._staged: _Step | None = None
-        """The current step, once its gradients are summed."""
+        """The current step, once its gradients are summed; otherwise None."""
         self._pending: _Step | None = None
-        """The last committed step, until all partitions are known to have received it."""
+        """The last committed step, until all partitions are known to have received it; otherwise
+        None."""
         self._shut_out = False
         """True if this rank is about to leave and the servers no longer accept its pushes. The
         other ranks then push its share."""
         self._clock = 0
         self._early: Mapping[str, Any] | None = None
-        """State that was loaded before the servers were connected."""
+        """State that was loaded before the servers were connected; None if there is none."""
 
     # ----------------------------------------------------------------------------------- StepTables
 
@@ -177,7 +181,7 @@ class ServerStepTables:
             job, self._own_cluster = open_job(self._own, SynchronousJob)
             shard_map = job.declare(table_specs(self._tables))
             # Servers require an optimizer for dense tensors, although there are none; each table
-            # has an optimizer of its own.
+            # has its own optimizer.
             schedule = ServerOptimizer(torch.optim.SGD([unused], lr=1.0), {id(unused): ""})
             self._servers = ParameterServers(
                 job, shard_map, (), schedule, self._options, self._own.metrics
@@ -282,7 +286,8 @@ class ServerStepTables:
         pending = self._pending
         if pending is None or not self._may_push(pending):
             return
-        # If the exchange failed, a rank may have failed, and its share would not be pushed.
+        # If the exchange failed, a rank may have failed, and its share would not be pushed: push
+        # everything.
         ranks, place = self._pushing() if pending.known_to_all else (1, 0)
         if pending.delivered_as == (ranks, place):
             return
@@ -295,8 +300,8 @@ class ServerStepTables:
     def _pushing(self) -> tuple[int, int]:
         """Returns the number of ranks that push and this rank's index among them. Servers reject
         pushes of a leaving rank as soon as the coordinator has formed a generation without it.
-        Ranks learn of that generation at different times; one that has already pushed its share
-        then pushes again, with the new division."""
+        Ranks learn about that generation at different times; a rank that has already pushed its
+        share then pushes again, with the new shares."""
         membership, group = self._own.membership, self._session.group
         newest = membership.link.newest_generation if membership is not None else None
         ranks, rank = self._session.world_size, self._session.rank
@@ -357,16 +362,16 @@ class ServerStepTables:
 
     def look_up(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
         """Returns the rows with these ids as of the last step. The ids must be distinct. Raises the
-        errors of `RowReader.read`, PreconditionError (TABLE_AHEAD) if another job trains the rows,
-        and DeadlineError if this rank should leave and the other ranks have not pushed its last
-        step."""
+        errors of `RowReader.read`, PreconditionError (TABLE_AHEAD) if a different job trains the
+        rows, and DeadlineError if this rank should leave and the other ranks have not pushed its
+        part of the last step."""
         waits = _SHORTEST_WAIT_S
         since = time.monotonic()
         looked_anew = False
         while True:
             found = self._require_reader().read(partitions, dim, ids)
             if self._session.is_joining or self._is_aborted:
-                return found  # results computed with these rows do not count
+                return found  # results computed from these rows do not count
             pending = self._pending
             behind = {
                 each for each in partitions if found.versions[each] < self._versions.get(each)
@@ -377,7 +382,7 @@ class ServerStepTables:
             if pending is not None and not self._may_push(pending):
                 self._stale = True
                 return found
-            if pending is None or not pending.unseen & behind:  # the data was there, and is lost
+            if pending is None or not pending.unseen & behind:  # the server has lost its data
                 if looked_anew:
                     self._note(found.versions)
                     return found
@@ -404,7 +409,7 @@ class ServerStepTables:
 
     def _note(self, versions: Mapping[int, int]) -> None:
         """Records versions read from these partitions, and logs a warning if the servers lack
-        pushes that were made. Raises the same errors as `BucketVersions.note`."""
+        earlier pushes. Raises the same errors as `BucketVersions.note`."""
         self._versions.note(versions)
         self._saw(versions)
 
@@ -424,7 +429,7 @@ class ServerStepTables:
 
     def _see_all(self) -> None:
         """Waits until all partitions have received the last step and this rank knows their
-        versions, or until it is clear that the current step must not be committed."""
+        versions, or until it is known that the current step must not be committed."""
         for table in self._tables:
             partitions = self._partitions[table.name]
             awaited = self._pending is not None and self._pending.unseen.intersection(partitions)
@@ -441,13 +446,13 @@ class ServerStepTables:
         *,
         in_micro_batches: bool,
     ) -> _Step:
-        """Combines the row gradients that all ranks have sent into the pushes of a step. The result
-        is the same on all ranks.
+        """Combines the row gradients of all ranks into a step's pushes. The result is the same on
+        all ranks.
 
         Raises:
-            MembershipChanged: the ranks have looked up rows of different steps; the step must be
+            MembershipChanged: the ranks have looked up rows of different steps, so the step must be
                 redone.
-            InvalidRequestError, LimitError: the errors of `StepTables.reduce`.
+            InvalidRequestError, LimitError: as described in `StepTables.reduce`.
         """
         metadata = [each for _, each in received]
         if any(each["stale"] for each in metadata):
@@ -482,8 +487,7 @@ class ServerStepTables:
     def _step(
         self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0
     ) -> _Step:
-        """Creates the pushes of a step. `steps_back`: number of steps before the last committed
-        step."""
+        """Creates a step's pushes. `steps_back`: number of steps before the last committed step."""
         pushes: dict[int, PushedRows] = {}
         for name, each in gradients.items():
             partitions = self._partitions[name]
@@ -499,7 +503,7 @@ class ServerStepTables:
         return _Step(key=key, gradients=gradients, pushes=pushes, generation=self._generation)
 
     def _may_push(self, step: _Step) -> bool:
-        """Returns whether the step may be pushed, because no rank will redo it."""
+        """Returns whether the step may be pushed, because it is known that no rank will redo it."""
         return step.known_to_all or not self._session.elastic or self._generation != step.generation
 
     def _push(self, step: _Step, partitions: Sequence[int]) -> None:
@@ -566,8 +570,9 @@ class ServerStepTables:
             self._own_cluster = None
 
     def _push_the_last(self, step: _Step) -> None:
-        """Called at the end of the run. Pushes everything that is not known to be on the servers,
-        including other ranks' shares, because no later lookup would notice a missing push."""
+        """Pushes all parts of the last step that are not known to be on the servers, including
+        other ranks' shares, because no later lookup would notice a missing push. Must be called at
+        the end of the run."""
         if self._shut_out:
             return
         if not self._may_push(step):
@@ -603,8 +608,8 @@ class _Rows:
         return self.tables.look_up(self.partitions, self.dim, ids)
 
     def prefetch(self, ids: Ids) -> None:
-        """Does nothing: rows that are fetched before this step's pushes would be outdated for the
-        next batch."""
+        """Does nothing: rows fetched before this step's pushes would be outdated for the next
+        batch."""
 
 
 def step_tables(setup: Setup) -> ServerStepTables | None:

@@ -1,11 +1,11 @@
 """Sparse tables of a worker's model under async_sgd. Forward passes look up rows on the parameter
 servers, and steps push gradients to them.
 
-Rows are looked up (row_reader.py) for the training thread, or ahead of it (`prefetch`), while
-pushes are in progress. A step's pushes to tables are sent with its dense gradients, under the same
-numbers, clock and batch (server_link.py); this module only creates the pushes.
+Rows are looked up (row_reader.py) when the training thread needs them, or in advance (`prefetch`),
+while pushes are in progress. A step's pushes to tables are sent with its dense gradients, with the
+same sequence numbers, clock and batch (server_link.py); this module only creates the pushes.
 
-Used by the training thread only."""
+Must be used by the training thread only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from shoal_worker.sparse_tables.row_reader import RowReader
 from shoal_worker.sparse_tables.server_rows import ServerRowStore
 
 _MOST_PREFETCHES: Final = 4
-"""Maximum number of prefetches of a table. Beyond it, the oldest unused prefetches are dropped."""
+"""Maximum number of prefetches for a table. With more, the oldest unused prefetches are dropped."""
 
 
 def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
@@ -89,9 +89,9 @@ def pushed_rows(
 
     Raises:
         InvalidRequestError (GRADIENT_NOT_FINITE): gradients are not finite; the message names the
-            table. Nothing may be pushed.
-        LimitError (PAYLOAD_TOO_LARGE): there are more rows than a push may have. Nothing may be
-            pushed.
+            table. The step must not be pushed.
+        LimitError (PAYLOAD_TOO_LARGE): there are more rows than a push may have. The step must not
+            be pushed.
     """
     _check_finite(table, gradients.ids, gradients.values)
     found: dict[int, PushedRows] = {}
@@ -142,11 +142,11 @@ class Tables:
         stopped: Callable[[StopTraining], None],
     ) -> None:
         """Connects the tables to the servers, which provide the rows from now on. `patience`:
-        maximum time for which a server may be unreachable. `stopped`: function called on the
-        training thread if the run ends while the thread waits for rows.
+        maximum time that a server may be unreachable. `stopped`: called on the training thread if
+        the run ends while this thread waits for rows.
 
         Raises:
-            ConfigurationError: a table was already trained in this process."""
+            ConfigurationError: a table has already been trained in this process."""
         if not self._tables:
             return
         self._reader = RowReader(job, shard_map, patience=patience)
@@ -158,9 +158,9 @@ class Tables:
             )
 
     def pushes(self) -> dict[int, PushedRows]:
-        """Returns this step's push to each partition, for every table with a gradient. Call
-        `drop_gradients` once the pushes have been acknowledged. Raises the same errors as
-        `pushed_rows`."""
+        """Returns this step's push to each partition, for every table with a gradient.
+        `drop_gradients` must be called once the pushes have been acknowledged. Raises the same
+        errors as `pushed_rows`."""
         found: dict[int, PushedRows] = {}
         for table in self._tables:
             gradients = table.gradients()
@@ -169,12 +169,12 @@ class Tables:
         return found
 
     def drop_gradients(self) -> None:
-        """Discards the step's gradients. Called after they were pushed or are no longer needed."""
+        """Discards the step's gradients, once they have been pushed or are no longer needed."""
         for table in self._tables:
             table.drop_gradients()
 
     def close(self) -> None:
-        """Ends lookups in progress and rejects further lookups. Idempotent."""
+        """Cancels lookups in progress and rejects further lookups. Idempotent."""
         if self._reader is not None:
             self._reader.close()
 
@@ -194,7 +194,7 @@ class ServerRows:
         self._dim = dim
         self._stopped = stopped
         self._ahead: deque[tuple[Ids, Future[LookedUp]]] = deque(maxlen=_MOST_PREFETCHES)
-        """Prefetches, the oldest first: the ids in ascending order, and their rows."""
+        """Prefetches, oldest first: the ids in ascending order, and their rows."""
 
     def look_up(self, ids: Ids) -> LookedUp:
         """Implements `RowSource.look_up`. Raises the same errors as `RowReader.read`. Errors of
@@ -210,8 +210,8 @@ class ServerRows:
         self._ahead.append((ids, self._reader.read_ahead(self._partitions, self._dim, ids)))
 
     def _prefetched(self, ids: Ids) -> LookedUp | None:
-        """Returns the rows from the oldest prefetch that contains all these ids, and drops that
-        prefetch and earlier ones. Returns None if there is no such prefetch."""
+        """Returns the rows from the oldest prefetch that contains all these ids, and drops this and
+        all earlier prefetches. Returns None if there is no such prefetch."""
         for number, (known, future) in enumerate(self._ahead):
             if not len(known) or not len(ids):
                 continue
@@ -230,8 +230,8 @@ class ServerRows:
 
 
 def _check_size(table: SparseEmbedding, rows: int, nbytes: int) -> None:
-    """Raises LimitError if a push is too large. Called before anything is pushed, since a server
-    would refuse the push after other parts of the step were applied."""
+    """Raises LimitError if a push is too large. Must be called before anything is pushed, because a
+    server would reject the push after other parts of the step have been applied."""
     if nbytes > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
             f"table {table.name!r}: the batch has {rows} rows in one of its {table.spec.buckets} "

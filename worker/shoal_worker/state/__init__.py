@@ -1,7 +1,8 @@
-"""Training states as values: conversion to JSON and tensors, copies, and comparison.
+"""Training states: conversion to JSON and tensors, copies, and comparison.
 
-- `tree`: converts, copies and reassembles a state, including one that is sharded over ranks.
+- `tree`: converts, copies and reassembles a state, including a state that is sharded across ranks.
   `serial`: converts a state to bytes.
 - `device_reader`: copies data from a device to the host. `digest`: compares states. `fits`: checks
-  whether a state belongs to a model or optimizer. `forwarding`: an optimizer that wraps another.
+  whether a state fits a model or optimizer. `forwarding`: an optimizer that wraps another
+  optimizer.
 """

@@ -5,12 +5,13 @@ uses only a fraction of the bus bandwidth (NVIDIA, "CUDA C++ Best Practices Guid
 Memory"). Tensors are therefore copied block by block through two pinned buffers on a separate
 stream: while the caller processes one block, the next one is transferred.
 
-Data that is to be written while training continues is first copied on the device, in stream order.
-This takes device memory, but no host thread waits for it, and later changes of the tensor do not
-affect the copy. If the device has no room for the copy, the caller waits for the transfer.
+Data that will be written while training continues is first copied on the device, in stream order.
+This takes device memory, but no host thread waits for it, and later changes to the tensor do not
+affect the copy. If the device does not have enough memory for the copy, the caller waits for the
+transfer.
 
-A `DeviceReader` belongs to one thread; any thread may create one. `HostCopies` starts on the
-training thread and completes on any thread."""
+A `DeviceReader` must be used by one thread; any thread may create one. `HostCopies` starts copies
+on the training thread and completes them on any thread."""
 
 from __future__ import annotations
 
@@ -29,30 +30,30 @@ class Lane(Protocol):
     """Interface of a transfer path from one device to host memory."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Returns a buffer of `nbytes` bytes in host memory to which the device can write."""
+        """Returns a buffer of `nbytes` bytes in host memory that the device can write to."""
         ...
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
         """Starts copying bytes from the device into a buffer. Returns a function that waits for
         completion.
 
-        Both raise RuntimeError if the device has failed.
+        This method and the returned function raise RuntimeError if the device has failed.
         """
         ...
 
     def fence(self) -> Callable[[], object]:
-        """Returns a function that waits until the device has completed all work queued by the
-        calling thread so far."""
+        """Returns a function that waits until the device has completed all work that the calling
+        thread has queued so far."""
         ...
 
     def room(self) -> int:
-        """Returns the number of bytes of device memory that are available for copies while training
+        """Returns how many bytes of device memory are available for copies while training
         continues."""
         ...
 
 
 class CudaLane:
-    """Implements `Lane` with a CUDA stream of its own."""
+    """Lane with a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,7 +80,7 @@ class CudaLane:
 
     def room(self) -> int:
         """Returns the driver's free memory plus torch's cached memory, minus the peak usage of a
-        step's passes."""
+        step's passes, in bytes."""
         free, total = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return max(0, min(free + kept, total - torch.cuda.max_memory_allocated(self._device)))
@@ -91,8 +92,8 @@ def lane_of(device: torch.device) -> Lane | None:
 
 
 class DeviceReader:
-    """Reads tensors of one device block by block. The caller ensures that the tensors' computation
-    is complete."""
+    """Reads tensors of one device block by block. The computation of the tensors must be
+    complete."""
 
     def __init__(self, lane: Lane, *, block_bytes: int = _BLOCK_BYTES) -> None:
         self._lane = lane
@@ -100,8 +101,9 @@ class DeviceReader:
         self._block_bytes = block_bytes
 
     def blocks(self, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yields the bytes of flat byte tensors, in order, as byte tensors in host memory. Each
-        block is valid until the next one is requested. No block extends beyond the end of a piece.
+        """Yields the bytes of flat byte tensors on the device, in order, as byte tensors in host
+        memory. Each block is valid until the next one is requested. A block never contains bytes of
+        two pieces.
 
         Raises RuntimeError if the device has failed.
         """
@@ -130,21 +132,21 @@ class DeviceReader:
 
 class HostCopies:
     """Copies device tensors to host memory while training continues. A copy has the tensor's values
-    at the time of the request, and is complete once `arrive` has returned."""
+    from the time of the request, and is complete once `arrive` has returned."""
 
     def __init__(self, lanes: Callable[[torch.device], Lane | None] | None = None) -> None:
         self._lane_of = lanes or lane_of
         self._lanes: dict[torch.device, Lane] = {}
         self._room: dict[torch.device, int] = {}
         self._coming: list[tuple[Lane, torch.Tensor, torch.Tensor]] = []
-        """Pending transfers: lane, source on the device, and target."""
+        """Pending transfers: lane, source on the device, and target in host memory."""
         self._fences: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
     @torch.no_grad()
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a contiguous host tensor that receives the current values of `tensor`. Called on
-        the training thread."""
+        """Returns a contiguous host tensor that will receive the current values of `tensor`. Must
+        be called on the training thread."""
         plain = tensor.detach().resolve_conj().resolve_neg()
         copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         lane = self._lane(plain.device)
@@ -160,7 +162,8 @@ class HostCopies:
         return copy
 
     def _copied_there(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns a copy of the tensor on its device; None if the device has no room for a copy."""
+        """Returns a copy of the tensor on its device; None if the device does not have enough
+        memory."""
         if tensor.nbytes > self._room[tensor.device]:
             return None
         try:
@@ -172,14 +175,14 @@ class HostCopies:
         return copy
 
     def begun(self) -> None:
-        """Marks the end of the requests. Called on the training thread, which may change the
-        tensors from now on."""
+        """Marks the end of the requests. Must be called on the training thread, which may modify
+        the tensors from now on."""
         self._fences = [
             lane.fence() for lane in {id(lane): lane for lane, _, _ in self._coming}.values()
         ]
 
     def arrive(self) -> None:
-        """Waits until all copies are complete. Any thread may call this; a second call does
+        """Waits until all copies are complete. May be called on any thread. A second call does
         nothing.
 
         Raises RuntimeError if the device has failed.

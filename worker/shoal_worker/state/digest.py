@@ -7,9 +7,9 @@ cryptographic hash.
 
 A digest covers types, values and the order of sequences and OrderedDicts, and the dtype, shape and
 bytes of each tensor. It ignores the order of other dicts, the names and devices of tensors, and
-whether equal tensors are one object or two.
+whether equal tensors are the same object.
 
-Digests of datasets are computed by `identity_of`.
+`identity_of` computes digests of datasets.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from shoal_worker.state.tree import Json, flatten
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the tensor's elements as bytes, in row-major order. A contiguous CPU tensor is not
     copied: the view is writable and shares the tensor's memory. Other tensors are copied. The view
-    does not use NumPy, because a tensor whose memory was exposed through NumPy can no longer be
-    resized, as lazily sized buffers must be."""
+    does not use NumPy, because a tensor whose memory has been exposed to NumPy can no longer be
+    resized, which is needed for buffers whose size is determined later."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if not plain.nbytes:
         return memoryview(bytearray())
@@ -51,7 +51,7 @@ def tensor_digest(tensor: torch.Tensor) -> int:
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """Returns a 64-bit digest of the bytes of several tensors, in order. Digests of device tensors
-    are computed on the device, with one synchronization. They differ from digests of equal tensors
+    are computed on the device, with one synchronization, and differ from digests of equal tensors
     on the host."""
     digest = xxhash.xxh3_64()
     sums: list[torch.Tensor] = []
@@ -70,8 +70,8 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def digest_in_place(tensor: torch.Tensor) -> int:
-    """Returns a 64-bit digest of a tensor's dtype, shape and bytes, computed as by `digest_of`: a
-    device tensor is not copied to the host."""
+    """Returns a 64-bit digest of a tensor's dtype, shape and bytes. As in `digest_of`, a device
+    tensor is not copied to the host."""
     return xxhash.xxh3_64_intdigest(
         f"{tensor.dtype}{tuple(tensor.shape)}{digest_of([tensor])}".encode()
     )
@@ -79,15 +79,15 @@ def digest_in_place(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Computes a digest of a tensor's bytes on the tensor's device. Returns it as a 64-bit integer
-    tensor on that device. A change of one bit, or a swap of two elements, changes the digest with
-    very high probability."""
+    """Computes a digest of a tensor's bytes on the tensor's device, and returns it as a 64-bit
+    integer tensor on that device. A change of one bit, or a swap of two elements, changes the
+    digest with very high probability."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     words = (torch.view_as_real(plain).view(-1) if plain.is_complex() else plain).view(
         _WHOLE[tensor.dtype.itemsize]
     )
-    # Positions within a chunk are multiplied by an odd number with many bits, so that a value at
-    # one position never counts like one at another.
+    # Positions within a chunk are multiplied by an odd number with many bits, so that a value
+    # counts differently at each position.
     places = torch.arange(min(len(words), _CHUNK), device=words.device).mul_(_ODD[0])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):
@@ -99,9 +99,10 @@ def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def part_digest(part: torch.Tensor, begin: int) -> int:
-    """Returns the contribution of a run of elements to the digest of a tensor. The tensor's digest
-    is the sum of the contributions of all its parts modulo 2**64. It does not depend on how the
-    tensor is divided into parts, or on which devices they are. `begin`: index of the first element.
+    """Returns the contribution of a contiguous range of elements to the digest of a tensor. The
+    tensor's digest is the sum of the contributions of all its parts, modulo 2**64. It does not
+    depend on how the tensor is divided into parts, or on their devices. `begin`: index of the first
+    element.
 
     A change of one bit, or a swap of two elements, changes the digest with very high probability.
     """
@@ -126,7 +127,7 @@ def part_digest(part: torch.Tensor, begin: int) -> int:
 def describe_values(tensor: torch.Tensor, digest: int | None = None) -> dict[str, Any]:
     """Returns the dtype, shape and digest of a tensor, as JSON. Equal tensors have equal
     descriptions in every process and on every device. `digest`: sum of `part_digest` over the
-    tensor's parts; None: the tensor has all values."""
+    tensor's parts; None: it is computed from `tensor`, which must have all values."""
     total = part_digest(tensor, 0) if digest is None else digest % (1 << 64)
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -137,7 +138,7 @@ def describe_values(tensor: torch.Tensor, digest: int | None = None) -> dict[str
 
 @functools.lru_cache(maxsize=2)
 def _weights(device: torch.device) -> torch.Tensor:
-    """Returns the odd numbers by which `part_digest` multiplies the elements of one row."""
+    """Returns the odd factors that `part_digest` uses for the elements of one row."""
     mixed = torch.arange(1, _ROW + 1, device=device).mul_(_ODD[0])
     mixed.bitwise_xor_(mixed >> 30).mul_(_ODD[1])
     return mixed.bitwise_xor_(mixed >> 27).mul_(_ODD[2]).bitwise_or_(1)
@@ -149,23 +150,24 @@ def _is_far(tensor: torch.Tensor) -> bool:
 
 
 _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Size of an element in bytes -> integer type as which its bits are read. Elements of 16 bytes are
-read as two numbers."""
+"""Size of an element in bytes -> integer type for reading its bits. An element of 16 bytes is read
+as two numbers."""
 _CHUNK: Final = 1 << 22
-"""Number of elements mixed at a time, as 8-byte integers."""
+"""Number of 8-byte integers that are mixed at a time."""
 _ROW: Final = 1 << 18
-"""Number of elements whose factors in `part_digest` differ by more than a power."""
+"""Number of elements per row. `part_digest` uses the same factors in every row, times a power that
+depends on the row's number."""
 _ODD: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-"""Constants of the mixing function, as signed numbers. Its steps (multiply, shift, repeat) come
-from the same paper. (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
-OOPSLA 2014, section 5.)"""
+"""Constants of the mixing function, as signed numbers. They and its steps (multiply, shift, repeat)
+are from Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014,
+section 5."""
 
 
 def state_tensors(
     state: Mapping[Any, Mapping[str, Any]], parameters: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of an optimizer's state: a description for error messages -> tensor.
-    `parameters`: name of a parameter -> its key in `state`."""
+    """Returns the tensors in an optimizer's state: description for error messages -> tensor.
+    `parameters`: parameter name -> its key in `state`."""
     return {
         f"{key} of {name!r}": value
         for name, parameter in parameters.items()
@@ -179,8 +181,8 @@ def digest(
     tensors: Mapping[str, torch.Tensor],
     tensor_digest: Callable[[torch.Tensor], int] = tensor_digest,
 ) -> int:
-    """Returns a 64-bit digest of a state that `flatten` has decomposed. `tensor_digest`: function
-    that computes the digest of one tensor.
+    """Returns a 64-bit digest of a state, given as the result of `flatten`. `tensor_digest`:
+    computes the digest of one tensor.
 
     Raises:
         CorruptDataError: the structure refers to a missing tensor.
@@ -203,13 +205,13 @@ def digest(
 
 
 def state_digest(state: object) -> int:
-    """Returns the `digest` of a state. Raises ConfigurationError as `flatten` does."""
+    """Returns the `digest` of a state. Raises ConfigurationError, like `flatten`."""
     return digest(*flatten(state))
 
 
 def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
-    """Returns the structure with every tensor's name replaced by the tensor's digest, and unordered
-    pairs sorted. `of`: function that returns the digest of the tensor with a given name."""
+    """Returns the structure with every tensor's name replaced by its digest, and with unordered
+    pairs sorted. `of`: returns the digest of the tensor with a given name."""
     if isinstance(structure, list):
         return [_by_content(item, of) for item in structure]
     if not isinstance(structure, dict):
@@ -225,28 +227,27 @@ def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
 # ----------------------------------------------------------------------------------------- datasets
 
 SAMPLES: Final = "the dataset's samples"
-"""Key under which a loader's dealing contains the identity of the dataset."""
+"""Key for the identity of the dataset in a loader's dealing."""
 DRAWN: Final = "the sampler's indices"
-"""Key under which a loader's dealing contains a digest of the epoch's sample order."""
+"""Key for a digest of the epoch's sample order in a loader's dealing."""
 STREAMED: Final = "the stream's items"
-"""Key under which a loader's dealing describes its stream: the number of items read up to the end
+"""Key for the description of a stream in a loader's dealing: the number of items read up to the end
 of the step, a digest of them, and whether the stream ends there."""
 
 _ROWS: Final = 1 << 16
-"""Maximum number of rows of a tensor that are included in a dataset's digest. They are evenly
-spaced."""
+"""Maximum number of rows of a tensor, evenly spaced, that are included in a dataset's digest."""
 
 
 def identity_of(dataset: Any) -> str:
-    """Returns a digest of the known properties of `dataset`. Equal datasets have equal digests;
-    different datasets may have equal ones too.
+    """Returns a digest of the known properties of `dataset`. Equal datasets have equal digests, but
+    different datasets may have equal digests too.
 
     Ranks compare these digests, because each rank creates its dataset itself: without a seed, for
-    example, `random_split` gives each rank other samples. The digest contains only properties that
-    are available without fetching a sample: the length, the samples of a subset, and the integers
-    (labels, tokens) of a `TensorDataset`. Floating-point numbers are omitted, because machines
-    round them differently. The samples of all other datasets are omitted too: they may be slow to
-    create, or be created only in data workers.
+    example, `random_split` gives each rank different samples. The digest contains only properties
+    that are available without fetching a sample: the length, the samples of a subset, and the
+    integers (labels, tokens) of a `TensorDataset`. Floating-point numbers are omitted, because
+    machines round them differently. The samples of all other datasets are omitted too, because
+    creating them may be slow, or possible only in data workers.
     """
     return xxhash.xxh3_64_hexdigest(repr(_describe(dataset)).encode())
 
@@ -265,7 +266,7 @@ def _digest_of_indices(indices: Sequence[int]) -> str:
     try:
         return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(indices, dtype=np.int64).data)
     except (TypeError, ValueError, OverflowError):
-        # for example keys of a mapping, which Subset accepts as well
+        # for example keys of a mapping, which Subset also accepts
         return str(len(indices))
 
 

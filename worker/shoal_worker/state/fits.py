@@ -1,9 +1,9 @@
-"""Checks whether a saved state belongs to the model or optimizer that loads it, before anything
-changes. Also checks whether an optimizer's state can be sharded.
+"""Checks whether a saved state fits the model or optimizer that loads it, before anything changes.
+Also checks whether an optimizer's state can be sharded.
 
-torch's `load_state_dict` of a model copies matching entries and raises only afterwards.
-`load_state_dict` of an optimizer compares the numbers of groups and parameters, but accepts moments
-of any shape; the next step then fails or broadcasts.
+A torch model's `load_state_dict` copies matching entries and raises only afterwards. A torch
+optimizer's `load_state_dict` compares the numbers of groups and parameters, but accepts moments of
+any shape; the next step then fails or broadcasts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def check_tensors_fit(
     tensors: Mapping[str, torch.Tensor], module: nn.Module, shapes: Mapping[str, torch.Size]
 ) -> None:
     """Checks that a state dict, as returned by `full_state_dict` under any strategy, fits a module.
-    `shapes`: full shapes of the tensors in `module`'s state.
+    `shapes`: unsharded shapes of the tensors in `module`'s state.
 
     Raises:
         CorruptDataError (MODEL_DIFFERS): names or shapes differ."""
@@ -55,20 +55,20 @@ gradient and state. Their state therefore has the parameters' shapes."""
 
 WHOLE_TENSORS: Final = frozenset({"Adafactor", "Muon", "LAMB", "RowWiseAdagrad"})
 """Optimizers of torch.optim and shoal.optim that compute the update of each tensor only from that
-tensor's gradient and state, but need the whole tensor."""
+tensor's gradient and state, but need the entire tensor."""
 ACROSS_TENSORS: Final = frozenset({"LBFGS"})
-"""Optimizers of torch.optim in which the update of a tensor depends on other tensors."""
+"""Optimizers of torch.optim whose update of a tensor depends on other tensors."""
 
 
 def check_fits(
     saved: Any, optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[torch.Size]]
 ) -> None:
-    """Checks that a state dict of a single process's optimizer fits this optimizer. `shapes`: full
-    shapes of the parameters in each of this optimizer's groups.
+    """Checks that a state dict of a single process's optimizer fits this optimizer. `shapes`:
+    unsharded shapes of the parameters in each of this optimizer's groups.
 
     Raises:
-        CorruptDataError (OPTIMIZER_DIFFERS): `saved` is not such a state, or belongs to another
-            optimizer or other parameters.
+        CorruptDataError (OPTIMIZER_DIFFERS): `saved` is not such a state, or belongs to a different
+            optimizer or different parameters.
     """
     groups, state = (
         (saved.get("param_groups"), saved.get("state")) if isinstance(saved, dict) else (None, None)
@@ -85,7 +85,7 @@ def check_fits(
             f"its parameter groups have {theirs} parameters, but this optimizer's have {here}"
         )
     for group, own in zip(groups, optimizer.param_groups, strict=True):
-        # New releases of torch add flags, and schedulers add their own settings: either may be
+        # New releases of torch add flags, and schedulers add their own settings, so either may be
         # missing.
         settled = {
             name
@@ -126,8 +126,8 @@ def _differs(what: str) -> CorruptDataError:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
-    """Checks that an optimizer has not stepped yet, and that its update is elementwise, as known to
-    Shoal or as declared by the user; otherwise raises ConfigurationError."""
+    """Raises ConfigurationError unless the optimizer has not stepped yet and its update is
+    elementwise, as known to Shoal or declared by the user."""
     if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
         raise ConfigurationError(
             f"{type(optimizer).__name__} is not known to update each element independently, but "
@@ -140,12 +140,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) ->
 def takes_whole_tensors(
     optimizer: torch.optim.Optimizer, *, elementwise: bool, whole_tensors: bool | None
 ) -> bool:
-    """Returns whether an optimizer needs whole tensors. `elementwise`, `whole_tensors`: the user's
+    """Returns whether an optimizer needs entire tensors. `elementwise`, `whole_tensors`: the user's
     declarations.
 
     Raises:
-        ConfigurationError: the optimizer is unknown and not declared, the declaration contradicts
-            it, or the optimizer has stepped before.
+        ConfigurationError: the optimizer is unknown and not declared, the declaration is wrong, or
+            the optimizer has stepped before.
     """
     name = type(optimizer).__name__
     if name in ACROSS_TENSORS:

@@ -1,7 +1,7 @@
-"""An optimizer that wraps another one.
+"""An optimizer that wraps another optimizer.
 
-Both share parameter groups and state, so schedulers and code that inspects them work with either.
-Subclasses override what they change.
+Both share their parameter groups and state, so schedulers and code that inspects them work with
+either. Subclasses override the methods that they change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ForwardingOptimizer(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, as torch's `zero_grad` does."""
+        """Clears the gradients, like torch's `zero_grad`."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""A model's or optimizer's state as bytes or as a single file: safetensors with Shoal's metadata in
-the header, without pickle.
+"""Converts a model's or optimizer's state to bytes or a single file, and back: safetensors with
+Shoal's metadata in the header, without pickle.
 
 The metadata contains a digest of itself and of all tensors, so any damage is detected.
 """
@@ -23,7 +23,7 @@ from shoal_worker.state.digest import tensor_digest
 _KEY = "shoal"
 _FORMAT = 1
 _AS_BYTES = "as_bytes"
-"""Key of the metadata with the dtypes and shapes of tensors that are stored as bytes."""
+"""Metadata key for the dtypes and shapes of tensors that are stored as bytes."""
 STORED_DTYPES: Final = frozenset(
     getattr(torch, name)
     for name in (
@@ -36,7 +36,8 @@ STORED_DTYPES: Final = frozenset(
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` in the form in which a file stores it."""
+    """Returns `tensor` as files store it: unchanged if its dtype is in `STORED_DTYPES`, otherwise
+    as a flat view of its bytes."""
     return tensor if tensor.dtype in STORED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
@@ -47,7 +48,7 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
-        # safetensors refuses tensors that share memory.
+        # safetensors rejects tensors that share memory.
         plain[name] = value.clone() if value.data_ptr() in seen else value
         seen.add(plain[name].data_ptr())
     content = {"format": _FORMAT, **metadata}
@@ -67,8 +68,8 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Decodes the result of `dump_tensors`. Returns the tensors and the metadata.
 
     Raises:
-        CorruptDataError: the data is truncated or damaged, is not a safetensors image, or was
-            written by other software or by a newer release.
+        CorruptDataError: the data is truncated or damaged, is not in the safetensors format, or was
+            written by other software or a newer release.
     """
     try:
         tensors = safetensors.torch.load(data)
@@ -108,8 +109,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
 
     Raises:
         ConfigurationError: the file cannot be opened.
-        ShoalError: as in `ObjectFolder`, for a URL.
-        CorruptDataError: as `load_tensors`; the message names the file.
+        ShoalError: for a URL, as in `ObjectFolder`.
+        CorruptDataError: as in `load_tensors`; the message names the file.
     """
     try:
         data = read_object(str(path)) if is_url(path) else local_path(path).read_bytes()
@@ -124,8 +125,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def write_file(path: str | Path, data: bytes) -> str | None:
-    """Writes a file, or an object at a URL, atomically. Returns None, or the error of the file
-    system or the object storage as text."""
+    """Writes a file, or an object at a URL, atomically. Returns None, or the text of the file
+    system's or object storage's error."""
     if isinstance(path, str):
         try:
             write_object(path, data)

@@ -23,7 +23,7 @@ in keys escaped as in JSON pointers (RFC 6901), so that no two paths have the sa
 
 Not preserved: `requires_grad` and the Parameter type (only values are kept), strides, and the
 identity of containers (a list that occurs twice becomes two lists). The identity of tensors is
-preserved: two references to one piece of memory become one object.
+preserved: two references to the same memory become one object.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ Json = Any
 """None, bool, int, float, str, list of Json, or dict of str to Json."""
 
 MAX_DEPTH = 64
-"""Maximum depth of nested containers. Deeper states raise an error, and so do states that contain
-themselves.
-"""
+"""Maximum depth of nested containers. A deeper state, or one that contains itself, raises an
+error."""
 
 _MARK = "!"
 _ROOT = "~root"
@@ -74,8 +73,8 @@ def flatten(state: object, *, outlines: bool = False) -> tuple[Json, dict[str, t
     not contiguous), which are copied.
 
     Raises:
-        ConfigurationError (STATE_UNSUPPORTED): an unsupported value; the message names its path and
-        type.
+        ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value; the message
+            names its path and type.
     """
     flattener = _Flattener(outlines=outlines)
     return flattener.encode(state, (), 0), flattener.tensors
@@ -86,15 +85,15 @@ def unflatten(structure: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     and are not copied.
 
     Raises:
-        CorruptDataError: the structure was not produced by `flatten`, or a tensor to which it
-            refers is missing.
+        CorruptDataError: the structure was not produced by `flatten`, or it refers to a missing
+            tensor.
     """
     return _Unflattener(tensors).decode(structure, 0)
 
 
 def check_carried(tensor: torch.Tensor, where: str) -> None:
-    """Checks that `tensor` is a plain dense tensor with data; otherwise raises ConfigurationError
-    (STATE_UNSUPPORTED). `where`: name of the tensor, for the error."""
+    """Raises ConfigurationError (STATE_UNSUPPORTED) unless `tensor` is a plain dense tensor with
+    data. `where`: name of the tensor, for the error."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise _unsupported(
             where,
@@ -112,7 +111,7 @@ def check_carried(tensor: torch.Tensor, where: str) -> None:
 
 
 def join_path(path: tuple[object, ...]) -> str:
-    """Returns the name of the tensor at this path, which consists of keys and indices."""
+    """Returns the name of the tensor at a path of keys and indices."""
     return "/".join(_segment(key) for key in path) if path else _ROOT
 
 
@@ -126,7 +125,7 @@ def _segment(key: object) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replaces lone surrogates, which cannot be encoded as UTF-8, by `~u` and their codes."""
+    """Replaces lone surrogates, which cannot be encoded as UTF-8, with `~u` and their codes."""
     return _SURROGATE.sub(lambda found: f"~u{ord(found.group()):04x}", text)
 
 
@@ -179,8 +178,7 @@ class _Flattener:
         name = join_path(path)
         if not (self._outlines and tensor.is_meta):
             check_carried(tensor, name)
-        # state_dict() detaches: tied parameters arrive as different objects over one piece of
-        # memory.
+        # state_dict() detaches, so tied parameters arrive as different objects that share memory.
         key: object = id(tensor)
         if tensor.numel() and not tensor.is_meta:
             key = (
@@ -278,8 +276,8 @@ class _Flattener:
 
     def ordered(self, value: OrderedDict[Any, Any], path: tuple[object, ...], depth: int) -> Json:
         node = {_MARK: "ordered", "items": self._pairs(value, path, depth)}
-        # Module.state_dict() attaches the modules' versions to its result; load_state_dict() reads
-        # them.
+        # Module.state_dict() attaches the modules' versions to its result, and load_state_dict()
+        # reads them.
         metadata = getattr(value, "_metadata", None)
         return (
             node
@@ -435,7 +433,7 @@ class _Unflattener:
                 raise CorruptDataError(
                     f"tensor {name!r} does not match an array of shape {shape} and dtype {dtype}"
                 )
-            # A copy: arrays of a loaded state must own aligned memory.
+            # A copy, because arrays of a loaded state must own aligned memory.
             data = held.detach().cpu().contiguous().numpy().tobytes()
             self._arrays[name] = (
                 np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
@@ -471,15 +469,15 @@ def _unbase64(text: str) -> bytes:
 
 class Snapshot:
     """Copy of a state in host memory, so that training can continue while the copy is written to
-    files. It consists of the result of `flatten`, with contiguous CPU tensors that are used nowhere
-    else.
+    files. Consists of the result of `flatten`, with contiguous CPU tensors that are not used
+    elsewhere.
     """
 
     def __init__(
         self, structure: Json, tensors: dict[str, torch.Tensor], copies: HostCopies
     ) -> None:
-        """`structure`, `tensors`: result of `flatten`. `copies`: transfers from devices that fill
-        the tensors; None if they are complete.
+        """`structure`, `tensors`: result of `flatten`. `copies`: transfers from devices into the
+        tensors.
         """
         self.structure = structure
         self._tensors = tensors
@@ -487,8 +485,8 @@ class Snapshot:
 
     @classmethod
     def take(cls, state: object, *, without: Collection[str] = ()) -> Snapshot:
-        """Copies `state`, which may change after this returns. Copies from a device may then still
-        be in progress. `without`: names of tensors that are not copied.
+        """Copies `state`, which may be modified as soon as this method returns, even if copies from
+        a device are still in progress. `without`: names of tensors that are not copied.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
@@ -503,55 +501,55 @@ class Snapshot:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The copied tensors by name. Waits until they are complete. Any thread may read this.
+        """The copied tensors by name. Waits until the copies are complete. May be used from any
+        thread.
 
         Raises:
-            RuntimeError: a device from which they are copied has failed.
+            RuntimeError: copying from a device has failed.
         """
         self._copies.arrive()
         return self._tensors
 
     @property
     def nbytes(self) -> int:
-        """Total size of the tensors in bytes."""
+        """Total size of the tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def state(self) -> Any:
-        """Reassembles the state, which shares memory with this snapshot."""
+        """Reassembles the state, which then shares memory with this snapshot."""
         return unflatten(self.structure, self.tensors)
 
 
-# ---------------------------------------------------------------------------- one rank's part of a
-# state
+# ----------------------------------------------------------------------- one rank's part of a state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of adjacent elements of one flat vector, with their values on this rank."""
+    """Contiguous range of one flat vector's elements, with their values on this rank."""
 
     vector: torch.Tensor
-    """The vector: a flat tensor on the meta device, without memory."""
+    """The vector, as a flat tensor on the meta device."""
     begin: int
-    """Position of the first element in the vector."""
+    """Index of the range's first element in the vector."""
     values: torch.Tensor
-    """Values of the elements, flat. Share memory with the live state; may extend beyond the
-    vector's end, because of padding."""
+    """Values of the elements, flat. Share memory with the live state. May extend beyond the end of
+    the vector, because of padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """One rank's part of a state that no rank holds entirely, in a form that can be written as a
-    part of a checkpoint.
+    """One rank's part of a sharded state, for writing it as a part of a checkpoint.
 
     A strategy arranges sharded tensors in flat vectors. In `state`, each such tensor is a view of a
-    vector on the meta device, which has a length but no memory. The runs in `shards` contain the
-    values on this rank; the views show which elements of which tensor a run contains.
+    vector on the meta device. The runs in `shards` contain this rank's values; the views show which
+    elements of which tensor a run contains.
     """
 
     state: Any
     """The complete state as on a single process, with views on the meta device in place of sharded
-    tensors. Equal on all ranks."""
+    tensors. The same on all ranks."""
     count: int
     """Number of shards of the complete state."""
     shards: Mapping[int, Sequence[Run]]
-    """Shards that this rank writes, by number from 0. Each shard is written by exactly one rank."""
+    """Shards that this rank writes, by number, counted from 0. Each shard is written by exactly one
+    rank."""

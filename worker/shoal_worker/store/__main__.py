@@ -1,8 +1,8 @@
 """`python -m shoal_worker.store script.py [arguments]` registers the init method redis:// and runs
 a script that does not import shoal.
 
-Apart from that, the command is equivalent to `python script.py`: sys.argv, sys.path[0] and __name__
-have the values that the script expects.
+Otherwise, the command is equivalent to `python script.py`: sys.argv, sys.path[0] and __name__ have
+the values that the script expects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Exceptions of a store: Shoal's errors that are also torch's, so that code written for
+"""Exceptions of a store. They derive from both Shoal's and torch's errors, so that code written for
 torch.distributed catches them.
 
-This module does not import redis: a caller that distinguishes these errors needs no Redis client.
+This module does not import redis, so code that distinguishes these errors does not need a Redis
+client.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ class StoreTimeoutError(DeadlineError, DistStoreError):
 
 
 class StoreAbortedError(MembershipChanged, DistStoreError):
-    """The store was aborted: the group that was forming over the store has been superseded."""
+    """The store was aborted, because the group that was forming over it has been superseded."""
 
 
 class StoreValueError(InvalidRequestError, DistStoreError):
-    """The value of a key is not supported by the call, such as `add` on a value that is not a
+    """The value of a key does not support the call, such as `add` on a value that is not a
     number."""
 
 
 class StoreUnavailableError(UnavailableError, DistNetworkError):
-    """The store's server does not answer, and the call could not be repeated safely or failed again
-    when repeated."""
+    """The store's server does not respond, and the call could not be retried safely, or its retry
+    failed too."""

@@ -1,14 +1,14 @@
-"""torch's key-value store (`torch.distributed.Store`) over Redis. No rank hosts the store, so it
+"""A key-value store for torch (`torch.distributed.Store`) in Redis. No rank hosts the store, so it
 survives the death of any rank.
 
-One store is one Redis hash, named by its prefix: one prefix per job and generation, never used
-twice. Nothing is pickled: keys are strings, values are bytes. The coordinator agrees on fresh
-prefixes; for plain scripts rendezvous.py does.
+Each store is one Redis hash, named by its prefix. Every job and generation has its own prefix,
+which is never used again. Nothing is pickled: keys are strings, values are bytes. The coordinator
+chooses new prefixes; for plain scripts, rendezvous.py does.
 
 Threads: every method may be called from any thread, including Gloo's, and a blocked wait does not
-block other threads. `abort` frees all blocked waits of a store at once. A wait does not poll: it
-sleeps until the key's writer publishes (wakeups.py), and checks again every 0.5 s in case that
-message was lost. When Redis does not answer, a wait keeps trying until its deadline.
+block other threads. `abort` ends all blocked waits of a store immediately. A wait blocks until the
+key's writer publishes a message (wakeups.py), and checks again every 0.5 s in case that message is
+lost. If Redis does not respond, a wait keeps trying until its deadline.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _COMMAND_TIMEOUT: Final = timedelta(seconds=5)
 
 
 class StoreConnection:
-    """Redis client whose server has answered, with a count of the stores that use it."""
+    """Redis client whose server has responded, with a count of the stores that use it."""
 
     def __init__(self, url: str) -> None:
-        # The client makes no retries, because it does not know which commands may be repeated. The
-        # store does.
+        # The client makes no retries, because it does not know which commands are safe to retry.
+        # The store does.
         self.client = connect(RedisSettings(url=url, command_timeout=_COMMAND_TIMEOUT, retries=0))
         self.wakeups = Wakeups(self.client)
         self.set = self.client.register_script(scripts.SET)
@@ -67,8 +67,8 @@ class StoreConnection:
             self._users += 1
 
     def release(self, *, wait: bool) -> None:
-        """Releases one reference. The last release closes the connections: completely if `wait` is
-        True, otherwise without any I/O, as the garbage collector requires."""
+        """Releases one reference. The last release closes the connections. `wait`: True to close
+        them completely; False to do no I/O, as the garbage collector requires."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -97,11 +97,11 @@ class RedisStore(Store):
     """A torch store in the Redis hash `prefix` of the server at `url` (redis://, rediss:// or
     unix://).
 
-    `timeout`: time limit of get, wait, multi_get and queue_pop. `lifetime`: time after the last
-    write until Redis deletes the whole store. Keep a reference as long as C++ uses the store:
-    torch's process groups and PrefixStore refer only to its C++ half.
+    `timeout`: time limit of get, wait, multi_get and queue_pop. `lifetime`: how long after the last
+    write Redis deletes the entire store. The caller must keep a reference as long as C++ uses the
+    store, because torch's process groups and PrefixStore refer only to its C++ half.
 
-    Raises ConfigurationError (bad URL or prefix), AuthenticationError, UnavailableError.
+    Raises ConfigurationError (invalid URL or prefix), AuthenticationError or UnavailableError.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class RedisStore(Store):
     # --- values of keys
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Sets `key` and wakes its waiters."""
+        """Sets `key` and wakes all waits for it."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Sets all keys atomically."""
+        """Sets all keys atomically, and wakes all waits for them."""
         if len(keys) != len(values):
             raise StoreValueError(
                 f"multi_set got {len(keys)} keys and {len(values)} values; expected equal numbers"
@@ -145,8 +145,8 @@ class RedisStore(Store):
             self._script(self._connection.set, self.prefix, *pairs, repeatable=True)
 
     def get(self, key: str) -> bytes:
-        """Returns the value of `key`. Waits up to the store's timeout for the key, then raises
-        StoreTimeoutError."""
+        """Returns the value of `key`. Waits for the key; raises StoreTimeoutError after the store's
+        timeout."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -154,7 +154,7 @@ class RedisStore(Store):
         return self._wait_for_values(list(keys), self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys exist. Raises StoreTimeoutError with the missing keys after
+        """Waits until all keys exist. Raises StoreTimeoutError, which names the missing keys, after
         `timeout` (default: the store's timeout)."""
         self._wait_for_values(list(keys), self.timeout if timeout is None else timeout)
 
@@ -163,8 +163,8 @@ class RedisStore(Store):
         return None not in self._look(list(keys))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds `amount` to the number in `key` (0 if absent) and returns the sum. Not repeated
-        after a broken connection, because it might count twice."""
+        """Adds `amount` to the number in `key` (0 if absent) and returns the sum. Not retried after
+        a broken connection, because it might count twice."""
         try:
             return int(self._write(self._connection.add, key, int(amount)))
         except redis.ResponseError as error:
@@ -174,7 +174,7 @@ class RedisStore(Store):
             ) from error
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Appends to the value of `key` (empty if absent). Not repeated after a broken
+        """Appends to the value of `key` (empty if absent). Not retried after a broken
         connection."""
         self._write(self._connection.append, key, value)
 
@@ -194,7 +194,7 @@ class RedisStore(Store):
         )
 
     def num_keys(self) -> int:
-        """Returns the number of keys, without queues."""
+        """Returns the number of keys, not counting queues."""
         return int(
             self._command(lambda: self._connection.client.hlen(self.prefix), repeatable=True)
         )
@@ -208,19 +208,19 @@ class RedisStore(Store):
         """Returns True, because append, multi_get and multi_set are supported."""
         return True
 
-    # The names under which torch's C++ code looks up these two methods in a Python store.
+    # The names that torch's C++ code uses for these two methods of a Python store.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
     # --- queues
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Appends `value` to the queue `key`. Not repeated after a broken connection."""
+        """Appends `value` to the queue `key`. Not retried after a broken connection."""
         self._script(self._connection.queue_push, self._queue(key), key, value, repeatable=False)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Removes and returns the first item of the queue `key`. If the queue is empty, waits up to
-        the store's timeout, or raises QueueEmptyError with `block=False`.
+        the store's timeout or, with `block=False`, raises QueueEmptyError.
 
         If the connection breaks just as Redis returns an item, that item is lost, because Redis
         cannot tell whether it was delivered.
@@ -253,19 +253,19 @@ class RedisStore(Store):
     @property
     def timeout(self) -> timedelta:
         """Time limit of waits; changed by `set_timeout`."""
-        return cast(timedelta, super().timeout)  # type: ignore[misc]  # torch's stub leaves it out
+        return cast(timedelta, super().timeout)  # type: ignore[misc]  # torch's stub lacks it
 
     def clone(self) -> RedisStore:
         """Returns the store itself, which may be used from any thread.
 
-        A copy made for a C++ caller would lose its Python half immediately, since C++ refers only
+        A copy made for a C++ caller would lose its Python half immediately, because C++ refers only
         to the C++ half.
         """
         return self
 
     def with_prefix(self, prefix: str) -> RedisStore:
-        """Returns a store over other keys, for the next generation. The new store shares the
-        connections but is aborted separately."""
+        """Returns a store with different keys, for the next generation. It shares the connections,
+        but is aborted separately."""
         _check(prefix, self.timeout, self._lifetime)
         derived = RedisStore.__new__(RedisStore)
         derived._set_up(self._connection, prefix, self.timeout, self._lifetime)
@@ -273,7 +273,7 @@ class RedisStore(Store):
 
     def abort(self, reason: str) -> None:
         """Makes every blocked and every later call on this store raise StoreAbortedError(reason).
-        Does no I/O; callable from any thread."""
+        Does no I/O. May be called from any thread."""
         callbacks = self._abort.begin(reason)
         self._connection.wakeups.wake_all()
         for callback in callbacks:
@@ -281,9 +281,8 @@ class RedisStore(Store):
 
     @contextlib.contextmanager
     def on_abort(self, callback: Callable[[str], None]) -> Iterator[None]:
-        """Registers `callback` while the context is open: `abort` then also calls
-        `callback(reason)`, in the thread that calls `abort`. If the store is already aborted, calls
-        it immediately."""
+        """Context in which `abort` also calls `callback(reason)`, on the thread that calls `abort`.
+        If the store has already been aborted, calls it immediately."""
         reason = self._abort.add(callback)
         if reason is not None:
             callback(reason)
@@ -293,11 +292,11 @@ class RedisStore(Store):
             self._abort.remove(callback)
 
     def run_script(self, script: str, *arguments: str | bytes | int) -> Any:
-        """Runs a Lua script of this package on the store's key, with the lifetime and the channels'
-        prefix as ARGV[1] and ARGV[2].
+        """Runs a Lua script of this package on the store's Redis key, with the lifetime and the
+        prefix of the channels as ARGV[1] and ARGV[2].
 
-        The script must be safe to repeat. Use it for operations beyond a key-value store, such as
-        the agreement on a round of a rendezvous.
+        The script must be safe to retry. Meant for operations beyond a key-value store, such as the
+        agreement on a round of a rendezvous.
         """
         return self._script(
             self._connection.client.register_script(script),
@@ -308,17 +307,17 @@ class RedisStore(Store):
 
     def watch_writes(self, key: str) -> contextlib.AbstractContextManager[threading.Event]:
         """Returns an event that is set soon after each write of `key`, and when the store is
-        aborted. The caller must also check every second, since a notification can be lost."""
+        aborted. The caller must also check every second, because a notification can be lost."""
         return self._connection.wakeups.watch(self._channels + key)
 
     def discard(self) -> None:
-        """Deletes all keys of the store, but not its queues, on the server. The caller must know
-        that no process needs the keys."""
+        """Deletes all keys of the store on the server, but not its queues. Must be called only when
+        no process needs the keys any more."""
         self._command(lambda: self._connection.client.unlink(self.prefix), repeatable=True)
 
     def close(self) -> None:
-        """Aborts the store. If no other store shares its connections, closes the connections and
-        ends their thread. Idempotent."""
+        """Aborts the store. If no other store shares its connections, closes them and stops their
+        thread. Idempotent."""
         self.abort(f"store {self.prefix!r} is closed")
         if self._release.detach() is not None:
             self._connection.release(wait=True)
@@ -348,8 +347,7 @@ class RedisStore(Store):
         return cast("list[bytes | None]", values)
 
     def _command(self, send: Callable[[], T], *, repeatable: bool) -> T:
-        """Sends one command. Repeats the command after a broken connection if it is
-        `repeatable`."""
+        """Sends one command. Retries it after a broken connection if it is `repeatable`."""
         attempts = _ATTEMPTS if repeatable else 1
         for attempt in range(attempts):
             self._raise_if_aborted()
@@ -366,7 +364,7 @@ class RedisStore(Store):
             except redis.RedisError:
                 raise
             except Exception as error:
-                # `close` in another thread removes the connection in the middle of a command, and
+                # `close` on another thread removes the connection in the middle of a command, and
                 # redis-py reports this in many ways.
                 self._raise_if_aborted(error)
                 raise
@@ -394,8 +392,8 @@ class RedisStore(Store):
     def _wait_until(
         self, attempt: Callable[[], T | None], absent: Callable[[], list[str]], timeout: timedelta
     ) -> T:
-        """Calls `attempt` again whenever the first absent key is written, until it returns a
-        value."""
+        """Calls `attempt` until it returns a value: immediately, and whenever the first absent key
+        has been written."""
         deadline = time.monotonic() + timeout.total_seconds()
         found = self._attempt_before(deadline, attempt)
         while found is None:
@@ -413,7 +411,7 @@ class RedisStore(Store):
         return found
 
     def _attempt_before(self, deadline: float, attempt: Callable[[], T | None]) -> T | None:
-        """Calls `attempt` once. Until the deadline, an unavailable server counts as a missing
+        """Calls `attempt` once. Until the deadline, an unavailable server is treated like a missing
         value."""
         try:
             return attempt()
@@ -437,7 +435,7 @@ class RedisStore(Store):
 
 
 class _Abort:
-    """State of a store's abort, and the callbacks to be called. The first reason is kept."""
+    """State of a store's abort, and the callbacks to call. The first reason is kept."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -445,7 +443,7 @@ class _Abort:
         self._lock = threading.Lock()
 
     def begin(self, reason: str) -> list[Callable[[str], None]]:
-        """Sets the reason and returns the callbacks; returns no callbacks if the reason was already
+        """Sets the reason and returns the callbacks. Returns no callbacks if a reason was already
         set."""
         with self._lock:
             if self.reason is not None:

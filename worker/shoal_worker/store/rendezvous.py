@@ -3,16 +3,16 @@ through Redis.
 
 The URL is redis://[user:password@]host:port/job. With TLS it begins with rediss://, and
 `?ca=/path/of/ca.pem` names the server's certificate authority if the system does not know it.
-`?db=2` selects a database. Rank and world size come from the arguments of init_process_group, else
-from the query (`?rank=0&world_size=4`), else from RANK and WORLD_SIZE. A job name can be reused:
-ranks first agree on a round, and each round has its own prefix, so leftovers of an earlier run are
-never visible.
+`?db=2` selects a database. Rank and world size come from the arguments of init_process_group, or
+else from the query (`?rank=0&world_size=4`), or else from RANK and WORLD_SIZE. A job name can be
+reused: ranks first agree on a round, and each round has its own prefix, so leftovers of an earlier
+run are never visible.
 
 `import shoal` registers the init method with torch (torch_extensions.py). For scripts that do not
 import shoal, use `python -m shoal_worker.store script.py`.
 
-Shoal's own generations do not form in this way: the coordinator assigns their ranks and prefixes. A
-rendezvous does not monitor the ranks afterwards.
+Shoal's own generations are not formed in this way: the coordinator assigns their ranks and
+prefixes. A rendezvous does not monitor the ranks afterwards.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from shoal_worker.store.redis_store import DEFAULT_LIFETIME, RedisStore
 
 _REFRESH_S: Final = 1.0
 _PATIENCE_S: Final = 5.0
-"""Time in seconds after which a waiting rank that has not refreshed its arrival counts as dead."""
+"""Time after which a waiting rank that has not refreshed its arrival counts as dead, in seconds."""
 
 _STORES: Final[list[RedisStore]] = []
 """Stores passed to torch. torch refers only to their C++ half, so this list keeps them alive until
-the process ends, like torch's own stores."""
+the process exits, like torch's own stores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Target:
 
 
 def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
-    """Parses an init method. Raises ConfigurationError naming the missing or wrong part.
+    """Parses an init method. Raises ConfigurationError that names the missing or wrong part.
 
     `environment`: environment variables; by default, those of this process.
     """
@@ -96,11 +96,11 @@ def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
 def rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
 ) -> Iterator[tuple[RedisStore, int, int]]:
-    """Implements the handler that torch calls: yields the store, the rank and the world size once
+    """Implements the handler that torch calls: yields the store, the rank and the world size, once
     all ranks have arrived.
 
-    Raises ConfigurationError, UnavailableError (no server), or StoreTimeoutError naming the ranks
-    that did not arrive within `timeout`.
+    Raises ConfigurationError, UnavailableError (no server), or StoreTimeoutError, which names the
+    ranks that did not arrive within `timeout`.
     """
     target = parse(url)
     lobby = RedisStore(target.server, f"shoal:{{{target.job}}}:rendezvous", timeout=timeout)
@@ -134,8 +134,8 @@ def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
 
 
 def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[str]]:
-    """Registers or refreshes this rank's arrival. Returns the round and the absent ranks. If no
-    rank is absent, the round is complete."""
+    """Registers or refreshes this rank's arrival. Returns the round's name and the absent ranks. If
+    no rank is absent, the round is complete."""
     patience_ms, lifetime_s = int(_PATIENCE_S * 1000), int(DEFAULT_LIFETIME.total_seconds())
     new_name = uuid.uuid4().hex[:12]
     reply = lobby.run_script(
@@ -148,8 +148,8 @@ def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[st
 def _number(
     given: str, field: str, least: int, argument: str | None, environment: str | None
 ) -> int:
-    """Returns an integer argument that was passed to torch, or else the environment's value. torch
-    writes the argument into the query, as -1 if it was not given."""
+    """Returns an integer argument that was passed to torch, or else the value in the environment.
+    torch writes the argument into the query, as -1 if it was not given."""
     text = argument if argument is not None and argument != "-1" else environment
     if text is None:
         raise ConfigurationError(

@@ -1,17 +1,17 @@
-"""Lua scripts for the store's writes. Each write takes one round trip and wakes its waiters
-atomically.
+"""Lua scripts for the store's writes. Each write takes one round trip, and atomically wakes the
+waits for its keys.
 
 A store is one Redis hash with the store's keys as fields, so a single TTL or DEL covers all of
 them. KEYS[1] is the hash, or a queue's list. ARGV[1] is the lifetime in seconds, ARGV[2] the prefix
-of the channels on which waits listen.
+of the channels that waits listen to.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# The lifetime is renewed only after half of it has passed: a renewal is a separate write to the
-# append-only file.
+# The lifetime is renewed only after half of it has passed, because a renewal is a separate write to
+# the append-only file.
 _RENEW: Final = """
 local function renew()
   if redis.call('TTL', KEYS[1]) < tonumber(ARGV[1]) / 2 then
@@ -67,7 +67,7 @@ return held or ARGV[4]
 """
 )
 """Sets a key if it has the expected value. ARGV[3]: key; ARGV[4]: expected value; ARGV[5]: desired
-value. Returns the same value as torch's stores; for an absent key this is the expected value."""
+value. Returns the same value as torch's stores: for an absent key, the expected value."""
 
 QUEUE_PUSH: Final = (
     _RENEW
@@ -133,12 +133,12 @@ if #missing == 0 then
 end
 return {redis.call('HGET', KEYS[1], 'name'), unpack(missing)}
 """
-"""Registers a rank's arrival at a rendezvous. The rank repeats the call every second while it
-waits, so that dead ranks are not counted.
+"""Registers a rank's arrival at a rendezvous. While the rank waits, it must repeat the call every
+second, so that dead ranks are not counted.
 
 KEYS[1]: the round, with the fields name, size, complete, and for each rank `rank:N` (token and time
 of the last refresh). ARGV[3]: world size; [4]: rank; [5]: this process's token; [6]: milliseconds
 without a refresh after which a rank is dead; [7]: name for a new round; [8]: lifetime in s. Returns
 the round's name and the absent ranks; none are absent if the round is complete. A rank that arrives
-at a complete round to which it does not belong begins a new round.
+at a complete round without being part of it begins a new round.
 """

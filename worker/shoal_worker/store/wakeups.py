@@ -1,14 +1,15 @@
 """Wakes waits on a Redis store as soon as a key is written, without polling.
 
-Every write publishes on its key's channel. One listener thread per Redis client owns the only
-subscribed connection. A wait registers the channel and gets a `threading.Event` that the listener
-sets. Published messages are hints that can be lost with a broken connection, so a wait must also
-check periodically: this module is fast but not reliable. It does not depend on the meaning of keys
-and values.
+Every write publishes a message on its key's channel. Each Redis client has one listener thread,
+which owns the only subscribed connection. A wait registers the channel and gets a `threading.Event`
+that the listener sets. Messages can be lost with a broken connection, so a wait must also check
+periodically: this module is fast but not reliable. It does not depend on the meaning of keys and
+values.
 
 Threads: any thread may call `watch` and `wake_all`. The subscription belongs to the listener
-thread; other threads reach the listener by a message to its inbox channel. The listener starts with
-a wait, and ends some seconds after the last wait or within LISTEN_TIMEOUT_S of `stop`.
+thread; other threads reach the listener with a message to its inbox channel. The listener starts
+with the first wait, and stops some seconds after the last wait, or within LISTEN_TIMEOUT_S of
+`stop`.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ import redis
 _LOG: Final = logging.getLogger(__name__)
 
 LISTEN_TIMEOUT_S: Final = 0.5
-"""Longest interval between the listener's checks of the required channels. Also the longest
-duration of a stop."""
+"""Maximum interval between the listener's checks of the required channels, in seconds. Also the
+maximum time that it takes to stop."""
 _RECONNECT_PAUSE_S: Final = 0.1
 _LINGER_S: Final = 5.0
-"""Time for which the listener continues without waits. Ranks wait often while a group forms, and
-never during training."""
+"""Time that the listener continues without waits, in seconds. Ranks wait often while a group forms,
+and never during training."""
 
 
 class Wakeups:
-    """Wakes the waits of one process for keys on one Redis server."""
+    """Wakes one process's waits for keys on one Redis server."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
         self._inbox = f"shoal:wakeups:{uuid.uuid4().hex}"
         self._lock = threading.Lock()
         self._waits: dict[str, set[threading.Event]] = {}
-        """Waits by channel, guarded by the lock."""
+        """Events of the waits, by channel. Guarded by the lock."""
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
     @contextlib.contextmanager
     def watch(self, channel: str) -> Iterator[threading.Event]:
-        """Yields an event that is set by each message on `channel`, by the start of listening, and
-        by `wake_all`.
+        """Yields an event that is set by each message on `channel`, when listening starts, and by
+        `wake_all`.
 
         Because the event is also set when listening starts, a caller that clears the event, checks,
-        and then waits misses nothing.
+        and then waits cannot miss a write.
         """
         event = threading.Event()
         with self._lock:
@@ -81,13 +82,13 @@ class Wakeups:
                     event.set()
 
     def stop(self) -> None:
-        """Makes the listener end soon. Does no I/O and does not wait, so that a finalizer can call
+        """Makes the listener stop soon. Neither does I/O nor waits, so that a finalizer can call
         it."""
         self._stopped.set()
         self.wake_all()
 
     def join(self) -> None:
-        """Ends the listener and waits until its thread has ended."""
+        """Stops the listener and waits until its thread has ended."""
         self.stop()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -95,8 +96,8 @@ class Wakeups:
             thread.join()
 
     def _poke(self) -> None:
-        """Makes the listener check the required channels now. If Redis is unavailable, the listener
-        checks them a little later in any case."""
+        """Makes the listener check the required channels immediately. If Redis is unavailable, it
+        checks them a little later anyway."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._client.publish(self._inbox, b"")
 
@@ -130,8 +131,8 @@ class Wakeups:
             subscription.close()
 
     def _retires(self, needed_at: float) -> bool:
-        """Returns whether the listener ends because there were no waits for `_LINGER_S`. The next
-        wait then starts a new listener."""
+        """Returns whether the listener stops because there have been no waits for `_LINGER_S`. The
+        next wait then starts a new listener."""
         with self._lock:
             if self._waits or time.monotonic() - needed_at < _LINGER_S:
                 return False
@@ -139,8 +140,8 @@ class Wakeups:
             return True
 
     def _follow_waits(self, subscription: Any) -> None:
-        """Subscribes to the required channels and unsubscribes from the rest. The server's answer
-        to a subscription wakes the wait once."""
+        """Subscribes to the required channels and unsubscribes from all others. The server's
+        response to a subscription wakes the wait once."""
         with self._lock:
             wanted = {self._inbox, *self._waits}
         subscribed = {channel.decode() for channel in subscription.channels} - {

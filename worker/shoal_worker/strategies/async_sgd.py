@@ -2,11 +2,11 @@
 them in the order of arrival.
 
 Each step is a push: `optimizer.step()` sends this worker's gradient to the servers, which run the
-optimizer. It then receives the latest values, which include the updates of all workers. No worker
-waits (`consistency="asp"`), or workers wait only for those that are too far behind ("ssp"), or
-every worker waits for all others ("bsp"). A worker that fails or joins does not disturb the others.
-A failed worker's batch is leased to another worker and applied exactly once to each partition,
-regardless of what the failed worker had already pushed
+optimizer. It then receives the latest values, which include the updates of all workers.
+`consistency` determines who waits: no worker ("asp"), only workers that are too far ahead of the
+slowest ("ssp"), or every worker for all others ("bsp"). A worker that fails or joins does not
+disturb the others. A failed worker's batch is leased to another worker and applied exactly once to
+each partition, regardless of what the failed worker had already pushed
 (docs/explanation/parameter-servers.md#leased-batches). The price is staleness: other workers change
 the values while a worker computes its gradient, so the result differs from that of a single
 process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al.,
@@ -15,18 +15,18 @@ bound.)
 
 Cost per worker: memory for parameters and gradients; the optimizer's state is on the servers.
 Traffic per step: 2P bytes, P for the gradients sent and P for the values received. With
-`gradient_compression=` gradients are sent compressed; values are received uncompressed.
+`gradient_compression=`, gradients are compressed; values are not.
 
 With `inner_steps=H` a worker takes H steps with its own optimizer, and pushes the total change as
 one gradient. The servers' outer optimizer takes one step with this gradient (DiLoCo; Douillard et
 al., 2023; Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024). The
 optimizer's state is then on the worker, and 2P bytes are sent every H steps. H batches are leased
-together and commit together (docs/explanation/parameter-servers.md#outer-steps).
+together and committed together (docs/explanation/parameter-servers.md#outer-steps).
 
 The following are local to each worker: buffers (BatchNorm statistics), random numbers, registered
 state, `clip_grad_norm_` (of the worker's own gradient), `evaluate` (every worker evaluates all
-batches, with the values that it pulled last) and `should_early_stop`. Workers start with rank 0's
-buffers. A joiner's buffers, registered state and schedule continue from a peer's.
+batches, with its last pulled values) and `should_early_stop`. Workers start with rank 0's buffers.
+A joiner's buffers, registered state and schedule continue from a peer's.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class AsyncSGDModel(ShardedModel):
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last push, with `inner_steps=`. 0: this worker has not changed
-        the values since it last pulled them."""
+        """Number of steps since the last push, with `inner_steps=`; 0: this worker has not changed
+        the values since its last pull."""
         return cast(AsyncEngine, self.engine).steps_in_round
 
 
@@ -83,5 +83,5 @@ class AsyncSGDOptimizer(ShardedOptimizer):
     @property
     def last_staleness(self) -> float:
         """Staleness of the last push: the number of pushes by other workers that the servers
-        applied between this worker's pull and its push. The maximum over partitions."""
+        applied between this worker's pull and its push, as the maximum over all partitions."""
         return self._session.progress.staleness

@@ -1,9 +1,9 @@
-"""Data parallelism. Every rank has the whole model and optimizer, and each step averages the
-gradients over all ranks.
+"""Data parallelism. Every rank has a full copy of the model and the optimizer, and each step
+averages the gradients across all ranks.
 
 Cost per rank: memory for all parameters, gradients and optimizer state; 2P(N-1)/N bytes sent per
-step (ring all-reduce). For any optimizer, the result is that of a single process on the whole
-batch, because the ranks average gradients rather than parameters. (Li et al., "PyTorch
+step (ring all-reduce). For any optimizer, the result is the same as on a single process with the
+whole batch, because the ranks average gradients rather than parameters. (Li et al., "PyTorch
 Distributed", VLDB 2020, section 3; Goyal et al., 2017, section 3 on the reason to average
 gradients.)
 """
@@ -21,7 +21,7 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
 class DDPModel(ShardedModel):
-    """A replica of the whole model on every rank."""
+    """A full replica of the model on every rank."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="ddp",

@@ -12,14 +12,14 @@ from shoal_worker.engine.base import Engine, Setup
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """Declaration of one strategy: its name, the function that creates its engine, its costs, and
-    what it supports.
+    the features it supports.
 
     Costs are in bytes per rank, in Markdown. P, G, O: bytes of parameters, gradients and optimizer
     state; N: number of ranks.
     """
 
     name: str
-    """Value of `as_distributed(strategy=)`."""
+    """Name, as passed to `as_distributed(strategy=)`."""
     engine: Callable[[Setup], Engine]
     """Function that creates the engine. Raises ConfigurationError if the strategy's options are
     invalid or conflict with the configuration."""
@@ -40,7 +40,7 @@ class Strategy:
     complex_parameters: bool = False
     """True if the strategy supports complex parameters."""
     communicates_in_passes: bool = False
-    """True if all ranks run each pass at the same time, on their own samples, so that the model may
+    """True if all ranks run each pass at the same time, on their own samples. The model may then
     communicate within a pass, as SyncBatchNorm layers and `shoal.whole_batch` do."""
     keeps_memory: bool = False
     """True if the strategy leaves parameters in the memory that the user's module allocated, so
@@ -48,7 +48,7 @@ class Strategy:
     sparse_tables: bool = False
     """True if the strategy supports models with sparse tables."""
     several_models: bool = False
-    """True if the strategy supports several models in one loop, each with an optimizer."""
+    """True if the strategy supports several models in one loop, each with its own optimizer."""
     why_one_model: str = ""
     """Reason why the strategy does not support several models, and the closest alternative, for the
     error message."""

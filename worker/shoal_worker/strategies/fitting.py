@@ -2,9 +2,9 @@
 validation and early stopping, for every strategy.
 
 The fit runs the loop that a user would write with `ElasticDataLoader`, `train_step` and `evaluate`.
-It therefore survives faults like any such loop, and supports pipelines. Its results so far are
-registered state: joiners receive them, and checkpoints contain them. It neither saves checkpoints
-nor keeps a copy of the best model; use `on_epoch` for both.
+It therefore survives faults like any such loop, and supports pipelines. Its progress is registered
+state, so joiners receive it and checkpoints contain it. It neither saves checkpoints nor keeps a
+copy of the best model; use `on_epoch` for both.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class EpochRecord:
     epoch: int
     """Epoch number, from 0."""
     training_loss: float
-    """Mean training loss over the samples of the epoch, as computed during its steps; NaN if there
-    are no samples.
+    """Mean of the training loss over the epoch's samples, as computed during the steps; NaN if
+    there are no samples.
 
-    Excludes the samples of ranks that have left since, and samples trained before a resume. If the
-    run returned to a checkpoint, the repeated steps count in addition to the undone ones.
+    Excludes samples of ranks that left during the epoch, and samples trained before a resume. If
+    the run returned to a checkpoint, steps that were undone and repeated count twice.
     """
     metric: float
-    """Mean metric over the validation samples after the epoch; `training_loss` if there are no
-    validation samples."""
+    """Mean of the metric over the validation samples, measured after the epoch; `training_loss` if
+    there are no validation samples."""
     improved: bool
     """True if `metric` is the best so far, by more than `min_delta`."""
 
@@ -73,20 +73,21 @@ class OptimizationInputData:
     training: Any
     """A map-style dataset of (inputs, targets) pairs, or a pair of tensors."""
     validation: Any = None
-    """Validation data, in a form allowed for `training`; None: the training loss is used."""
+    """Validation data, of a type allowed for `training`; None: the training loss is used as the
+    metric."""
     loss_fn: Loss | None = None
-    """Loss of an output and its targets; None: the output's `.loss`."""
+    """Loss of an output and its targets; None: the output's `.loss` is used."""
     metric_fn: Loss | None = None
     """Metric on the validation samples; None: `loss_fn`."""
     epochs: int | None = None
-    """Maximum number of epochs; >= 1. None: no limit, with `max_steps`."""
+    """Maximum number of epochs; >= 1. None: no limit, in which case `max_steps` is required."""
     max_steps: int | None = None
-    """Maximum number of optimizer steps; >= 1. None: no limit, with `epochs`. If the limit ends an
-    epoch early, that epoch is still evaluated and recorded. With `async_sgd`, the limit applies to
-    the total number of steps of all ranks."""
+    """Maximum number of optimizer steps; >= 1. None: no limit, in which case `epochs` is required.
+    If the limit ends an epoch early, that epoch is still evaluated and recorded. With `async_sgd`,
+    the limit applies to the total number of steps of all ranks."""
     global_batch_size: int
-    """Number of samples per step over all ranks; with `async_sgd`, per push of one worker. The last
-    step of an epoch may have fewer."""
+    """Number of samples per step, summed over all ranks; with `async_sgd`, per push of one worker.
+    The last step of an epoch may have fewer."""
     micro_batch_size: int | None = None
     """Number of samples in a micro-batch; see `ElasticDataLoader`. None: each rank has one batch
     per step."""
@@ -95,8 +96,9 @@ class OptimizationInputData:
     max_norm: float | None = None
     """Maximum gradient norm for clipping; None: no clipping."""
     scheduler: Any = None
-    """Learning-rate scheduler of the optimizer, which the script must not register itself. The fit
-    steps it after each committed step. None: the learning rate is constant."""
+    """Learning-rate scheduler of the optimizer, which the fit registers; the script must not
+    register it too. The fit steps it after each committed step. None: the learning rate is
+    constant."""
     patience: int | None = None
     """Number of epochs without improvement of the metric after which the fit stops; None: it never
     stops early."""
@@ -105,8 +107,8 @@ class OptimizationInputData:
     mode: str = "min"
     """"min" if a lower metric is better, "max" if a higher one is."""
     on_epoch: Callable[[EpochRecord], object] | None = None
-    """Function called after each epoch on every rank. It may save, report or evaluate, in the same
-    way on all ranks."""
+    """Function called after each epoch on every rank. It may save, report or evaluate; all ranks
+    must do so in the same way."""
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.max_steps is None:
@@ -163,7 +165,7 @@ class OptimizationResult:
     steps: int
     """Number of committed optimizer steps of the fit; with `async_sgd`, this rank's steps."""
     samples: int
-    """Number of committed samples of all ranks, over all epochs; each counts once per epoch."""
+    """Number of samples in committed steps, over all ranks and epochs."""
 
 
 @dataclass
@@ -278,8 +280,8 @@ def _epoch(
     for step in _steps(loader, in_micro_batches=data.micro_batch_size is not None):
         loss_sum, count = 0.0, 0.0
         for inputs, targets in step:
-            # Number of samples of the batch. In an incomplete step, a rank without samples gets a
-            # placeholder batch of weight 0.
+            # Number of samples of the batch. If a step has too few samples for all ranks, a rank
+            # without samples gets a placeholder batch of weight 0.
             weight = (session.step.micro_batch if session.step is not None else None) or 0.0
             loss = float(model.train_step(inputs, targets, data.loss_fn))
             loss_sum, count = loss_sum + loss * weight, count + weight
@@ -303,7 +305,7 @@ def _steps(loader: ElasticDataLoader, *, in_micro_batches: bool) -> Iterator[Any
 
 
 def _mean(session: Session, sums: tuple[float, float]) -> float:
-    """Returns the mean loss over the samples of all ranks. Every rank calls it."""
+    """Returns the mean loss over the samples of all ranks. Must be called on every rank."""
 
     def body(channel: Channel) -> list[float]:
         everyones = [json.loads(each) for each in channel.exchange(json.dumps(sums).encode())]
@@ -333,8 +335,8 @@ def _validate(
 
 
 class _Counted:
-    """Validation batches, each with its number of samples. The number is needed because it cannot
-    be determined from inputs and targets of arbitrary structure."""
+    """Wraps validation batches to return each with its number of samples, which cannot be
+    determined from inputs and targets of arbitrary structure."""
 
     def __init__(self, batches: EvaluationBatches) -> None:
         self._batches = batches

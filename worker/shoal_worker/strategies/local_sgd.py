@@ -2,10 +2,9 @@
 parameters every `sync_every` steps.
 
 Cost per rank: memory as for ddp, plus a copy of parameters and optimizer state during a round;
-2P(N-1)/(N k) bytes sent per step if the ranks average every k steps. Local SGD does not give the
-same result as ddp, except with k = 1 and plain SGD. (Stich, "Local SGD Converges Fast and
-Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017,
-algorithm 1.)
+2P(N-1)/(N k) bytes sent per step if the ranks average every k steps. The result differs from ddp,
+except with k = 1 and plain SGD. (Stich, "Local SGD Converges Fast and Communicates Little", ICLR
+2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017, algorithm 1.)
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
 class LocalSGDModel(ShardedModel):
-    """A replica of the whole model on every rank. Ranks train their replicas separately and average
+    """A full replica of the model on every rank. Ranks train their replicas separately and average
     them at the end of each round."""
 
     declaration: ClassVar[Strategy] = Strategy(
@@ -40,7 +39,8 @@ class LocalSGDModel(ShardedModel):
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last average; 0: all ranks have the same parameters."""
+        """Number of steps since the last average; 0: parameters have just been averaged, so all
+        ranks have the same."""
         return cast(LocalSGDEngine, self.engine).steps_in_round
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -40,7 +40,7 @@ class ShardedModel(nn.Module):
     """
 
     declaration: ClassVar[Strategy]
-    """Declaration of the strategy: its engine, its options and its costs."""
+    """Declaration of the strategy (engine, options, costs and supported features)."""
     strategy: ClassVar[str]
     """Name of the strategy."""
 
@@ -59,15 +59,15 @@ class ShardedModel(nn.Module):
         among: ModelSession | None = None,
         **options: Any,
     ) -> None:
-        """Creates the model. `backend`: name of the communication backend; None: selected by the
-        session's device. `among`: session of this model if several models are trained in one loop;
-        None: it is the only model. `options`: options declared by the strategy.
+        """Creates the model. `backend`: name of the communication backend; None: chosen for the
+        session's device. `among`: this model's own session if several models are trained in one
+        loop; None: it is the only model. `options`: options declared by the strategy.
 
         Raises:
             ConfigurationError: the strategy cannot train the module with these settings.
         """
         super().__init__()
-        # Passes call the module returned by torch.compile, but state has the names of the user's
+        # Passes call the module returned by torch.compile, but state uses the names in the user's
         # own module.
         self._call: Callable[..., Any] = module.__call__
         self.module = getattr(module, "_orig_mod", module)
@@ -77,7 +77,7 @@ class ShardedModel(nn.Module):
         self._among = among
         self._options = options
         self._forward_methods: set[str] = set()
-        """Names of methods that are registered as passes; see `register_forward_method`."""
+        """Names of methods registered with `register_forward_method`."""
         if session.device.type == "cuda":
             # NCCL binds groups to the current device, which must differ between ranks of one host
             torch.cuda.set_device(session.device)
@@ -91,12 +91,12 @@ class ShardedModel(nn.Module):
         return self._among is not None
 
     def on_before_initialize_sharding(self) -> None:
-        """Hook for subclasses, called once before anything is sharded. `self.module` and
-        `self.sharding_config` exist and may be changed. Operations of the engine (`state_dict`,
-        `to`, `full_state_dict`, ...) are not available."""
+        """Hook for subclasses, called once before anything is sharded. It may change `self.module`
+        and `self.sharding_config`. Methods that need the engine (`state_dict`, `to`,
+        `full_state_dict`, ...) cannot be called yet."""
 
     def initialize_sharding(self) -> None:
-        """Creates the engine, which distributes the module over the ranks. Called once, by the
+        """Creates the engine, which distributes the module across the ranks. Called once, by the
         constructor."""
         # A strong reference would form a cycle, so that only Python's garbage collector would free
         # the memory of an unused model.
@@ -151,8 +151,8 @@ class ShardedModel(nn.Module):
     # ------------------------------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass. In training, the backward pass also reduces the gradients
-        over the ranks, unless the strategy does so later."""
+        """Runs the module's forward pass. In training mode, the backward pass also reduces the
+        gradients across ranks, unless the strategy does so later."""
         return self._through(
             self.engine.forward_frozen if self._is_frozen else self.engine.forward, *args, **kwargs
         )
@@ -165,11 +165,11 @@ class ShardedModel(nn.Module):
 
     def register_forward_method(self, name: str) -> None:
         """Makes `model.NAME(...)` a forward pass like `model(...)`. Use this for a method of the
-        module that uses parameters and is not called by `forward`, such as `encode` or `loss`.
-        Every rank calls this once, after `as_distributed`, and then uses `model.NAME(...)` instead
-        of `model.module.NAME(...)`. Required with `zero3`, `fsdp` and `hsdp`, because a rank has
-        the full parameters only during passes. Forward hooks of the module itself do not run.
-        (FSDP2 has `register_fsdp_forward_method` for the same purpose.)
+        module that uses parameters and is not called by `forward`, such as `encode` or `loss`. Must
+        be called once on every rank, after `as_distributed`; from then on, call `model.NAME(...)`
+        instead of `model.module.NAME(...)`. Required with `zero3`, `fsdp` and `hsdp`, because a
+        rank has the full parameters only during passes. Forward hooks of the module itself do not
+        run. (FSDP2 has `register_fsdp_forward_method` for the same purpose.)
 
         Raises:
             ConfigurationError: the module has no such method, `ShardedModel` already has a method
@@ -191,8 +191,8 @@ class ShardedModel(nn.Module):
         self._forward_methods.add(name)
 
     def _through(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a pass by calling `call`, a method of the engine. Records the inputs of the pass, so
-        that ranks can compare them."""
+        """Runs a pass by calling `call`, a method of the engine. Records the inputs of the pass for
+        comparison across ranks."""
         if self.training and torch.is_grad_enabled():
             if in_function_transform():
                 raise ConfigurationError(
@@ -211,64 +211,64 @@ class ShardedModel(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the module's forward pass in place, like `torch.nn.Module.compile`.
-        `torch.compile(model)` does the same but returns the compiled model. Neither compiles
+        `torch.compile(model)` has the same effect, but returns a compiled model. Neither compiles
         Shoal's own code."""
         self.module.compile(*args, **kwargs)
 
     def train_step(
         self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None
     ) -> torch.Tensor:
-        """Runs the forward and backward passes and sums the gradients over the ranks. Returns the
-        loss averaged over the whole batch, the same on every rank.
+        """Runs the forward and backward passes and reduces the gradients across ranks. Returns the
+        loss averaged over the global batch, which is the same on every rank.
 
         If `inputs` is a mapping, its items are passed as keyword arguments; the items of a tuple
         are passed as positional arguments. Without `loss_fn`, the output's `.loss` is used. In
-        `loader.steps()` the batch is a micro-batch, and the returned loss is that of the
-        micro-batch. With local_sgd and async_sgd, whose ranks do not communicate in each step, the
-        loss is that of this rank's samples.
+        `loader.steps()`, `inputs` and `targets` are a micro-batch, and its loss is returned. Under
+        local_sgd and async_sgd, whose ranks do not communicate in each step, returns the loss of
+        this rank's samples.
         """
         self._session.lifecycle.note_inputs(inputs, targets)
         return self.engine.train_step(inputs, targets, loss_fn)
 
     def predict(self, inputs: Any) -> Any:
-        """Runs the forward pass in evaluation mode, without gradients. Afterwards each module's
-        mode is restored. All ranks of a replica call this with the same inputs and receive the same
-        outputs."""
+        """Runs the forward pass in evaluation mode, without gradients. Restores each module's mode
+        afterwards. Must be called on all ranks of a replica, with the same inputs; all receive the
+        same outputs."""
         self._session.lifecycle.note_evaluated(inputs)
         return self.engine.predict(inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own `generate`, as in transformers models. With `tensor`, all ranks of
-        a replica call this with the same inputs and receive the same tokens, including sampled
-        ones. If a rank fails during a call outside of `shoal.evaluate`, the scripts of the other
-        ranks end.
+        """Runs the module's own `generate`, as in transformers models. Under `tensor`, it must be
+        called on all ranks of a replica, with the same inputs; all receive the same tokens, even if
+        they are sampled. If a rank fails during a call outside of `shoal.evaluate`, the other
+        ranks' scripts stop.
 
         Raises:
             AttributeError: the module has no `generate`.
             PreconditionError: the strategy gathers parameters for each pass, so a rank whose text
-                ends early would leave the others waiting. Generate with a copy instead: call
+                is finished early would leave the others waiting. Generate with a copy instead: call
                 `model.clone().generate(...)` on every rank.
         """
         return self.engine.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
         """Context for a loss that is computed outside of a model with `loss_parallel=True`, whose
-        logits are split over the vocabulary. `train_step` enters it itself. Without that option,
-        the context has no effect."""
+        logits are split along the vocabulary. `train_step` enters this context itself. Without that
+        option, the context has no effect."""
         return self.engine.loss_parallel()
 
     def synchronize_gradients(self) -> None:
-        """Sums the gradients over the ranks. Needed only with `auto_sync_gradients=False`;
+        """Reduces the gradients across ranks. Needed only with `auto_sync_gradients=False`;
         otherwise the backward pass does this. Gradients that are already reduced are not reduced
         again."""
         self.engine.synchronize_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, as `optimizer.zero_grad()` does. Every rank calls it."""
+        """Clears the gradients, as `optimizer.zero_grad()` does. Must be called on every rank."""
         self.engine.zero_grad(lambda: super(ShardedModel, self).zero_grad(set_to_none))
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the current gradients by parameter name. If gradients are sharded over the ranks,
+        """Returns the current gradients by parameter name. If gradients are sharded across ranks,
         returns only the gradients of `local_shard`. Parameters without a gradient are omitted."""
         return self.engine.get_gradients()
 
@@ -277,16 +277,16 @@ class ShardedModel(nn.Module):
 
         Raises:
             ConfigurationError: a name is unknown, a shape does not match, or gradients are sharded
-                over the ranks; nothing is changed.
+                across ranks. Nothing is changed.
         """
         self.engine.set_gradients(gradients)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients so that their norm over all parameters of all ranks is at most
-        `max_norm`. Returns the norm before scaling.
+        """Scales the gradients so that their total norm, over the parameters on all ranks, is at
+        most `max_norm`. Returns the norm before scaling.
 
         Raises:
-            ConfigurationError: gradients are sharded over the ranks, and `norm_type` is not 2.
+            ConfigurationError: gradients are sharded across ranks, and `norm_type` is not 2.
         """
         return self.engine.clip_grad_norm_(max_norm, norm_type)
 
@@ -299,20 +299,21 @@ class ShardedModel(nn.Module):
         return self.engine.local_shard
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Returns copies of all parameters, unsharded, on every rank, by the original module's
-        names. Every rank calls it."""
+        """Returns full copies of all parameters, keyed by the original module's names. Must be
+        called on every rank."""
         return self.engine.gather_full_parameters()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns copies of all parameters and buffers, under the original module's names. With
-        `rank0_only`, other ranks receive an empty dict. Every rank calls it."""
+        """Returns full copies of all parameters and buffers, keyed by the original module's names.
+        With `rank0_only`, other ranks receive an empty dict. Must be called on every rank."""
         return self.engine.full_state_dict(rank0_only=rank0_only)
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads a result of `full_state_dict` of any strategy, the same on every rank.
+        """Loads the result of `full_state_dict` from any strategy. Must be called on every rank,
+        with the same tensors.
 
         Raises:
-            CorruptDataError: names or shapes are not the model's; nothing is changed.
+            CorruptDataError: names or shapes do not match the model. Nothing is changed.
         """
         self.engine.load_full(tensors)
 
@@ -320,17 +321,17 @@ class ShardedModel(nn.Module):
         self, parameters: torch.Tensor | Mapping[str, torch.Tensor]
     ) -> ShardedModel:
         """Sets the parameters' values from a flat vector of all parameters in order, or from a dict
-        by name. Returns the model itself. Every rank calls it with the same values.
+        by name. Returns the model itself. Must be called on every rank, with the same values.
 
         Raises:
             ConfigurationError: a name, a shape or the number of elements does not match, or ranks
-                differ; nothing is changed.
+                passed different values. Nothing is changed.
         """
         self.engine.use_parameters(parameters)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's own state dict. Raises PreconditionError if this rank has only some
+        """Returns the module's own state dict. Raises PreconditionError if this rank has only part
         of the values."""
         self.engine.check_values_here(
             "state_dict()",
@@ -339,8 +340,8 @@ class ShardedModel(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict of the module itself; every rank passes the same one. Raises
-        PreconditionError if this rank has only some of the values."""
+        """Loads the module's own state dict. Must be called on every rank, with the same state
+        dict. Raises PreconditionError if this rank has only part of the values."""
         self.engine.check_values_here(
             "load_state_dict()",
             "model.load_full(state) loads the result of model.full_state_dict(), and "
@@ -350,15 +351,16 @@ class ShardedModel(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Implements conversions of the module by `to`, `half`, `float`, `cuda` and similar
-        methods. Raises PreconditionError if the parameters are already laid out over the ranks."""
+        methods. Raises PreconditionError if the parameters are already distributed across the
+        ranks."""
         if not self.engine.check_conversion(fn):
             return self
         # torch's is untyped
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def clone(self) -> nn.Module:
-        """Returns a copy of the whole model in its current state, for keeping, evaluating or
-        saving. The copy takes no part in training. Every rank calls it."""
+        """Returns a full copy of the model in its current state, to keep, evaluate or save. The
+        copy does not take part in training. Must be called on every rank."""
         return self.engine.clone(
             lambda module: type(self)(
                 module,
@@ -371,7 +373,7 @@ class ShardedModel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Returns a clone, for AveragedModel and other moving averages, which deep-copy the model.
-        Every rank calls it."""
+        Must be called on every rank."""
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -386,8 +388,8 @@ class ShardedModel(nn.Module):
     # ---------------------------------------------------------------------------------------- files
 
     def serialize(self) -> bytes:
-        """Returns the parameters, the buffers, and the strategy's name and layout as bytes. Every
-        rank calls it."""
+        """Returns the parameters, the buffers, and the strategy's name and layout as bytes. Must be
+        called on every rank."""
         return self._dumped(self.full_state_dict())
 
     def _dumped(self, state: Mapping[str, Any]) -> bytes:
@@ -395,18 +397,20 @@ class ShardedModel(nn.Module):
         return dump_tensors(tensors, {**self.get_model_metadata(), "structure": structure})
 
     def deserialize(self, data: bytes) -> None:
-        """Loads a result of `serialize` of any strategy. Every rank calls it with the same bytes.
+        """Loads the result of `serialize` from any strategy. Must be called on every rank, with the
+        same bytes.
 
         Raises:
-            CorruptDataError: the bytes are damaged, come from another program or a newer release,
-                or belong to another model; nothing is changed.
-            ConfigurationError: ranks were given different bytes; nothing is changed.
+            CorruptDataError: the bytes are damaged, come from a different program or a newer
+                release, or belong to a different model. Nothing is changed.
+            ConfigurationError: ranks were given different bytes. Nothing is changed.
         """
         self.load_full(self.engine.agreed("deserialize", lambda: _loaded(*load_tensors(data))))
 
     def save_model(self, path: str | Path) -> None:
         """Writes `serialize()` to a file or to a URL (`s3://bucket/model.safetensors`), atomically,
-        on the first rank that has the state. Every rank calls it. On return, the file exists.
+        on the first rank that has the state. Must be called on every rank. On return, the file
+        exists.
 
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): the first rank cannot write the file. Raised on all
@@ -434,7 +438,7 @@ class ShardedModel(nn.Module):
         self.load_full(self.engine.agreed("load_model", lambda: _loaded(*read_tensors(path))))
 
     def get_model_metadata(self) -> dict[str, Any]:
-        """Returns a description of the model and its layout that can be encoded as JSON."""
+        """Returns a JSON-serializable description of the model and its layout."""
         whole, layout = self.engine.whole_parameters(), self.engine.layout()
         return {
             "strategy": self.strategy,
@@ -450,7 +454,7 @@ class ShardedModel(nn.Module):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of the model replica to which this rank belongs."""
+        """Index of this rank's model replica."""
         return self.engine.data_parallel_rank
 
     @property
@@ -460,8 +464,8 @@ class ShardedModel(nn.Module):
 
 
 def _loaded(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state contained in a result of `serialize`. Results of earlier releases contain
-    only tensors."""
+    """Returns the state from a result of `serialize`. Results of earlier releases contain only
+    tensors."""
     state: Mapping[str, Any] = (
         unflatten(metadata["structure"], tensors) if "structure" in metadata else tensors
     )

@@ -28,7 +28,7 @@ from shoal_worker.torch_internals import _global_optimizer_post_hooks, _global_o
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raises ConfigurationError if the optimizer about to step is a second optimizer of the run's
-    model. torch calls this function before each step of any optimizer."""
+    model. Hook that torch calls before each step of any optimizer."""
     session = find_session()
     if session is not None:
         session.registered.check_alone(optimizer)
@@ -51,18 +51,19 @@ def _global_hook() -> str:
 
 
 MembershipCallback = Callable[[Placement, Placement], object]
-"""Function called with the previous and the current placement of this process."""
+"""Callback that receives the previous and the current placement of this process."""
 
 
 class ShardedOptimizer(ForwardingOptimizer):
     """The optimizer of a `ShardedModel`. It continues with the remaining ranks when ranks fail,
     leave or join.
 
-    It shares settings and state with the user's optimizer, so schedulers and code that inspects
-    either work with both. The parameters in its groups are the model's own. The script does not
-    have to handle changes of membership: the global batch size, the learning rate and its schedule
-    stay the same, and steps invalidated by a fault are repeated. `on_membership_change` is meant
-    for other purposes, such as logging, the number of data workers or cost accounting.
+    It shares settings and state with the user's optimizer, so schedulers, and code that inspects an
+    optimizer, work with either of the two. The parameters in its groups are the model's own. The
+    script does not have to handle changes of membership: the global batch size, the learning rate
+    and its schedule stay the same, and steps aborted by a fault are repeated.
+    `on_membership_change` is meant for other purposes, such as logging, the number of data workers
+    or cost accounting.
     """
 
     # With this flag, GradScaler always calls step() and passes it the scale and the result of its
@@ -72,7 +73,7 @@ class ShardedOptimizer(ForwardingOptimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: ShardedModel, session: Session
     ) -> None:
-        """Wraps `optimizer`. Called by `as_distributed`."""
+        """Wraps `optimizer`, the user's optimizer of `model`."""
         super().__init__(optimizer)
         self._model = model
         self._engine = model.engine
@@ -91,8 +92,8 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Looks up missing attributes on the wrapped optimizer. If this rank updates only parts of
-        parameters, the methods of the optimizer's class raise an error when called, because they
-        might change parameters."""
+        parameters, methods that the optimizer's class defines raise an error when called, because
+        they might change parameters."""
         value = super().__getattr__(name)
         own = (
             inspect.ismethod(value)
@@ -124,8 +125,8 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def _refuse_step_hooks(self, registered: str | None = None) -> None:
         """Raises ConfigurationError if the optimizer updates only parts of parameters and has a
-        step hook, which would see only these parts. `registered`: the hook that is about to be
-        registered."""
+        step hook, which would see only these parts. `registered`: description of a hook that is
+        about to be registered; None: check the hooks that exist."""
         own = self.optimizer
         if not self._engine.updates_parts:
             return
@@ -144,21 +145,21 @@ class ShardedOptimizer(ForwardingOptimizer):
             )
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """Registers a step hook, as in torch. Raises ConfigurationError if the optimizer does not
-        update whole parameters."""
+        """Registers a step hook, as in torch. Raises ConfigurationError if the optimizer updates
+        only parts of parameters."""
         self._refuse_step_hooks("register_step_pre_hook")
         return super().register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """Registers a step hook, as in torch. Raises ConfigurationError if the optimizer does not
-        update whole parameters."""
+        """Registers a step hook, as in torch. Raises ConfigurationError if the optimizer updates
+        only parts of parameters."""
         self._refuse_step_hooks("register_step_post_hook")
         return super().register_step_post_hook(hook)
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
         # torch's returns the closure's loss
-        """Applies the step prepared by the backward pass, on all ranks or on none. Returns the
-        outcome; see `StepStatus`.
+        """Applies the step prepared by the backward pass, either on all ranks or on none. Returns
+        the outcome; see `StepStatus`.
 
         Raises:
             ConfigurationError: `closure` was given, which would run the backward pass again,
@@ -188,9 +189,9 @@ class ShardedOptimizer(ForwardingOptimizer):
         return status
 
     def _update(self) -> None:
-        """Updates the parameters in a committed step. Skips the update if a GradScaler, which
-        stores its result on this optimizer, has found an infinity or NaN; all ranks have the same
-        result."""
+        """Updates the parameters in a committed step. Skips the update if a GradScaler has found an
+        infinity or NaN. The scaler stores its result on this optimizer, and the result is the same
+        on all ranks."""
         found_inf = self._set_by_scaler("found_inf")
         usable = found_inf is None or not float(found_inf) > 0
         grad_scale = self._set_by_scaler("grad_scale")
@@ -202,14 +203,16 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def _set_by_scaler(self, name: str) -> torch.Tensor | None:
         """Returns an attribute that a GradScaler sets on the optimizer for a step; None if it is
-        not set. (A failing `getattr` would take as long as a small kernel.)"""
+        not set. (Reads the instance's dict, because a failing `getattr` would take as long as a
+        small kernel.)"""
         return self.__dict__.get(name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the user's optimizer, with the model's own parameters even if this
-        rank updates only pieces of them. In a step without micro-batches, reading the groups first
-        completes the reduction of the gradients, because the reader may be a GradScaler."""
+        """Parameter groups of the user's optimizer, which contain the model's own parameters even
+        if this rank updates only pieces of them. In a step without micro-batches, reading the
+        groups first completes the reduction of the gradients, because the reader may be a
+        GradScaler."""
         self._engine.groups_are_read()
         if self._whole is None:
             return self.optimizer.param_groups
@@ -245,7 +248,7 @@ class ShardedOptimizer(ForwardingOptimizer):
     @property
     def membership(self) -> Placement:
         """Current placement of this process: `generation`, `rank` and `world_size`. Rank and world
-        size are equal to `shoal.rank()` and `shoal.world_size()`."""
+        size are the same as `shoal.rank()` and `shoal.world_size()`."""
         return self._session.script_placement
 
     def on_membership_change(self, callback: MembershipCallback) -> None:
@@ -257,16 +260,16 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the complete state in the format of a single process, which can be loaded under
-        any strategy. Every rank calls it."""
+        any strategy. Must be called on every rank."""
         return self._engine.optimizer_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of an optimizer on a single process, or of a `ShardedOptimizer` under any
-        strategy. Every rank calls it with the same state.
+        strategy. Must be called on every rank, with the same state.
 
         Raises:
-            CorruptDataError: the state belongs to another optimizer; nothing is changed.
-            ConfigurationError: ranks were given different states; nothing is changed.
+            CorruptDataError: the state belongs to a different optimizer. Nothing is changed.
+            ConfigurationError: ranks were given different states. Nothing is changed.
         """
         self._engine.load_optimizer_state_dict(
             self._engine.agreed("optimizer.load_state_dict", lambda: state_dict)
@@ -274,7 +277,7 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def serialize(self) -> bytes:
         """Returns settings and state as bytes, for `deserialize` under any strategy and number of
-        ranks. Every rank calls it."""
+        ranks. Must be called on every rank."""
         structure, tensors = flatten(self.state_dict())
         return dump_tensors(
             tensors,
@@ -282,19 +285,20 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def deserialize(self, data: bytes) -> None:
-        """Loads a result of `serialize` of any strategy. Every rank calls it with the same bytes.
+        """Loads the result of `serialize` from any strategy. Must be called on every rank, with the
+        same bytes.
 
         Raises:
-            CorruptDataError: the bytes are damaged, come from another program or a newer release,
-                or belong to another optimizer; nothing is changed.
-            ConfigurationError: ranks were given different bytes; nothing is changed.
+            CorruptDataError: the bytes are damaged, come from a different program or a newer
+                release, or belong to a different optimizer. Nothing is changed.
+            ConfigurationError: ranks were given different bytes. Nothing is changed.
         """
         self._engine.load_optimizer_state_dict(
             self._engine.agreed("optimizer.deserialize", lambda: _optimizer_state(data))
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Always raises PreconditionError, because the model's layout over the ranks is fixed at
+        """Always raises PreconditionError, because the model's layout across the ranks is fixed at
         creation."""
         raise PreconditionError(
             "add_param_group was called after as_distributed; add parameter groups to the "
@@ -303,7 +307,7 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def optimize(self, data: OptimizationInputData) -> OptimizationResult:
         """Runs a complete fit: trains, validates after each epoch, and stops early if requested;
-        see `OptimizationInputData`. Every rank calls it with the same data.
+        see `OptimizationInputData`. Must be called on every rank, with the same data.
 
         The fit survives faults as a user's loop does. After `shoal.resume` it continues where the
         checkpoint was saved, for example in `on_epoch`. The model keeps the values of the last
@@ -330,14 +334,14 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def synchronize_parameters(self) -> None:
         """Synchronizes the ranks' parameters if they may differ between steps. Under local_sgd, the
-        next step ends the round. Under async_sgd, this worker pulls the latest values. Under other
-        strategies, does nothing. Every rank calls it."""
+        next step ends the round. Under async_sgd, this worker pulls the latest values. Does nothing
+        under other strategies. Must be called on every rank."""
         self._engine.synchronize_parameters()
 
     def synchronize_optimizer_state(self) -> None:
         """Synchronizes the ranks' optimizer states if they may differ between steps. Under
-        local_sgd, the next step averages parameters and optimizer states. Under other strategies,
-        does nothing. Every rank calls it."""
+        local_sgd, the next step averages parameters and optimizer states. Does nothing under other
+        strategies. Must be called on every rank."""
         self._engine.synchronize_optimizer_state()
 
     def should_early_stop(
@@ -349,11 +353,12 @@ class ShardedOptimizer(ForwardingOptimizer):
         min_delta: float = 0.0,
         name: str | None = None,
     ) -> bool:
-        """Returns whether `metric` has not improved by more than `min_delta` in the last `patience`
-        calls. The result is the same on all ranks.
+        """Returns whether to stop, because `metric` has not improved by more than `min_delta` in
+        the last `patience` calls. The result is the same on all ranks.
 
-        The ranks' metrics are averaged, so pass the result of `evaluate`, or a rank's own value.
-        Every rank calls it. Each optimizer counts its own calls, separately by `mode` and `name`.
+        The ranks' metrics are averaged, so pass either the result of `evaluate` or each rank's own
+        value. Must be called on every rank. Each optimizer counts its own calls, separately by
+        `mode` and `name`.
 
         Args:
             name: name of the metric, if the script monitors several metrics.
@@ -376,7 +381,7 @@ class ShardedOptimizer(ForwardingOptimizer):
 
 
 def _optimizer_state(data: bytes) -> dict[str, Any]:
-    """Returns the optimizer state contained in a result of `ShardedOptimizer.serialize`. Raises
+    """Returns the optimizer state from a result of `ShardedOptimizer.serialize`. Raises
     CorruptDataError if `data` is anything else."""
     tensors, metadata = load_tensors(data)
     if metadata.get("kind") != "optimizer":
@@ -390,4 +395,4 @@ def _optimizer_state(data: bytes) -> dict[str, Any]:
 
 
 ElasticOptimizer = ShardedOptimizer
-"""Alias of `ShardedOptimizer`."""
+"""Another name for `ShardedOptimizer`."""

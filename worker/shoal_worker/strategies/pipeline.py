@@ -1,5 +1,5 @@
-"""Pipeline parallelism. The model is divided into stages, each with consecutive layers on one rank,
-and a batch passes through the stages in micro-batches.
+"""Pipeline parallelism. The model is divided into stages of consecutive layers. Each stage is on
+one rank, and a batch passes through the stages in micro-batches.
 
 Cost per rank: memory for the stage's share of parameters, gradients and optimizer state, and for
 the activations of the micro-batches in flight. Activations and their gradients are sent between
@@ -32,8 +32,8 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 class PipelineParallelModel(ShardedModel):
-    """A model divided into stages over all ranks, or over `pipeline_parallel_size` ranks if that is
-    set. Additional ranks form further replicas."""
+    """A model whose stages are distributed across all ranks, or across `pipeline_parallel_size`
+    ranks if that is set. Additional ranks form further replicas."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="pipeline",

@@ -50,13 +50,13 @@ _INSTEAD: Final = {
     "shard_modules": "use {known}, which gather modules one by one, or leave shard_modules out",
     "prefetch_blocks": "use {known}, which gather blocks one by one, or leave prefetch_blocks out",
 }
-"""Advice for error messages, by setting, if the strategy does not support that setting. `{known}`
-stands for the strategies that support it."""
+"""Advice for the error message if a strategy does not support a setting, by name of the setting.
+`{known}` stands for the strategies that support it."""
 
 
 _OF_ONE_MODEL: Final[dict[str, Any]] = {"plan": Mapping, "example_inputs": (tuple, list, Mapping)}
-"""Options that describe the layers of a single model, with their types. With several models, each
-model has its own value."""
+"""Options that describe the layers of one model, with the types of their values. If several models
+are trained, each has its own value."""
 
 
 def names() -> tuple[str, ...]:
@@ -83,8 +83,8 @@ def declarations() -> list[Strategy]:
 
 
 def compressor_for(name: str) -> str | None:
-    """Returns the compressor of a strategy that is suitable for slow links. None if the strategy
-    supports none, or does not exist."""
+    """Returns the compressor that suits a strategy on slow links; None if the strategy does not
+    support compression or does not exist."""
     return find(name)[0].declaration.compressor if name in _STRATEGIES else None
 
 
@@ -100,8 +100,8 @@ def build(
     options: dict[str, Any],
     among: ModelSession | None = None,
 ) -> tuple[ShardedModel, ShardedOptimizer | None]:
-    """Creates the model and optimizer of a strategy and attaches both to the session. `among`: the
-    session of this one model if several models are trained in one loop.
+    """Creates the model and optimizer of a strategy and attaches both to the session. `among`: this
+    model's own session if several models are trained in one loop; None: it is the only model.
 
     Raises:
         ConfigurationError: the strategy does not support an option, or a value is invalid.
@@ -182,8 +182,8 @@ def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, A
 
 
 def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str | None:
-    """Returns the reason why `shoal.whole_batch` cannot be used in this run, with an alternative;
-    None if it can be used."""
+    """Returns why `shoal.whole_batch` cannot be used in this run, and an alternative; None if it
+    can be used."""
     if not strategy.communicates_in_passes:
         return (
             f"with strategy={strategy.name!r}, ranks cannot communicate during a forward or "
@@ -205,8 +205,8 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
     if config.compressor is not None and strategy.compressor is None:
         compress = _those(lambda other: other.compressor is not None)
         raise ConfigurationError(
-            f"gradient_compression={config.compressor.name!r} with strategy={name!r}, which does "
-            f"not support compression; use {compress}, or leave gradient_compression out"
+            f"strategy={name!r} does not support gradient_compression={config.compressor.name!r}; "
+            f"use {compress}, or leave gradient_compression out"
         )
     for field, instead in _INSTEAD.items():
         value = getattr(config, field)
@@ -245,8 +245,9 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
 
 def _check_embeddings(module: nn.Module) -> None:
     """Checks the module's embeddings. Raises ConfigurationError if a forward pass would change
-    weights, because each rank would change them for its own samples. Logs a warning if gradients
-    would depend on how a batch is divided among the ranks."""
+    weights (as with `max_norm`), because each rank would change them for its own samples. Logs a
+    warning if gradients would depend on how a batch is split across ranks (as with
+    `scale_grad_by_freq`)."""
     for path, each in module.named_modules():
         if not isinstance(each, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -274,7 +275,7 @@ def _those_that_know(setting: str) -> str:
 
 
 def _those(fit: Callable[[Strategy], bool]) -> str:
-    """Returns a list of the strategies for which `fit` returns True, as text for an error message:
-    "zero1, zero2 or fsdp"."""
+    """Returns the names of the strategies that satisfy `fit`, as text for an error message: "zero1,
+    zero2 or fsdp"."""
     fitting = [strategy.name for strategy in declarations() if fit(strategy)]
     return " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))

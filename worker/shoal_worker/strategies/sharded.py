@@ -1,17 +1,17 @@
-"""Strategies that shard over the data-parallel ranks: zero1, zero2, zero3, fsdp and hsdp.
+"""Strategies that shard state across the data-parallel ranks: zero1, zero2, zero3, fsdp and hsdp.
 
 zero1 shards the optimizer state. zero2 also shards gradients. The other strategies also shard
 parameters; a block's parameters are gathered only while the block computes. zero1 and zero2 send as
-much as ddp: gradients are reduce-scattered and updated parameters all-gathered, 2P(N-1)/N bytes per
+much as ddp: they reduce-scatter gradients and all-gather updated parameters, 2P(N-1)/N bytes per
 rank and step. zero3 gathers parameters for the forward pass and again for the backward pass, so it
 sends 3P(N-1)/N. (Rajbhandari et al., "ZeRO", SC 2020, sections 5.1 to 5.3 and 7.2.)
 
-fsdp is zero3 under the name that users of torch's FSDP know. hsdp has several replicas, by default
-of as many ranks as a host has, each sharded like zero3. It sends 3P(S-1)/S bytes within the
-replica, where links are fast, and 2(P/S)(R-1)/R between replicas, with S ranks in a replica and R
-replicas. The copies of a shard in other replicas serve as mirrors: they receive the same gradient
-sums and make the same updates. With several replicas, fault tolerance therefore needs no additional
-traffic. (Zhao et al., "PyTorch FSDP", VLDB 2023, sections 3 and 3.2.2.)
+fsdp is zero3 under the name that users of torch's FSDP know. hsdp has several replicas, each
+sharded like zero3. By default, a replica has as many ranks as a host. It sends 3P(S-1)/S bytes
+within the replica, where links are fast, and 2(P/S)(R-1)/R between replicas, with S ranks in a
+replica and R replicas. The copies of a shard in other replicas serve as mirrors: they receive the
+same gradient sums and apply the same updates. With several replicas, fault tolerance therefore
+needs no additional traffic. (Zhao et al., "PyTorch FSDP", VLDB 2023, sections 3 and 3.2.2.)
 """
 
 from __future__ import annotations
@@ -85,18 +85,18 @@ _HSDP = dataclasses.replace(
 
 
 class ZeRO1Model(ShardedModel):
-    """A model with optimizer state sharded over the ranks. Memory per rank: P + G + O/N bytes."""
+    """A model with optimizer state sharded across ranks. Memory per rank: P + G + O/N bytes."""
 
     declaration: ClassVar[Strategy] = _ZERO1
 
 
 class ZeRO1Optimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on this rank's share of the parameters. The updated parameters
-    of other ranks are then fetched."""
+    """The user's optimizer, stepped on this rank's share of the parameters. The parameters updated
+    by other ranks are gathered after the step."""
 
 
 class ZeRO2Model(ShardedModel):
-    """A model with gradients and optimizer state sharded over the ranks, in zero1's buckets. Memory
+    """A model with gradients and optimizer state sharded across ranks, in zero1's buckets. Memory
     per rank: P + (G + O)/N bytes and one bucket. With micro-batches, gradients are reduce-scattered
     for each micro-batch."""
 
@@ -104,13 +104,13 @@ class ZeRO2Model(ShardedModel):
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on this rank's share of the parameters. The updated parameters
-    of other ranks are then fetched."""
+    """The user's optimizer, stepped on this rank's share of the parameters. The parameters updated
+    by other ranks are gathered after the step."""
 
 
 class ZeRO3Model(ShardedModel):
-    """A model with parameters, gradients and optimizer state sharded over the ranks. Memory per
-    rank: (P + G + O)/N bytes and the largest blocks, two at a time."""
+    """A model with parameters, gradients and optimizer state sharded across ranks. Memory per rank:
+    (P + G + O)/N bytes and the largest blocks, two at a time."""
 
     declaration: ClassVar[Strategy] = _ZERO3
 
@@ -120,7 +120,7 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
 
 class FSDPModel(ShardedModel):
-    """A model with parameters, gradients and optimizer state sharded over the ranks, as with
+    """A model with parameters, gradients and optimizer state sharded across ranks, as with
     zero3."""
 
     declaration: ClassVar[Strategy] = _FSDP
@@ -132,12 +132,12 @@ class FSDPOptimizer(ShardedOptimizer):
 
 class HSDPModel(ShardedModel):
     """A model with several replicas. Each replica's parameters, gradients and optimizer state are
-    sharded over its ranks. Memory per rank: (P + G + O)/S bytes and the largest blocks, two at a
+    sharded across its ranks. Memory per rank: (P + G + O)/S bytes and the largest blocks, two at a
     time.
 
     `shard_size`: number of ranks in a replica. None: the number of ranks on the largest host. If
-    that does not divide the number of ranks, for example after a failure, the next larger divisor
-    is used.
+    the world size is not a multiple of it, for example after a failure, the next larger divisor of
+    the world size is used.
     """
 
     declaration: ClassVar[Strategy] = _HSDP

@@ -1,4 +1,4 @@
-"""Tensor parallelism. The weights of layers are split over the ranks, which all compute the same
+"""Tensor parallelism. The weights of layers are split across the ranks, which all process the same
 batch.
 
 Cost per rank: memory for 1/N of the split layers; 2 all-reduces of activations per transformer
@@ -33,8 +33,8 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 class TensorParallelModel(ShardedModel):
-    """A model whose layers are split over all ranks, or over `tensor_parallel_size` ranks if that
-    is set. Additional ranks form further replicas."""
+    """A model whose layers are split across all ranks, or across `tensor_parallel_size` ranks if
+    that is set. Additional ranks form further replicas."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="tensor",

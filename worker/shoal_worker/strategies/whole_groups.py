@@ -3,9 +3,9 @@ pieces of parameters.
 
 The user's optimizer updates this rank's pieces: flat parts of parameters, which this rank owns or
 mirrors. A norm, a shape or a number of elements read from its groups would refer to the pieces. The
-groups that a script receives therefore combine two things: the settings of the optimizer's groups
-(reads and writes are forwarded), and the model's own parameters, with which the script created the
-optimizer. These parameters are either whole, or raise an error that names the function to call
+groups that a script receives therefore combine the settings of the optimizer's groups (reads and
+writes are forwarded) with the model's own parameters, which the script passed to the optimizer.
+These parameters are either unsharded, or raise an error that names the function to call
 (`hidden_parameters.py`).
 """
 
@@ -35,8 +35,9 @@ class WholeGroup(dict[str, Any]):
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
     def __init__(self, find: Callable[[], dict[str, Any]], members: Sequence[torch.Tensor]) -> None:
-        """Creates the view. `find`: function that returns the optimizer's group, which becomes a
-        different object when a state is loaded. `members`: the model's parameters in the group."""
+        """Creates the view. `find`: function that returns the optimizer's current group. Loading a
+        state replaces the group with a different object. `members`: the model's parameters in the
+        group."""
         super().__init__()
         self._find = find
         self._members: Any = members
@@ -105,8 +106,8 @@ class WholeGroups:
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        """`optimizer`: the optimizer as the user created it, over whole parameters. `parameters`:
-        the model's parameters by name."""
+        """`optimizer`: the user's optimizer, while its groups still contain the unsharded
+        parameters. `parameters`: the model's parameters by name."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._names = [
             [names.get(id(member), "") for member in group[_MEMBERS]]
@@ -126,8 +127,8 @@ class WholeGroups:
         return lambda: self._optimizer.param_groups[number]
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Replaces the parameters in the groups with the model's current parameters, given by
-        name."""
+        """Replaces the parameters in the groups with the model's current ones. `parameters`: the
+        model's parameters by name."""
         self.check()
         for group, names in zip(self.groups, self._names, strict=True):
             found = [
@@ -138,7 +139,7 @@ class WholeGroups:
                 group[_MEMBERS] = GroupMembers(found)
 
     def check(self) -> None:
-        """Raises ConfigurationError if the script has put other parameters into a group, and
+        """Raises ConfigurationError if the script has changed the parameters in a group, and
         PreconditionError if it has added, removed or replaced groups."""
         if len(self.groups) != len(self._given) or any(
             one is not other for one, other in zip(self.groups, self._given, strict=True)
@@ -153,8 +154,8 @@ class WholeGroups:
 
 
 class StateOfPieces(MutableMapping[Any, Any]):
-    """Optimizer state, with the pieces of parameters as keys. Looking up one of the model's
-    parameters raises an error; torch's own dict would create an empty entry."""
+    """Optimizer state, keyed by the pieces of parameters. Looking up one of the model's own
+    parameters raises an error, where torch's dict would create an empty entry."""
 
     def __init__(
         self, state: MutableMapping[Any, Any], groups: Sequence[dict[str, Any]], strategy: str

@@ -1,8 +1,8 @@
-"""Tensor parallelism: splits one model's layers over several ranks, based on torch's DTensor and
+"""Tensor parallelism: splits one model's layers across several ranks, based on torch's DTensor and
 `parallelize_module`.
 
-`plan` describes how layers are split. `derive` creates the plan of a model from its `blocks`, which
-are found by name or by data flow. `layers` splits the layers (`multihead` handles torch's attention
+`plan` describes how layers are split. `derive` creates a model's plan from its `blocks`, which are
+found by name or by data flow. `layers` splits the layers (`multihead` handles torch's attention
 layer). A forward pass runs in a `region`, with rules for `attention` and the `loss`; `context`
 describes the ranks. The engine that connects this package to sessions and optimizers is
 mesh/engine.py.

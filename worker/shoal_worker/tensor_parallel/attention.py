@@ -1,4 +1,4 @@
-"""Attention with heads that are split over the ranks. Each rank computes its own heads, without
+"""Attention with heads that are split across ranks. Each rank computes its own heads, without
 communication.
 
 Shapes: B batch, H heads, T queries, S keys, D head size.
@@ -27,22 +27,22 @@ from shoal_worker.tensor_parallel.context import (
 # ------------------------------------------------------------------------------------------ dropout
 #
 # Dropout within a tensor-parallel block: shards of one activation must draw different random
-# numbers, and replicas the same ones. Both require that all ranks of a group begin a step with the
-# same default random state. Shoal's loaders set this state for each batch; without a loader, the
-# strategy sets it (mesh/rank_mesh.py).
+# numbers, and replicas the same numbers. Both require that all ranks of a group begin a step with
+# the same default random state. Shoal's loaders set this state for each batch; without a loader,
+# the strategy sets it (mesh/rank_mesh.py).
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSlice:
-    """This rank's part of a tensor."""
+    """Describes this rank's part of a tensor."""
 
     dimension: int
     start: int
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     stride: tuple[int, ...] | None = None
-    """Stride of the full tensor; None: contiguous. A single process draws random numbers in memory
-    order."""
+    """Stride of the full tensor; None: contiguous. Needed because a single process draws random
+    numbers in memory order."""
 
 
 def slice_of(tensor: DTensor) -> LocalSlice | None:
@@ -65,7 +65,7 @@ def dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> DTensor:
-    """Applies F.dropout to a DTensor, never in place."""
+    """Applies F.dropout to a DTensor. Never works in place."""
     if not training or p == 0:
         return activation
     cut = slice_of(activation)
@@ -102,10 +102,10 @@ def drop(
 
 @contextlib.contextmanager
 def shard_randomness(context: ParallelContext, device: torch.device) -> Iterator[None]:
-    """Returns a context in which each rank draws different random numbers. If the default
-    generators of all ranks were in the same state before, they are in the same state afterwards.
+    """Context in which each rank draws different random numbers. If the default generators of all
+    ranks are in the same state before, they are in the same state afterwards.
 
-    The seed is drawn from the default generator, which activation checkpointing restores, so that a
+    The seed is drawn from the default generator, which activation checkpointing restores, so a
     recomputation draws the same seed.
     """
     seed = int(torch.empty((), dtype=torch.int64).random_())
@@ -139,7 +139,7 @@ def scaled_dot_product_attention(
     **options: Any,
 ) -> DTensor:
     """Implements F.scaled_dot_product_attention on DTensors. Each rank computes its own heads (or
-    part of the batch); tensors that are split in another way are gathered first."""
+    its part of the batch); tensors that are split in any other way are gathered first."""
     tensors = [query_BHTD, key_BHSD, value_BHSD]
     cuts = {split_dimension(t) for t in tensors}
     dimension = cuts.pop() if len(cuts) == 1 else None
@@ -190,8 +190,8 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention explicitly on local tensors. Returns the output, and the weights after
-    dropout. `weights_cut`: this rank's slice of the weights, BHTS."""
+    """Computes attention step by step on local tensors. Returns the output, and the weights after
+    dropout. `weights_cut`: this rank's slice of the weights, with dimensions BHTS."""
     if enable_gqa:
         groups = query_BHTD.shape[-3] // key_BHSD.shape[-3]
         key_BHSD, value_BHSD = (t.repeat_interleave(groups, dim=-3) for t in (key_BHSD, value_BHSD))
@@ -217,7 +217,7 @@ def attend(
 
 
 def _local_mask(mask: DTensor, query: DTensor) -> torch.Tensor:
-    """Returns the part of the mask for this rank's heads; the full mask if it is the same for all
+    """Returns the mask's part for this rank's heads; the full mask if it is the same for all
     heads."""
     dimension = split_dimension(query)
     own = None if dimension is None else dimension - query.ndim + mask.ndim

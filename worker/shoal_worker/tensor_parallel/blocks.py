@@ -1,10 +1,10 @@
-"""Finds attention and MLP blocks in a model by the names and shapes of its modules, as used in
-torch, Hugging Face (Llama, Mistral, GPT-2, BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and
-timm.
+"""Finds attention and MLP blocks in a model by the names and shapes of its modules. Knows the names
+used in torch, Hugging Face (Llama, Mistral, GPT-2, BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama,
+nanoGPT and timm.
 
 A block is found only if the shapes agree with the names. A wrong guess costs communication but
-never gives a wrong result: DTensor keeps the arithmetic correct however layers are split
-(docs/explanation/mesh.md#tensor-parallelism).
+never gives a wrong result, because DTensor keeps the arithmetic correct regardless of how layers
+are split (docs/explanation/mesh.md#tensor-parallelism).
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from shoal_worker.torch_internals import pytree
 
 @dataclass(frozen=True)
 class LinearLike:
-    """Shape of a linear layer, or of a layer that computes the same function, such as Conv1D."""
+    """Shape of a linear layer, or of a layer such as Conv1D that computes the same function."""
 
     in_features: int
     out_features: int
     output_dimension: int
-    """Dimension of the weight that corresponds to output features: 0 for nn.Linear, 1 for
-    Conv1D."""
+    """Dimension of the weight that contains the output features: 0 for nn.Linear, 1 for Conv1D."""
 
 
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -62,7 +61,7 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def is_convolution(module: nn.Module) -> bool:
     """Returns whether the module is a torch convolution with torch's own forward pass, without
-    groups. Such a convolution computes each output channel from all input channels and the
+    groups. Such a convolution computes each output channel from all input channels and that
     channel's own weights, so it can be split by output channels. Other classes may do more, such as
     standardizing the weight."""
     own = next((kind for kind in _CONVOLUTIONS if isinstance(module, kind)), None)
@@ -106,8 +105,9 @@ PACKED: Final[tuple[str, ...]] = (
     "query_key_value",
 )
 PACKED_BY_HEAD: Final[tuple[str, ...]] = ("query_key_value",)
-"""Layers whose output is the query, key and value of the first head, followed by those of the
-second head. Such an output is split into contiguous ranges of heads."""
+"""Names of layers whose output contains the query, key and value of the first head, followed by the
+query, key and value of the second head, and so on. Such an output is split into contiguous ranges
+of heads."""
 OUTPUT: Final[tuple[str, ...]] = (
     "o_proj",
     "out_proj",
@@ -180,16 +180,16 @@ _ELEMENTWISE_MODULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """An attention or MLP block: layers that are split by output features, and the layer that
-    consumes their split outputs and sums over the ranks."""
+    """An attention or MLP block: layers that are split by output features, and the layer that takes
+    their split outputs and sums its own output across ranks."""
 
     path: str
-    """Path of the module that contains all layers of the block."""
+    """Path of the module that contains all of the block's layers."""
     kind: str
     """"attention" or "mlp"."""
     columns: Mapping[str, int]
-    """The layers at the beginning of the block, by path, each with the number of parts in its
-    output: 3 for packed query, key and value."""
+    """The block's first layers, by path, each with the number of parts in its output: 3 for packed
+    query, key and value."""
     row: str
     heads: int | None = None
     """Number of query heads; None for an MLP."""
@@ -199,7 +199,7 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """Returns the model's blocks, which are found by the names and shapes of modules. Blocks do not
+    """Returns the model's blocks, as found by the names and shapes of modules. Blocks do not
     overlap."""
     found: list[Block] = []
     taken: set[str] = set()
@@ -218,7 +218,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 
 def joined(path: str, name: str) -> str:
-    """Returns the path of the submodule `name` of the module at `path` (the root if empty)."""
+    """Returns the path of the submodule `name` of the module at `path` ("" for the root)."""
     return f"{path}.{name}" if path else name
 
 
@@ -274,7 +274,7 @@ def _attention(path: str, module: nn.Module, parent: nn.Module | None) -> Iterat
 def _heads(
     module: nn.Module, parent: nn.Module | None, width: int, key_width: int
 ) -> tuple[int | None, int | None]:
-    """Returns the numbers of query heads and of key heads. They come from attributes of the
+    """Returns the number of query heads and the number of key heads, from attributes of the
     attention module, of the module around it, or of their configurations."""
     places = [
         p
@@ -320,7 +320,8 @@ def _mlp(path: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _sequential(path: str, module: nn.Module) -> Iterator[Block]:
-    """Yields blocks for sequences of a Linear, elementwise modules, and a Linear."""
+    """Yields blocks for sequences that consist of a Linear, elementwise modules, and another
+    Linear."""
     if not isinstance(module, nn.Sequential):
         return
     begun: tuple[str, LinearLike] | None = None
@@ -357,12 +358,12 @@ def _layers(module: nn.Module) -> dict[str, LinearLike]:
 
 # ------------------------------------------------------------------------------ blocks by data flow
 #
-# Finds attention and MLP blocks that cannot be recognized by names. Traces the data flow of one
-# forward pass on the meta device, which computes nothing. Two patterns are supported: linear layers
-# whose outputs reach one other linear layer through elementwise functions only, and linear layers
-# whose outputs reach scaled_dot_product_attention as query, key and value, with the layer that
-# takes its output. Attention implemented with matmul and softmax cannot be recognized: it needs
-# names, or a plan.
+# Finds attention and MLP blocks that cannot be recognized by name. Traces the data flow of one
+# forward pass on the meta device, without computing values. Two patterns are supported: linear
+# layers whose outputs reach one other linear layer through elementwise functions only, and linear
+# layers whose outputs reach scaled_dot_product_attention as query, key and value, with the layer
+# that takes its output. Attention implemented with matmul and softmax cannot be recognized in this
+# way: it needs known names, or a plan.
 
 
 _ELEMENTWISE_CALLS: Final = frozenset(
@@ -383,13 +384,13 @@ inputs."""
 
 @dataclass(frozen=True)
 class _Flow:
-    """Origin of a tensor, traced back to the nearest linear layers."""
+    """Origin of a tensor: the nearest linear layers before it."""
 
     layers: frozenset[str] = frozenset()
     elementwise: bool = True
     """True if there are only elementwise functions between these layers and the tensor."""
     attention: int | None = None
-    """Index of the attention call that returned this tensor; None if another function returned
+    """Index of the attention call that returned this tensor; None if a different function returned
     it."""
 
 
@@ -446,7 +447,7 @@ class _Recorder(TorchFunctionMode):
         flows = [self._flow(t) for t in tensors]
         path = next((self.by_weight[id(t)] for t in tensors if id(t) in self.by_weight), None)
         if path is not None:
-            # A Conv1D first reshapes its input, so its flow is that of its largest input.
+            # A Conv1D first reshapes its input, so its input is taken to be the largest one.
             self._into[path] = next(
                 (f for f in flows if f.layers or f.attention is not None), _Flow(elementwise=False)
             )

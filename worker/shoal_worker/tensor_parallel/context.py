@@ -3,7 +3,8 @@ tensors and DTensors on this group.
 
 Between blocks, activations are plain tensors that are the same on every rank. With sequence
 parallelism, they are DTensors split along the sequence. Within a block, activations are DTensors,
-so that the model's own code sees full shapes: heads, hidden sizes and reshapes need no change.
+so the model's own code sees full shapes: numbers of heads, hidden sizes and reshapes need not be
+changed.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from shoal_worker.torch_internals import compute_local_shape_and_global_offset, 
 
 
 class DropoutRandomness(StrEnum):
-    """Source of the random numbers for dropout on split activations. For activations that are not
-    split, all ranks draw the same numbers."""
+    """Method of drawing the random numbers for dropout on split activations. For activations that
+    are not split, all ranks draw the same numbers."""
 
     PER_SHARD = "per_shard"
-    """Each rank draws for its own shard, seeded by a common draw. Costs 1/N of the random numbers
-    of a single process."""
+    """Each rank draws numbers for its own shard only, seeded from a common draw. Costs 1/N of the
+    random numbers of a single process."""
     AS_ONE_PROCESS = "as_one_process"
-    """Every rank draws the mask of the full activation and uses its part of the mask. The numbers
-    are those of a single process."""
+    """Every rank draws the mask of the full activation and uses its own part. The numbers are the
+    same as on a single process."""
 
 
 class ParallelContext:
@@ -59,19 +60,19 @@ class ParallelContext:
 
     def replicated(self, tensor: torch.Tensor) -> DTensor:
         """Converts a tensor that is the same on all ranks to a replicated DTensor. The backward
-        pass sums the ranks' parts of its gradient."""
+        pass sums the ranks' gradients."""
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
     def sharded(self, local: torch.Tensor, dimension: int) -> DTensor:
-        """Returns a DTensor that is split along `dimension`. `local`: this rank's part; the parts
-        of all ranks must have the same size."""
+        """Returns a DTensor that is split along `dimension`. `local`: this rank's part, which must
+        have the same size on all ranks."""
         return DTensor.from_local(
             local, self.mesh, [Shard(dimension % local.ndim)], run_check=False
         )
 
     def leave(self, output: DTensor) -> torch.Tensor:
-        """Returns the output of a block, summed over the ranks: the full tensor or, with sequence
-        parallelism, the tensor split along the sequence."""
+        """Returns the output of a block, summed across ranks: the full tensor or, with sequence
+        parallelism, a tensor split along the sequence."""
         if self.sequence_dimension is not None and output.ndim > max(2, self.sequence_dimension):
             length, ranks = output.shape[self.sequence_dimension], self.mesh.size()
             if length % ranks:
@@ -96,15 +97,15 @@ def placement_of(tensor: DTensor) -> Placement:
 
 
 def split_dimension(tensor: DTensor) -> int | None:
-    """Returns the dimension along which the tensor is split into contiguous pieces. Returns None if
-    the tensor is replicated, is not yet summed (`Partial`), or is split in another way."""
+    """Returns the dimension that is split into contiguous pieces. Returns None if the tensor is
+    replicated, is not summed yet (`Partial`), or is split in any other way."""
     placement = placement_of(tensor)
     # _StridedShard is not a subclass of Shard
     return placement.dim if isinstance(placement, Shard) else None
 
 
 def local_offset(tensor: DTensor, dimension: int) -> int:
-    """Returns the index along `dimension` at which this rank's piece begins."""
+    """Returns the index along `dimension` where this rank's piece begins."""
     _, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -112,7 +113,7 @@ def local_offset(tensor: DTensor, dimension: int) -> int:
 
 
 def grad_partial(tensor: DTensor) -> torch.Tensor:
-    """Returns the local part of a replicated tensor. The backward pass sums its gradient over the
+    """Returns the local part of a replicated tensor. The backward pass sums its gradient across
     ranks, because each rank computes only one summand."""
     return tensor.to_local(grad_placements=[Partial()])
 
@@ -125,7 +126,7 @@ def holds_dtensor(values: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Replaces every DTensor in an argument, including those in lists and tuples, by a full plain
+    """Replaces every DTensor in an argument, including lists and tuples, with a full plain
     tensor."""
     if isinstance(value, DTensor):
         return whole(value)

@@ -1,9 +1,9 @@
-"""Creates the tensor-parallel plan of a model from the styles that the user specifies and from the
-model's structure. Raises an error if these do not determine a plan.
+"""Creates a model's tensor-parallel plan from the user's styles and the model's structure. Raises
+an error if these do not determine a plan.
 
-Nothing large is replicated unless the user requests it. Small parameters are replicated (norms,
-biases and other vectors, and parameters with fewer elements than the minimum), and the plan gives
-the reason for each.
+Large parameters are replicated only if the user requests it. Small parameters are replicated
+(norms, biases and other vectors, and parameters with fewer elements than the minimum), and the plan
+gives the reason for each.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ def make_plan(
     loss_parallel: bool = False,
     example_inputs: Any = None,
 ) -> TensorParallelPlan:
-    """Returns the plan for `model` on `size` ranks. Uses shapes only; the parameters may be on
-    `meta`.
+    """Returns the plan for `model` on `size` ranks. Uses only shapes, so the parameters may be on
+    the meta device.
 
     Args:
         plan: styles of some or all modules, by path pattern. A pattern is a path whose components
-            may contain wildcards, `layers.*.mlp.up`; later patterns take precedence. The path of a
-            parameter that a module owns directly is also a pattern, with "replicate". Styles of
-            modules that match no pattern are derived. If a pattern matches a layer of a block, the
-            block's other layers are treated as separate layers.
+            may contain wildcards, such as `layers.*.mlp.up`; later patterns take precedence. The
+            path of a parameter that a module owns directly is also a pattern, with "replicate". The
+            styles of modules that do not match a pattern are derived. If a pattern matches a layer
+            of a block, the block's other layers are treated as separate layers.
         minimum_parameter_group_size: modules with fewer elements may be replicated; for a block,
             the elements of its largest layer count.
         sequence_dimension: dimension along which activations between blocks are split (sequence
             parallelism): usually 1, or 0 if the sequence comes first.
-        loss_parallel: True to leave the logits split over the vocabulary. The layer that computes
+        loss_parallel: True to leave the logits split along the vocabulary. The layer that computes
             them must be a separate layer at the end of the model.
         example_inputs: a tuple of positional arguments or a mapping of keyword arguments of
-            `model`, for tracing if names do not reveal the blocks. Only shapes matter; nothing is
-            computed.
+            `model`, for tracing if the blocks cannot be found by name. Only shapes matter; no
+            values are computed.
 
     Raises:
         ConfigurationError: a large module cannot be split. The message names the module, its size
@@ -96,7 +96,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Role:
-    """Style of a module, and the reason for it."""
+    """Style of a module, and why it was chosen."""
 
     split: Split
     block: str
@@ -124,8 +124,8 @@ class _Planner:
         self._inputs = example_inputs
         self._roles: dict[str, _Role] = {}
         self._first: dict[int, tuple[str, ParameterLayout]] = {}
-        """Layout of each parameter, by identity, with the module in which the parameter was found
-        first."""
+        """Layout of each parameter, by identity, with the path of the module where the parameter
+        was found first."""
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def plan(self) -> TensorParallelPlan:
@@ -276,8 +276,8 @@ class _Planner:
                 )
 
     def _replicates_small(self, block: str, paths: tuple[str, ...], kind: str) -> bool:
-        """Assigns the style "replicate" to the layers of a block if none of them is large enough to
-        justify the communication. Returns whether it did."""
+        """Assigns the style "replicate" to a block's layers if none of them is large enough to
+        justify the communication. Returns whether it did so."""
         largest = max(_elements(self._model.get_submodule(path)) for path in paths)
         if largest >= self._minimum:
             return False
@@ -328,9 +328,9 @@ class _Planner:
 
     def _holders(self, owners: Sequence[tuple[str, nn.Module]]) -> set[str]:
         """Returns modules that are not layers themselves but refer to parameters of layers, and
-        have no other parameters. For example, BERT's head refers to the bias of its decoder. The
-        layers determine how these parameters are split. The code of such a module sees DTensors
-        with full shapes."""
+        have no other parameters. For example, BERT's head refers to its decoder's bias. The layers
+        determine how these parameters are split, and the code of such a module sees DTensors with
+        full shapes."""
         layers = {
             path
             for path, m in owners
@@ -360,7 +360,7 @@ class _Planner:
         )
 
     def _alone(self, path: str, module: nn.Module) -> _Role:
-        """Returns the role of a module that belongs to no block."""
+        """Returns the role of a module that is not part of a block."""
         elements = _elements(module)
         if isinstance(module, _NORMS) or _is_norm(module):
             return _Role(Split(style=Style.REPLICATE), path, "norm")
@@ -416,8 +416,8 @@ class _Planner:
         )
 
     def _first_dimension(self, module: nn.Module) -> int | None:
-        """Returns the dimension along which this module's shared parameter was split where it was
-        found first."""
+        """Returns the dimension that was split when this module's shared parameter was found
+        first."""
         return next(
             (
                 self._first[id(p)][1].dimension
@@ -428,8 +428,8 @@ class _Planner:
         )
 
     def _check(self, path: str, module: nn.Module, role: _Role) -> None:
-        """Raises ConfigurationError if the module does not support the style, or if some rank would
-        get no part of the module."""
+        """Raises ConfigurationError if the module does not support the style, or if a rank would
+        not get any part of it."""
         style, layer = role.split.style, linear_like(module)
         fits = {
             Style.VOCABULARY: type(module) is nn.Embedding,
@@ -539,12 +539,13 @@ class _Planner:
 
 
 def _elements(module: nn.Module) -> int:
-    """Returns the number of elements of the largest parameter that the module owns directly."""
+    """Returns the number of elements in the largest parameter that the module owns directly."""
     return max((p.numel() for _, p in own_parameters(module)), default=0)
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Returns whether the module is a norm of another library, such as T5's or Llama's RMSNorm."""
+    """Returns whether the module is a norm from another library, such as T5's or Llama's
+    RMSNorm."""
     return type(module).__name__.lower().endswith("norm") and all(
         p.ndim == 1 for _, p in own_parameters(module)
     )
@@ -561,7 +562,7 @@ def _matches(path: str, pattern: str) -> bool:
 def _stored(
     module: nn.Module, name: str, shape: tuple[int, ...], split: Split
 ) -> tuple[tuple[int, ...], int | None]:
-    """Returns the shape in which a parameter is stored, and the dimension along which it is
+    """Returns the shape of a parameter as it is stored, and the dimension along which it is
     split."""
     style = split.style
     if style is Style.REPLICATE:
@@ -569,7 +570,7 @@ def _stored(
     if style is Style.ATTENTION:
         if name.startswith("in_proj"):
             return (3, shape[0] // 3, *shape[1:]), 1
-        return shape, 0  # q_proj_weight and the like
+        return shape, 0  # q_proj_weight and similar
     if name not in ("weight", "bias"):
         return shape, None
     if style is Style.VOCABULARY:

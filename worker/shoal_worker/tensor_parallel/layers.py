@@ -4,10 +4,10 @@ with parameters that are DTensors.
 The class is changed in place, as in FSDP2, so that names, attributes and isinstance are unaffected,
 and a copy of the model works independently. Every module that contains a split module opens a
 region (region.py) around its forward pass. Submodules can therefore be called directly, and
-activation checkpointing can rerun them on their own.
+activation checkpointing can rerun them alone.
 
-`parallelize` distributes a model over the ranks of a tensor-parallel group according to a plan. The
-result is the same module, changed in place.
+`parallelize` splits a model in place, across the ranks of a tensor-parallel group, according to a
+plan.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from shoal_worker.tensor_parallel.plan import (
 from shoal_worker.tensor_parallel.region import region
 from shoal_worker.torch_internals import pytree, uncompiled
 
-# torch.compile cannot trace a region (the placement of a packed DTensor fails in Dynamo), so the
-# model is not compiled within a region.
+# torch.compile cannot trace a region (placing a packed DTensor fails in Dynamo), so a model is not
+# compiled within a region.
 
 
 class Region(nn.Module):
-    """Mixin for a module that contains split modules. The module's code may mix plain tensors and
+    """Mixin for a module that contains split modules. Its code may mix plain tensors and
     DTensors."""
 
     _shoal_context: ParallelContext
@@ -62,8 +62,8 @@ class Region(nn.Module):
 
 
 class Root(nn.Module):
-    """Mixin for the model itself. Its results are plain tensors, except for split logits if the
-    loss is computed in parallel."""
+    """Mixin for the model itself. Its results are plain tensors, except split logits if the loss is
+    computed in parallel."""
 
     _shoal_context: ParallelContext
     _shoal_keeps_logits: bool
@@ -81,11 +81,11 @@ class Root(nn.Module):
 
 
 def run_inside(root: nn.Module, run: Callable[[], Any], *, last: bool) -> Any:
-    """Runs `run`, a part of a model's forward pass, within the model's region, and returns the
-    result with plain tensors.
+    """Runs `run`, a part of a model's forward pass, within the model's region. Returns its result
+    with plain tensors.
 
-    `last`: True if `run` is the end of the pass, whose logits may remain split for a parallel loss.
-    If the model is not split, `run` is called without a region.
+    `last`: True if `run` is the end of the pass; its logits may then remain split for a parallel
+    loss. If the model is not split, `run` is called without a region.
     """
     if not isinstance(root, Root):
         return run()
@@ -117,8 +117,8 @@ class ColumnGathered(Column):
 
 
 class Convolution(nn.Module):
-    """A convolution split by output channels. Its output is gathered. The channel dimension
-    precedes the dimensions of the kernel."""
+    """A convolution split by output channels. Its output is gathered along the channel dimension,
+    which precedes the spatial dimensions."""
 
     _shoal_context: ParallelContext
     weight: nn.Parameter
@@ -138,7 +138,7 @@ class Convolution(nn.Module):
 
 
 class PackedColumn(nn.Module):
-    """A linear layer whose output consists of several parts side by side, each of which is split
+    """A linear layer whose output consists of several concatenated parts, each of which is split
     separately. The weight has an additional dimension for the parts."""
 
     _shoal_context: ParallelContext
@@ -165,7 +165,7 @@ class PackedColumn(nn.Module):
 
 
 class Row(nn.Module):
-    """A linear layer split by input features. Its output is summed over the ranks."""
+    """A linear layer split by input features. Its output is summed across ranks."""
 
     _shoal_context: ParallelContext
 
@@ -176,8 +176,8 @@ class Row(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """nn.Embedding split by rows. Each rank looks up its own rows, and returns zeros for rows of
-    other ranks; the results are summed."""
+    """nn.Embedding split by rows. Each rank looks up its own rows, with zeros for other ranks'
+    rows; the results are summed."""
 
     _shoal_context: ParallelContext
 
@@ -203,8 +203,8 @@ class Vocabulary(nn.Module):
 
 
 class EmbeddingDimension(nn.Module):
-    """nn.Embedding or nn.EmbeddingBag split by columns, with any `mode` of an embedding bag. Its
-    output is gathered."""
+    """nn.Embedding, or nn.EmbeddingBag with any `mode`, split by columns. Its output is
+    gathered."""
 
     _shoal_context: ParallelContext
 
@@ -260,8 +260,8 @@ class ShoalStyle(ParallelStyle):
         loss_parallel: bool,
         runs: bool,
     ) -> None:
-        """Creates the style. `entry`: the module's entry in the plan; None for a module without its
-        own parameters. `runs`: True if this rank runs the module."""
+        """Creates the style. `entry`: the module's entry in the plan; None for a module that does
+        not own parameters. `runs`: True if this rank runs the module."""
         super().__init__()
         self._context = context
         self._distributor = distributor
@@ -313,7 +313,7 @@ def _add_mixins(module: nn.Module, mixins: Sequence[type[nn.Module]]) -> None:
 
 
 _ADDED: Final = frozenset({"_shoal_context", "_shoal_keeps_logits", "_shoal_output_dimension"})
-"""Attributes that are added to modules, in addition to the change of class."""
+"""Attributes that are added to modules whose class is changed."""
 
 
 def parallelize(
@@ -324,20 +324,20 @@ def parallelize(
     share: Share,
     dropout: DropoutRandomness,
 ) -> None:
-    """Splits the model's parameters over `mesh` and changes its modules to work with the split
-    parameters. Collective: all ranks of the mesh call this function with equal arguments.
+    """Splits the model's parameters across `mesh` and changes its modules to work with the split
+    parameters. Must be called on all ranks of the mesh, with the same arguments.
 
-    Afterwards every rank passes the same inputs to the model and gets the same outputs and
+    Afterwards, every rank must pass the same inputs to the model, and gets the same outputs and
     gradients. The parameters named by `share` become new objects (DTensors if they are split) with
-    arbitrary values. On one rank the model is not changed.
+    arbitrary values. On a mesh of one rank, the model is not changed.
 
     Args:
         mesh: one-dimensional mesh; may be a slice of a larger mesh.
         share: part of the model on this rank.
 
     Raises:
-        ConfigurationError: the plan belongs to another model or another number of ranks, or differs
-            between ranks; nothing is changed.
+        ConfigurationError: the plan is for a different model or number of ranks, or differs between
+            ranks; nothing has changed.
     """
     _check(model, mesh, plan)
     _check_agreement(mesh, plan)
@@ -386,8 +386,8 @@ def _styles(
 
 
 def unparallelize(model: nn.Module) -> None:
-    """Restores the original classes of a model's modules. Does not change the parameters; replace
-    these afterwards."""
+    """Restores the original classes of a model's modules. Does not change the parameters, which
+    must be replaced afterwards."""
     for module in model.modules():
         if "_shoal_context" in module.__dict__:
             module.__class__ = type(module).__bases__[-1]
@@ -415,13 +415,13 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None
 
 
 def _check_agreement(mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
-    """Raises ConfigurationError if the ranks have different plans, with which they would wait for
-    each other forever or mix up their values."""
+    """Raises ConfigurationError if the ranks have different plans, because they would then wait for
+    one another forever or mix up their values."""
     digest = checksum(memoryview(repr(plan).encode())) >> 1
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    # Called on the group itself: if it failed, dist.all_reduce would look up the group in torch's
+    # Called on the group itself. If it failed, dist.all_reduce would look the group up in torch's
     # world, which does not contain it, and raise a misleading error.
     mesh.get_group().allreduce([bounds], options).wait()
     if bounds[0] != -bounds[1]:

@@ -1,8 +1,8 @@
 """Cross-entropy over logits that are split along the vocabulary. No rank ever has the full logits.
 
 Two all-reduces of one or two numbers per token, in the forward pass only, replace an all-gather of
-`vocabulary` numbers per token. The method is that of Megatron-LM (Shoeybi et al. 2019, section 3),
-with torch's weight, ignore_index, reduction and label_smoothing.
+`vocabulary` numbers per token. This is the method of Megatron-LM (Shoeybi et al. 2019, section 3),
+extended by torch's weight, ignore_index, reduction and label_smoothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal_worker.tensor_parallel.context import local_offset, split_dimension
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce whose backward pass returns the gradient unchanged. All ranks compute the same
-    from the sum, so each rank already has the full gradient."""
+    """All-reduce whose backward pass returns the gradient unchanged. All ranks use the sum in the
+    same way, so each rank already has the full gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -42,20 +42,18 @@ def vocabulary_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Computes F.cross_entropy(logits, target, ...) and returns the same plain tensor on every
-    rank.
+    """Computes F.cross_entropy(logits, target, ...). Returns the same plain tensor on every rank.
 
     Args:
-        logits: logits that are split over the classes: along dimension 1, or 0 if it is the only
-            dimension.
-        target: class indices, the same on every rank, in the shape of the logits without the
-            classes.
+        logits: logits split by class, along dimension 1, or 0 if it is the only dimension.
+        target: class indices, the same on every rank, with the shape of the logits without the
+            class dimension.
         weight: weight of each class; the full tensor on every rank.
 
     Raises:
         ConfigurationError: the targets are probabilities, the reduction is unknown, or a target is
-            outside the vocabulary. On a GPU, where checking the targets would require a
-            synchronization, a target outside the vocabulary makes the loss NaN instead.
+            outside the vocabulary. On a GPU, checking the targets would require a synchronization,
+            so a target outside the vocabulary makes the loss NaN instead.
     """
     _check(target, logits, ignore_index, reduction)
     dimension = cast(int, split_dimension(logits))
@@ -97,7 +95,7 @@ def vocabulary_parallel_cross_entropy(
         total_weight = classes if class_weights is None else class_weights.sum()
         uniform = (log_normalizer * total_weight - smoothed[0]) * kept
         loss = (1 - label_smoothing) * loss + label_smoothing / classes * uniform
-    if target.device.type != "cpu":  # if _check did not check the targets
+    if target.device.type != "cpu":  # on other devices, _check does not check the targets
         loss = loss.masked_fill(_outside(target, classes, ignore_index), torch.nan)
     if reduction == "sum":
         loss = loss.sum()

@@ -1,9 +1,9 @@
-"""nn.MultiheadAttention with heads that are split over the ranks. The forward pass has torch's
+"""nn.MultiheadAttention with heads that are split across ranks. The forward pass has torch's
 arguments and results.
 
 The packed `in_proj_weight` (3E x E) is stored as 3 x E x E and split along the second dimension, so
-that each rank has the rows of its heads for query, key and value. Shapes: B batch, L queries, S
-keys, E features, H heads.
+that each rank has its heads' rows for query, key and value. Shapes: B batch, L queries, S keys, E
+features, H heads.
 """
 
 # ruff: noqa: N803, N806 - shapes as suffixes
@@ -119,8 +119,8 @@ def _forward(
         and module.training
         and context.dropout is DropoutRandomness.AS_ONE_PROCESS
     ):
-        # Use torch's memory layout, because a dropout layer that follows draws its random numbers
-        # in memory order.
+        # Use torch's memory layout, because a subsequent dropout layer draws its random numbers in
+        # memory order.
         output = output.transpose(0, 1).contiguous().transpose(0, 1)
     return output, None if weights is None else _weights(
         context, weights, average_attn_weights, batched
@@ -128,7 +128,7 @@ def _forward(
 
 
 def _projections(module: nn.MultiheadAttention) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Returns this rank's rows of the weight and the bias for query, key and value."""
+    """Returns this rank's rows of the weight and the bias, for each of query, key and value."""
     if module._qkv_same_embed_dim:
         weights: tuple[torch.Tensor, ...] = _local(module.in_proj_weight).unbind(0)
     else:
@@ -151,7 +151,7 @@ def _heads(
     bias: torch.Tensor | None,
     batched: bool,
 ) -> torch.Tensor:
-    """Returns the projected heads as B x own heads x length x head size, for any layout of the
+    """Returns the projected heads as B x own heads x length x head size, whatever the layout of the
     input."""
     projected = F.linear(input, weight, bias)
     if not batched:

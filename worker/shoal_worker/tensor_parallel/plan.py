@@ -1,9 +1,8 @@
-"""The plan of a tensor-parallel model: for every module with parameters, it states how the module
-is split and why.
+"""The plan of a tensor-parallel model: how each module with parameters is split, and why.
 
-A plan is created from shapes alone (derive.py), so that every rank creates the same plan, even with
-parameters on `meta`. It can be inspected before anything is distributed: `print(plan)`. It contains
-no tensor and no process group.
+A plan is created from shapes alone (derive.py), so every rank creates the same plan, even with
+parameters on the meta device. It can be inspected with `print(plan)` before anything is
+distributed. It does not contain tensors or process groups.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from torch.distributed.tensor import DTensor, Shard
 
 # ------------------------------------------------------------------------------------------- styles
 #
-# A style says how the parameters of one module are split over the ranks of a tensor-parallel group.
-# layers.py implements their effect on a forward pass.
+# A style defines how one module's parameters are split across the ranks of a tensor-parallel group.
+# layers.py implements the effects of styles on a forward pass.
 
 
 class Style(StrEnum):
-    """One way to split a module. Inputs and outputs are described as the model's own code sees
-    them."""
+    """One way to split a module. Inputs and outputs are described from the point of view of the
+    model's own code."""
 
     COLUMN = "column"
-    """A linear layer split by output features. Its output remains split. The modules that follow
-    work on the split output, up to a `ROW`."""
+    """A linear layer split by output features. Its output remains split, and is used by the
+    following modules up to a `ROW`."""
     PACKED_COLUMN = "packed_column"
-    """A `COLUMN` whose output consists of several parts side by side (query | key | value). Each
+    """A `COLUMN` whose output consists of several concatenated parts (query | key | value). Each
     part is split separately."""
     COLUMN_GATHERED = "column_gathered"
     """A linear layer split by output features, whose output is gathered immediately. Used for a
     layer without a matching `ROW`."""
     ROW = "row"
     """A linear layer split by input features. Its input is the split output of a `COLUMN`; its
-    output is summed over the ranks."""
+    output is summed across ranks."""
     VOCABULARY = "vocabulary"
     """An embedding split by rows. Each rank looks up its own rows, and the outputs are summed."""
     EMBEDDING_DIMENSION = "embedding_dimension"
@@ -55,15 +54,15 @@ class Style(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """A style with its parameters, for plans written by users. Plans also accept a `Style` or its
-    name, with default parameters."""
+    name, which then has default parameters."""
 
     style: Style
     parts: int = 1
-    """Number of equal parts side by side in the output of a `PACKED_COLUMN`: 3 for query | key |
+    """Number of equal, concatenated parts in the output of a `PACKED_COLUMN`: 3 for query | key |
     value."""
     heads: int | None = None
-    """Number of attention heads in the output (per part), or in the input of a `ROW`. The group's
-    size must divide this number."""
+    """Number of attention heads in the output (in each part), or in the input of a `ROW`. Must be
+    divisible by the size of the group."""
 
     def __post_init__(self) -> None:
         if self.parts < 1 or (self.style is Style.PACKED_COLUMN) != (self.parts > 1):
@@ -96,12 +95,12 @@ class ParameterLayout:
     """Layout of one parameter's elements."""
 
     name: str
-    """Name of the parameter in `named_parameters` of the whole model."""
+    """Name of the parameter in the complete model's `named_parameters`."""
     shape: tuple[int, ...]
-    """Shape of the original parameter, and of the gathered parameter."""
+    """Shape of the original parameter and of the gathered one."""
     stored_shape: tuple[int, ...]
-    """Shape of the distributed parameter. A packed parameter has a dimension for its parts, so that
-    a contiguous split along another dimension divides each part."""
+    """Shape of the distributed parameter. A packed parameter has a separate dimension for its
+    parts, so that a contiguous split along another dimension splits each part."""
     dimension: int | None
     """Dimension of `stored_shape` that is split; None: the parameter is replicated."""
     element_size: int
@@ -109,7 +108,7 @@ class ParameterLayout:
     trainable: bool = True
 
     def elements_per_rank(self, size: int) -> int:
-        """Returns the number of elements on the rank with the most elements."""
+        """Returns the number of elements on the rank that has most."""
         if self.dimension is None:
             return math.prod(self.shape)
         cut = -(-self.stored_shape[self.dimension] // size)
@@ -126,18 +125,18 @@ class PlanEntry:
     """Name of the module's class."""
     style: Style
     block: str
-    """Path of the attention or MLP block to which the module belongs; the module's own path if it
-    belongs to none."""
+    """Path of the attention or MLP block that contains the module; the module's own path if there
+    is none."""
     parameters: tuple[ParameterLayout, ...]
     parts: int = 1
     tied_to: str | None = None
-    """Module that owns the same weight and comes earlier in the plan, where the weight's bytes are
-    counted; None if there is none."""
+    """Path of a module earlier in the plan that owns the same weight; its bytes are counted there.
+    None if there is none."""
     reason: str = ""
-    """Reason for this style."""
+    """Reason for the module's style."""
 
     def bytes_per_rank(self, size: int) -> int:
-        """Returns the bytes of the module's parameters on the rank with the most elements."""
+        """Returns the size in bytes of the module's parameters on the rank that has most."""
         return sum(p.elements_per_rank(size) * p.element_size for p in self.parameters)
 
     @property
@@ -149,8 +148,8 @@ class PlanEntry:
 class BlockCommunication:
     """Number of collectives on activations that one block needs per step with tensor parallelism.
 
-    With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce, with the
-    same number of bytes in total.
+    With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce; together,
+    they send the same number of bytes.
     """
 
     block: str
@@ -161,7 +160,7 @@ class BlockCommunication:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelPlan:
-    """Layout of a model over `size` ranks."""
+    """Layout of a model on `size` ranks."""
 
     size: int
     """Number of ranks in the tensor-parallel group."""
@@ -170,7 +169,7 @@ class TensorParallelPlan:
     sequence_dimension: int | None = None
     """Dimension along which activations are split between blocks; None: no sequence parallelism."""
     loss_parallel: bool = False
-    """True if the model's logits remain split over the vocabulary, for `loss_parallel()`."""
+    """True if the model's logits remain split along the vocabulary, for `loss_parallel()`."""
 
     @cached_property
     def by_module(self) -> Mapping[str, PlanEntry]:
@@ -188,14 +187,14 @@ class TensorParallelPlan:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes of parameters on the rank with the most elements."""
+        """Size in bytes of the parameters on the rank that has most."""
         return sum(
             layout.elements_per_rank(self.size) * layout.element_size for layout in self.parameters
         )
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole model's parameters."""
+        """Size in bytes of all parameters of the model."""
         return sum(math.prod(layout.shape) * layout.element_size for layout in self.parameters)
 
     @property
@@ -203,8 +202,8 @@ class TensorParallelPlan:
         """Collectives on activations in a step, for each split block. A transformer block needs two
         in each direction.
 
-        In the backward pass, a block whose input needs no gradient has no collective. Attention
-        over a second input (cross-attention) has one more.
+        In the backward pass, a block has no collective if its input does not need a gradient, and
+        one more if it attends to a second input (cross-attention).
         """
         found: list[BlockCommunication] = []
         if self.size == 1:
@@ -261,22 +260,22 @@ _ENTERING = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATT
 
 # --------------------------------------------------------------------- the shards that a plan names
 #
-# `Distributor` and the functions below it convert a module's parameters into the shards named by a
-# plan. Called at the beginning of a run.
+# `Distributor` and the functions below it convert a module's parameters into the shards defined by
+# a plan, when a model is split.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The part of a model on this rank, if the model is also divided into pipeline stages."""
+    """This rank's part of a model, if the model is also divided into pipeline stages."""
 
     parameters: frozenset[str]
-    """Names of the parameters to allocate, with uninitialized values, including all names of tied
-    parameters. Other parameters remain on `meta`."""
+    """Names of the parameters to allocate, uninitialized, including all names of tied parameters.
+    Other parameters remain on the meta device."""
     elsewhere: tuple[str, ...]
-    """Modules that only other ranks run, with their submodules. They are not changed."""
+    """Modules that only other ranks run, including their submodules. They are not changed."""
 
     def runs(self, module: str) -> bool:
-        """Returns whether this rank runs a module or part of it."""
+        """Returns whether this rank runs a module or a part of it."""
         return not any(
             module == other or module.startswith(f"{other}.") for other in self.elsewhere
         )
@@ -292,10 +291,10 @@ class Distributor:
         self._device = device
         self._made: dict[int, nn.Parameter] = {}
         """The parameters created so far, by their own id and by the id of the parameter that each
-        replaces: a tied parameter may be found under either id."""
+        one replaces, because a tied parameter may be found by either."""
 
     def distribute(self, module: nn.Module, attribute: str, layout: ParameterLayout) -> None:
-        """Replaces a parameter by this rank's part of it, with uninitialized values."""
+        """Replaces a parameter with this rank's part of it, uninitialized."""
         old = module._parameters[attribute]
         assert old is not None
         new = self._made.get(id(old))
@@ -319,8 +318,8 @@ class Distributor:
 
 
 def cut(whole: torch.Tensor, layout: ParameterLayout, size: int, part: int) -> torch.Tensor:
-    """Returns a copy of the part of a full tensor that belongs to rank `part` of `size`. Pieces
-    have the same size, rounded up; the last piece may be smaller."""
+    """Returns a copy of the part of a full tensor that belongs to rank `part` of `size` ranks.
+    Parts have the same size, rounded up, except that the last ones may be smaller or empty."""
     assert layout.dimension is not None
     begin, length = _range(layout, size, part)
     return (
@@ -339,7 +338,7 @@ def cut_shape(layout: ParameterLayout, size: int, part: int) -> torch.Size:
 
 
 def _range(layout: ParameterLayout, size: int, part: int) -> tuple[int, int]:
-    """Returns the start and the length of a piece, split in the same way as DTensor."""
+    """Returns the start and the length of a part, split in the same way as DTensor."""
     assert layout.dimension is not None
     length = layout.stored_shape[layout.dimension]
     piece = -(-length // size)

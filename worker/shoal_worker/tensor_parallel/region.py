@@ -1,23 +1,23 @@
-"""The region: a context for a forward pass in which plain tensors and DTensors are mixed.
+"""A region: a context for a forward pass that mixes plain tensors and DTensors.
 
 Torch functions do not accept DTensors together with plain tensors. On the CPU, DTensor draws the
 same dropout mask on every shard, and scaled_dot_product_attention never returns. For functions
-without a sharding rule, DTensor gathers the tensors. Within a region, a torch function that is
-called with a DTensor is treated as follows:
+without a sharding rule, DTensor gathers the tensors. Within a region, a torch function called with
+a DTensor is therefore handled as follows:
 
 - Its plain tensors are converted to replicated DTensors. A tensor that needs a gradient is
   converted once for all layers of a block that use it, so that query, key and value together cost
   one all-reduce in the backward pass.
-- The function runs by one of Shoal's rules, if there is one.
+- If Shoal has a rule for the function, the rule is called instead.
 
 Calls without a DTensor run unchanged. Regions can be nested; only the outermost region installs the
 mode. The open region is found among the thread's torch function modes, which are not active during
-a backward pass. A checkpoint that is recomputed in the backward pass opens its own region, on
-whichever thread autograd runs it.
+a backward pass. A checkpoint that is recomputed in a backward pass opens its own region, on the
+thread that autograd uses.
 
-Rules exist for torch functions for which DTensor's own behavior is wrong, missing or needs
-avoidable communication. A rule receives the region, the function and its arguments. Torch functions
-called by a rule are not intercepted.
+There are rules for torch functions whose implementation in DTensor is wrong, missing, or
+communicates without need. A rule receives the region, the function and its arguments. Torch
+functions called by a rule are not intercepted.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from shoal_worker.torch_internals import _StridedShard, function_modes
 
 
 class Region(Protocol):
-    """The attributes and methods of the open region that rules use. `RegionMode` has them."""
+    """Attributes and methods of the open region that rules use. Implemented by `RegionMode`."""
 
     @property
     def context(self) -> ParallelContext: ...
     def enter_all(self, value: Any) -> Any:
-        """Converts the plain tensors in an argument to replicated DTensors."""
+        """Converts all plain tensors in an argument to replicated DTensors."""
         ...
 
 
@@ -88,8 +88,8 @@ def _split_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Computes the cross-entropy of split logits. Takes the parameters of F.cross_entropy, in the
-    same order."""
+    """Computes the cross-entropy of split logits. Has the same parameters as F.cross_entropy, in
+    the same order."""
     if size_average is not None or reduce is not None:
         raise ConfigurationError(
             "cross_entropy over split logits does not support size_average and reduce, which are "
@@ -106,7 +106,7 @@ def _split_cross_entropy(
 
 
 def _gathered(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls the function on the full tensors, in the same way on every rank."""
+    """Calls the function on the full tensors, which gives the same result on every rank."""
     return func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
 
 
@@ -179,9 +179,9 @@ def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any
 
 
 def _concatenated(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Implements torch.cat, but omits empty tensors of shape [0], which torch ignores and with
-    which key and value caches begin. DTensor would try to split them along a dimension that they do
-    not have."""
+    """Implements torch.cat without empty tensors of shape [0]. torch ignores such tensors, which
+    key and value caches initially contain, but DTensor would try to split them along a dimension
+    that they do not have."""
     tensors, *rest = args if args else (kwargs["tensors"],)
     kwargs = {name: value for name, value in kwargs.items() if name != "tensors"}
     kept = [t for t in tensors if t.shape != (0,)]
@@ -228,14 +228,14 @@ RULES: dict[Any, Rule] = {
 
 
 class RegionMode(TorchFunctionMode):
-    """Torch function mode installed by `region`. Used by one thread."""
+    """Torch function mode installed by `region`. Must be used by one thread."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
         self.context = context
         self.entered: list[dict[tuple[int, int], tuple[torch.Tensor, DTensor]]] = [{}]
         """Converted tensors of each open region, by id and version of the original tensor. The
-        original is kept alive, so that no other tensor gets the same id."""
+        original is kept alive, so that its id is not reused."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -251,7 +251,7 @@ class RegionMode(TorchFunctionMode):
         )
 
     def enter(self, tensor: torch.Tensor) -> DTensor:
-        """Returns the tensor as a replicated DTensor: the input of a split layer."""
+        """Returns the tensor as a replicated DTensor, for use as the input of a split layer."""
         if isinstance(tensor, DTensor) and tensor.placements == (Replicate(),):
             return tensor
         if not isinstance(tensor, DTensor) and not (
@@ -265,7 +265,8 @@ class RegionMode(TorchFunctionMode):
         return found[1]
 
     def enter_all(self, value: Any) -> Any:
-        """Converts the plain tensors in an argument, including those in lists and tuples."""
+        """Converts all plain tensors in an argument, including lists and tuples, to replicated
+        DTensors."""
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, DTensor) else self.enter(value)
         if isinstance(value, list | tuple) and any(
@@ -283,7 +284,7 @@ class RegionMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMode]:
-    """Opens a region on this thread. If a region of the same mesh is open, the new region is nested
+    """Opens a region on this thread. If a region with the same mesh is open, nests the new region
     in it.
 
     `leaf`: True to share the converted tensors of the surrounding region.
@@ -316,8 +317,8 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
 
 @contextlib.contextmanager
 def loss_parallel(mesh: DeviceMesh) -> Iterator[None]:
-    """Makes F.cross_entropy and nn.CrossEntropyLoss accept logits that are split over the
-    vocabulary within the context. Other logits are unaffected.
+    """Context in which F.cross_entropy and nn.CrossEntropyLoss accept logits that are split along
+    the vocabulary. Other logits are unaffected.
 
     Needed only for a loss that is computed outside of a model whose plan has `loss_parallel=True`.
     The backward pass may run outside of the context.

@@ -1,8 +1,8 @@
-"""Delivers reports to one sink on a thread of its own, so that training never waits for a tracker.
+"""Delivers reports to one sink on a separate thread, so that training never waits for a tracker.
 
 The training thread appends to a bounded queue. If the sink raises, the reports stay in the queue,
-and the thread retries with growing intervals. Reports beyond the queue's limit are dropped, and
-their number is logged once: when the tracker is back, or at the end of the run.
+and the thread retries at growing intervals. Reports beyond the queue's limit are dropped. Their
+number is logged once: when the tracker is reachable again, or at the end of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_WAITING: Final = 10_000
 _BATCH: Final = 500
 """Maximum number of reports in one call of the sink."""
 _LONGEST_PAUSE_S: Final = 30.0
-"""Maximum time between two attempts to reach a tracker."""
+"""Maximum time between two attempts to reach a tracker, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Close:
 
 
 class Delivery:
-    """Queue and thread of one sink. All methods except `wait` return at once."""
+    """Queue and thread of one sink. All methods except `wait` return immediately."""
 
     def __init__(self, sink: Sink, *, limit: int = MOST_WAITING) -> None:
         """`limit`: maximum number of reports in the queue."""
@@ -52,15 +52,16 @@ class Delivery:
         self._changed = threading.Condition()
         self._queue: deque[_Open | Report | _Close] = deque()
         self._dropped = 0
-        """Number of dropped reports that were not logged yet."""
+        """Number of dropped reports that have not been logged yet."""
         self._dropped_steps = (0, 0)
-        """First and last step of the dropped reports that were not logged yet."""
+        """First and last step of the dropped reports that have not been logged yet."""
         self._ends = False
-        """True once the rank leaves the run, so that nothing more will be queued."""
+        """True once the rank is leaving the run, so nothing more will be queued."""
         self._error: Exception | None = None
         """Error of the last attempt; None if it succeeded."""
         self._opening: _Open | None = None
-        """Arguments of the current opening of the sink, which is repeated after an error."""
+        """Arguments for opening the sink, kept so that the opening can be retried; None if the sink
+        is not open."""
         self._is_open = False
         self._thread = threading.Thread(
             target=self._deliver, name=f"shoal-{self._name.lower()}", daemon=True
@@ -69,7 +70,8 @@ class Delivery:
         self._thread.start()
 
     def open(self, *, run: TrackedRun, step: int, reports: Sequence[Report] = ()) -> None:
-        """Opens the sink from `step` on, and queues `reports`. An open sink is closed first."""
+        """Opens the sink, with `step` as the first step to write, and queues `reports`. An open
+        sink is closed first."""
         with self._changed:
             self._queue.append(_Open(run, step))
             self._queue.extend(reports)
@@ -80,20 +82,21 @@ class Delivery:
         self._append(report)
 
     def close(self) -> None:
-        """Closes the sink once the queued reports are written, because another rank writes from now
-        on."""
+        """Closes the sink once the queued reports are written, because a different rank will
+        continue."""
         self._append(_Close(ended=False))
 
     def end(self) -> None:
-        """Closes the sink once the queued reports are written, because this rank leaves the run."""
+        """Closes the sink once the queued reports are written, because this rank is leaving the
+        run."""
         with self._changed:
             self._ends = True
         self._append(_Close(ended=True))
 
     def wait(self, give_up_at: float) -> None:
-        """Waits after `end` until the tracker has all reports, at most until `give_up_at`, in
-        seconds of `time.monotonic`. If the tracker is unreachable, one more attempt is made. Logs
-        the reports that it did not receive."""
+        """Waits until the tracker has received all reports, but at most until `give_up_at`, a time
+        of `time.monotonic`. Must be called after `end`. If the tracker is unreachable, makes one
+        more attempt. Logs the number of reports that the tracker did not receive."""
         self._thread.join(max(0.0, give_up_at - time.monotonic()))
         with self._changed:
             missing = [item for item in self._queue if not isinstance(item, _Open | _Close)]
@@ -131,7 +134,7 @@ class Delivery:
         pauses = Backoff(longest_s=_LONGEST_PAUSE_S)
         items: list[_Open | Report | _Close] | None = []
         while True:
-            if not self._error:  # otherwise repeats the same items
+            if not self._error:  # otherwise the same items are retried
                 items = self._next()
             if items is None:
                 return
@@ -149,8 +152,8 @@ class Delivery:
             self._passed_on(len(items))
 
     def _next(self) -> list[_Open | Report | _Close] | None:
-        """Waits for the first item in the queue, and returns the items for the next call of the
-        sink. They stay in the queue until they are written. Returns None after the end."""
+        """Waits until the queue has an item, and returns the items for the next call of the sink.
+        They stay in the queue until they are written. Returns None after the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ends)
             if not self._queue:

@@ -1,4 +1,4 @@
-"""Warnings and errors of Shoal's own log, for sinks that take logs."""
+"""Warnings and errors from Shoal's own log, for sinks that accept logs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LOGGER = "shoal_worker"
 
 
 class LogLines(logging.Handler):
-    """Passes the warnings and errors in this worker's log to `put` until the session closes."""
+    """Passes the warnings and errors in this worker's log to `put`, until the session closes."""
 
     def __init__(self, session: Session, put: Callable[[Report], None]) -> None:
-        """`put`: receives the lines; called on several threads."""
+        """`put`: receives the log lines. Called on several threads."""
         super().__init__(logging.WARNING)
         self._session = session
         self._put = put

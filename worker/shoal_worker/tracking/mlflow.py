@@ -1,9 +1,9 @@
 """MLflow: a run's progress as one MLflow run, at MLFLOW_TRACKING_URI.
 
-The MLflow run is found by a tag with the run's key, or created. A rank that replaces a dead one,
+The MLflow run is found by a tag with the run's key, or created. A rank that replaces a dead rank,
 and a resumed run, therefore continue the same MLflow run. MLflow cannot delete points. A tag, set
-in the same request as the points, contains the newest step: repeated steps up to it keep their
-first values.
+in the same request as the points, contains the newest step: steps that are repeated up to it keep
+their first values.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _KEY_TAG: Final = "shoal.run"
 _JOB_TAG: Final = "shoal.job"
 _STEP_TAG: Final = "shoal.step"
 _EVENT_TAG: Final = "shoal.event"
-"""Prefix of the tags for events. A tag ends with the event's step and kind."""
+"""Prefix of the tags for events, followed by the event's step and kind."""
 _MOST_TAGS: Final = 90
 _MOST_METRICS: Final = 900
-"""Limits of one request: MLflow refuses more than 100 tags, or 1000 metrics."""
+"""Limits of one request: MLflow rejects more than 100 tags, or 1000 metrics."""
 
 
 class MLflow:
@@ -43,7 +43,8 @@ class MLflow:
         if not experiment:
             raise ConfigurationError("shoal.MLflow(''): expected the name of an experiment")
         try:
-            # the import takes seconds, during which the interpreter's lock would delay steps
+            # the import takes seconds, and would later delay steps by holding the interpreter's
+            # lock
             import mlflow  # noqa: F401
         except ImportError as error:
             raise ConfigurationError(
@@ -89,15 +90,15 @@ class MLflow:
                 self._client.log_batch(self._run_id, metrics=metrics, tags=tags)
 
     def close(self, *, ended: bool) -> None:
-        """Closes the sink. `ended`: True if this rank's part of the run has ended. The MLflow run
-        is then marked as finished; a rank that continues the run marks it as running again."""
+        """Closes the sink. `ended`: True if this rank is leaving the run. The MLflow run is then
+        marked as finished; a rank that continues the run marks it as running again."""
         client, self._client = self._client, None
         if client is not None and ended:
             client.set_terminated(self._run_id, "FINISHED")
 
 
 def _parts(reports: Sequence[Report]) -> Iterator[list[Report]]:
-    """Splits reports into parts that MLflow accepts in one request."""
+    """Splits reports into parts that MLflow accepts in one request each."""
     part: list[Report] = []
     metrics = 0
     for report in reports:
@@ -112,7 +113,7 @@ def _parts(reports: Sequence[Report]) -> Iterator[list[Report]]:
 
 
 def _continued(client: MlflowClient, experiment_id: str, run: TrackedRun) -> Run:
-    """Returns the MLflow run of this run, and marks the MLflow run as running."""
+    """Returns the MLflow run for this run, and marks it as running."""
     found = client.search_runs(
         [experiment_id],
         filter_string=f"tags.`{_KEY_TAG}` = '{run.key}'",
@@ -132,7 +133,7 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     if known is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another run created it meanwhile
+        except MlflowException:  # another run has created it in the meantime
             known = client.get_experiment_by_name(name)
             if known is None:
                 raise

@@ -1,10 +1,11 @@
-"""OpenTelemetry: traces, metrics and logs of all ranks by OTLP, at OTEL_EXPORTER_OTLP_ENDPOINT.
+"""OpenTelemetry: traces, metrics and logs of all ranks, sent by OTLP to
+OTEL_EXPORTER_OTLP_ENDPOINT.
 
-The official SDK creates the telemetry and its OTLP exporters send it. The delivery thread replaces
-the SDK's batch processors, which drop a batch that the receiver does not accept in time.
+The official SDK creates the telemetry, and its OTLP exporters send it. The delivery thread replaces
+the SDK's batch processors, because these drop a batch that the receiver does not accept in time.
 
-Each rank is a separate resource, which contains the run's key. Numbers become gauges with the time
-of their step; events and warnings become log records; each span becomes a separate trace."""
+Each rank is a separate resource, with the run's key as an attribute. Numbers become gauges with the
+time of their step; events and warnings become log records; each span becomes a separate trace."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ _EXPORTER_LOGGER: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"
 class OpenTelemetry:
     """Sends traces, metrics and logs to an OTLP receiver over gRPC. Pass it to `shoal.track`.
 
-    The SDK's variables select the receiver: OTEL_EXPORTER_OTLP_ENDPOINT (default:
-    http://localhost:4317), OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME,
-    OTEL_RESOURCE_ATTRIBUTES and OTEL_TRACES_SAMPLER.
+    The SDK's environment variables select the receiver: OTEL_EXPORTER_OTLP_ENDPOINT (default:
+    http://localhost:4317), OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES
+    and OTEL_TRACES_SAMPLER.
     """
 
     on_every_rank = True
@@ -48,7 +49,7 @@ class OpenTelemetry:
     def __init__(self) -> None:
         """Creates the sink. Raises ConfigurationError if the packages are not installed."""
         try:
-            # the import takes time, during which the interpreter's lock would delay steps
+            # the import takes time, and would later delay steps by holding the interpreter's lock
             import opentelemetry.exporter.otlp.proto.grpc._log_exporter
             import opentelemetry.exporter.otlp.proto.grpc.metric_exporter
             import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
@@ -60,11 +61,11 @@ class OpenTelemetry:
             ) from error
         self._exporters: _Exporters | None = None
         self._accepted: set[str] = set()
-        """Kinds of telemetry (traces, metrics, logs) of the current reports that the receiver has
-        already accepted, when it did not accept all of them."""
+        """Kinds of telemetry (traces, metrics, logs) that the receiver has already accepted from
+        the current reports, if it has not accepted all of them."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """Creates the exporters, which connect when they are used."""
+        """Creates the exporters, which connect on first use."""
         if self._exporters is not None:
             self._exporters.close()
         self._exporters = _Exporters(run)
@@ -98,7 +99,7 @@ class OpenTelemetry:
 
 
 class _Exporters:
-    """Converts reports to telemetry of one resource, and sends it with the SDK's exporters."""
+    """Converts reports to the telemetry of one resource, and sends it with the SDK's exporters."""
 
     def __init__(self, run: TrackedRun) -> None:
         from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
@@ -121,7 +122,7 @@ class _Exporters:
         self._tracer = provider.get_tracer(_SCOPE)
 
     def traced(self, reports: Iterable[Report]) -> list[ReadableSpan]:
-        """Converts spans, and returns those that the SDK's sampler keeps."""
+        """Converts spans, and returns the ones that the SDK's sampler keeps."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         for report in reports:
@@ -210,8 +211,8 @@ class _Exporters:
 
 
 class _Refusal(logging.Filter):
-    """Log filter that keeps the exporters' last error message on this thread, instead of logging
-    one line for each attempt."""
+    """Log filter that stores the exporters' last error message on this thread, instead of letting
+    each attempt log a line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +234,7 @@ def _resource(run: TrackedRun) -> Resource:
     from opentelemetry.sdk.resources import Resource
 
     own = {"service.instance.id": run.place, "shoal.job": run.job, "shoal.run": run.key}
-    known = Resource.create()  # from the SDK's variables
+    known = Resource.create()  # from the SDK's environment variables
     if str(known.attributes.get("service.name", "")).startswith("unknown_service"):
         own["service.name"] = "shoal-worker"
     return known.merge(Resource({name: value for name, value in own.items() if value}))
@@ -243,8 +244,8 @@ def _ids() -> Any:
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class Ids(IdGenerator):
-        """Generator of random ids. The SDK's own generator draws from Python's global generator,
-        which belongs to the script."""
+        """Generator of random ids. The SDK's own generator would draw from Python's global random
+        generator, which belongs to the script."""
 
         def generate_span_id(self) -> int:
             return secrets.randbelow(2**64 - 1) + 1
@@ -259,7 +260,7 @@ def _ended_spans() -> Any:
     from opentelemetry.sdk.trace import SpanProcessor
 
     class Ended(SpanProcessor):
-        """Keeps ended spans until they are taken."""
+        """Stores ended spans until they are taken."""
 
         def __init__(self) -> None:
             self._spans: list[ReadableSpan] = []

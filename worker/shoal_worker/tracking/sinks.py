@@ -1,7 +1,7 @@
 """Points, events, spans and log lines of one run, and the interface of a sink, which writes them.
 
-A sink writes to one tracker, such as MLflow. It does not queue, retry or use threads of its own:
-`delivery.py` does that for all sinks.
+A sink writes to one tracker, such as MLflow. `delivery.py` provides queues, retries and threads for
+all sinks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from shoal_worker.elastic.session.session import Session
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Identifies a run to a sink, independent of the writing rank and of resumes."""
+    """Identifies a run to a sink. Does not depend on which rank writes, or on resumes."""
 
     job: str
-    """Name of the job, for people; empty if it has none."""
+    """Name of the job, for display; empty if it has none."""
     key: str
     """Unique key of the run."""
     place: str = ""
-    """Host of the writing process and its index on that host. They remain the same if its rank
+    """Host of the writing process and its index on that host. They do not change when its rank
     changes."""
 
     @classmethod
@@ -31,8 +31,8 @@ class TrackedRun:
         """Returns the run of a session."""
         settings, key = session.settings, session.run
         if session.is_asynchronous or not key:
-            # workers of async_sgd begin at any time; or the run was restarted over checkpoints that
-            # it had saved before
+            # a worker of async_sgd may begin at any time, or the run was restarted from checkpoints
+            # that it had saved before
             key = f"{settings.job_id} {settings.run}"
         return cls(
             job=settings.job_id if session.elastic else "",
@@ -42,7 +42,7 @@ class TrackedRun:
 
 
 class EventKind(StrEnum):
-    """Kinds of events in a run that are shown next to its numbers."""
+    """Kinds of events in a run that are shown together with its numbers."""
 
     FAULT = "fault"
     """A fault aborted a step, which is repeated."""
@@ -62,7 +62,7 @@ class Points:
 
     step: int
     time_ns: int
-    """Time of the commit, since the epoch."""
+    """Time of the commit, in nanoseconds since the epoch."""
     values: Mapping[str, float]
 
 
@@ -75,13 +75,13 @@ class Event:
     time_ns: int
     kind: EventKind
     text: str
-    """One line, for people."""
+    """One line of text, for display."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A period in the work of one rank: some steps, the formation of a generation, a checkpoint, or
-    a call to a service."""
+    """A period of one rank's work: some steps, the formation of a generation, a checkpoint, or a
+    call to a service."""
 
     step: int
     """Newest committed step at the end of the period."""
@@ -95,13 +95,13 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """A warning or an error of one rank's log."""
+    """A warning or an error from one rank's log."""
 
     step: int
-    """Newest committed step."""
+    """Newest committed step at the time of the message."""
     time_ns: int
     level: int
-    """WARNING, ERROR or CRITICAL of `logging`."""
+    """Level as in `logging`: WARNING, ERROR or CRITICAL."""
     logger: str
     text: str
 
@@ -110,24 +110,25 @@ Report: TypeAlias = Points | Event | Span | LogLine
 
 
 class Sink(Protocol):
-    """Writes a run to one tracker. All calls of a process come from one thread, which may block:
-    training does not wait for it. If a call raises, it is repeated later with the same arguments;
-    `write` is then preceded by another `open`. New reports wait meanwhile."""
+    """Writes a run to one tracker. All calls in a process come from one thread, which may block:
+    training does not wait for it. If a call raises, it is retried later with the same arguments;
+    before `write` is retried, `open` is called again. New reports wait until the call succeeds."""
 
     on_every_rank: bool
-    """True: each rank writes its own reports, including spans and log lines. False: one rank writes
-    at a time, without these."""
+    """True if each rank writes its own reports, including spans and log lines. False if one rank
+    writes at a time, without spans and log lines."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """Opens the sink, or reopens it after an error. `run`: `key` and `job` are the same for
-        every opening of a run, by any rank. `step`: the next step to be written. If the tracker
-        already has data of this step or of later ones, the sink ensures that no step counts twice.
+        """Opens the sink, or reopens it after an error. `run`: its `key` and `job` are the same
+        each time that any rank opens the sink for a run. `step`: the next step to be written. If
+        the tracker already has data for this step or later ones, the sink must ensure that no step
+        counts twice.
         """
 
     def write(self, reports: Sequence[Report]) -> None:
-        """Writes reports in order. When it returns, the tracker has received them. The numbers of
-        one step may come in several reports."""
+        """Writes reports in order. Returns once the tracker has received them. The numbers of one
+        step may be in several reports."""
 
     def close(self, *, ended: bool) -> None:
-        """Closes the sink, which may be opened again. `ended`: True if this rank leaves the
+        """Closes the sink, which may be opened again. `ended`: True if this rank is leaving the
         run."""

@@ -1,8 +1,8 @@
-"""Spans of one rank for sinks that trace: steps, generations, checkpoints and calls.
+"""Spans of one rank, for sinks that trace: steps, generations, checkpoints and calls.
 
-Spans are so few that none needs to be dropped: one span covers `every_steps` steps, and calls to
-services have a span only if they fail or are slow. Of all other calls of a method, one every ten
-seconds has a span.
+There are so few spans that none needs to be dropped: each span covers `every_steps` steps, and
+calls to services have a span only if they fail or are slow. Of all other calls of a method, one
+call every ten seconds has a span.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _CALL_INTERVAL_S: Final = 10.0
 
 
 class SpanSource:
-    """Follows one session, and passes its spans to `put`."""
+    """Follows one session and passes its spans to `put`."""
 
     def __init__(
         self, session: Session, put: Callable[[Report], None], *, every_steps: int
     ) -> None:
-        """`put`: receives the spans; called on several threads."""
+        """`put`: receives the spans. Called on several threads."""
         self._session = session
         self._put = put
         self._every = every_steps
         self._began_ns: int | None = None
-        """Time at which the first step that is not covered by a span began; None if there is no
-        such step."""
+        """Time when the first step that is not covered by a span began; None if there is no such
+        step."""
         self._covered = session.steps
         """Newest step that is covered by a span, or the step before the first span."""
         self._lost = session.progress.lost_steps

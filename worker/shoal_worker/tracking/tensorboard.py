@@ -1,10 +1,10 @@
 """TensorBoard's event files: scalars and texts of a run, in one directory.
 
-Each opening of the sink creates a separate file, since another rank may already be writing.
-TensorBoard shows all files of a directory as one run. The beginning of a file tells TensorBoard to
-ignore older data from the file's first step on, so repeated steps appear once, with their last
-values. Ranks on several machines need a shared directory, otherwise each machine has only its own
-part.
+Each time that the sink is opened, it creates a new file, because a different rank may already be
+writing. TensorBoard shows all files of a directory as one run. The beginning of a file makes
+TensorBoard ignore older data from the file's first step on, so repeated steps appear once, with
+their last values. Ranks on several machines need a shared directory; otherwise each machine has
+only its own part.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class TensorBoard:
         Raises ConfigurationError if the package is not installed.
         """
         try:
-            # the import takes seconds, during which the interpreter's lock would delay steps
+            # the import takes seconds, and would later delay steps by holding the interpreter's
+            # lock
             import tensorboard  # noqa: F401
             import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
@@ -43,7 +44,7 @@ class TensorBoard:
                 "shoal.TensorBoard needs the package tensorboard; install it with `pip install "
                 "'shoal[tensorboard]'`"
             ) from error
-        # the file is opened long after this, and other ranks may open files too
+        # the file is opened much later, and other ranks may open files too
         self._directory = Path(directory).absolute()
         self._writer: SummaryWriter | None = None
 
@@ -53,7 +54,7 @@ class TensorBoard:
 
         failed, self._writer = self._writer, None
         if failed is not None:
-            with contextlib.suppress(Exception):  # the error was raised by `write`
+            with contextlib.suppress(Exception):  # `write` has raised the error
                 failed.close()
         self._directory.mkdir(parents=True, exist_ok=True)
         self._writer = SummaryWriter(str(self._directory), purge_step=step)

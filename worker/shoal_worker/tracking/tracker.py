@@ -1,13 +1,15 @@
 """Reports a run's progress to sinks: each step once, from one rank at a time.
 
-Every rank follows the run, and the first rank writes. When the ranks change, another rank may
+Every rank follows the run, and the first rank writes. When the ranks change, a different rank may
 become the first: it opens the sinks and continues with the next step, and the previous first rank
-closes its own sinks. When steps are repeated (a resume, a return to a checkpoint), the sinks are
-reopened at the first of these steps. A sink with `on_every_rank` is open on all ranks instead.
+closes its own sinks. When steps are repeated (after a resume, or a return to a checkpoint), the
+sinks are reopened at the first of these steps. A sink with `on_every_rank` is open on all ranks
+instead.
 
-The training thread only decides what is written, and `delivery.py` writes it on other threads. If
-the writing rank is killed, the reports in its queue are lost. The other ranks therefore keep their
-newest reports, and the next writing rank begins with them; the sink ensures that none counts twice.
+The training thread only decides what to write; `delivery.py` writes it on other threads. If the
+writing rank is killed, the reports in its queue are lost. The other ranks therefore keep their
+newest reports, and the next writing rank begins with them; the sink ensures that no step counts
+twice.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from shoal_worker.tracking.sinks import Event, EventKind, Points, Report, Sink, 
 from shoal_worker.tracking.spans import SpanSource
 
 _END_S: Final = 30.0
-"""Time for which the end of a run waits until the trackers have all reports."""
+"""Maximum time that the end of a run waits for the trackers to receive all reports, in seconds."""
 _LOOK_S: Final = 0.2
-"""Interval at which the thread that awaits the end of the script checks whether the session has
-ended."""
+"""Interval between checks whether the session has ended, on the thread that awaits the end of the
+script, in seconds."""
 _MOST_KEPT: Final = 1_000
-"""Maximum number of reports that a rank keeps while another rank writes."""
+"""Maximum number of reports that a rank keeps while a different rank writes."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Standing:
     world_size: int
     lost_steps: int
     newcomers: int = 0
-    """Number of ranks whose process had no rank in the previous generation."""
+    """Number of ranks whose process did not have a rank in the previous generation."""
 
     @classmethod
     def of(cls, session: Session) -> Self:
@@ -71,7 +73,7 @@ def track(session: Session, sinks: Sequence[Sink], *, every_steps: int) -> None:
 
 
 class Tracker:
-    """Follows one session, and queues its progress for sinks. All methods return at once."""
+    """Follows one session, and queues its progress for sinks. All methods return immediately."""
 
     def __init__(
         self,
@@ -88,14 +90,14 @@ class Tracker:
         self._everywhere = everywhere
         self._open = False
         self._kept: deque[Report] = deque(maxlen=_MOST_KEPT)
-        """Newest reports of this rank while its sinks are closed."""
+        """This rank's newest reports while its sinks are closed."""
         self._reported = 0
         """Newest step that has points."""
         self._committed: int | None = None
-        """Last step that this rank has committed. A loss that is reported before the next step
-        begins belongs to it."""
+        """Last step that this rank has committed. A loss reported before the next step begins
+        belongs to this step."""
         self._due: dict[str, tuple[int, int]] = {}
-        """Reported numbers that have to be written: name -> ordinal of the report, and its step."""
+        """Reported numbers that must be written: name -> ordinal of the report, and its step."""
         self._counts = {name: each.count for name, each in session.progress.reported.items()}
         self._before = Standing.of(session)
         self._ended = threading.Event()
@@ -111,8 +113,8 @@ class Tracker:
             LogLines(session, self._put)
 
     def _begun(self) -> None:
-        """Assigns losses reported since the last commit to the committed step. Called when a new
-        step begins."""
+        """Assigns losses reported since the last commit to the committed step. Must be called when
+        a new step begins."""
         self._finish_step()
         self._committed = None
 
@@ -121,7 +123,7 @@ class Tracker:
         self._write_reported()
 
     def _end(self) -> None:
-        """Waits until the trackers have all reports. Does nothing if called again."""
+        """Waits until the trackers have received all reports. Later calls do nothing."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -133,8 +135,8 @@ class Tracker:
             delivery.wait(give_up_at)
 
     def _end_with_script(self) -> None:
-        """Ends the tracking as soon as the main thread has ended, before exit hooks run. The
-        session itself ends in an exit hook, but W&B's exit hook would run earlier and end W&B's own
+        """Ends tracking as soon as the main thread has ended, before exit hooks run. The session
+        itself ends in an exit hook, but W&B's exit hook would run before that and stop W&B's own
         process."""
         main = threading.main_thread()
         while main.is_alive():
@@ -189,7 +191,7 @@ class Tracker:
 
     def _write_reported(self) -> None:
         """Writes the reported numbers that are due and whose values are known. The value of a
-        number on a device may arrive later."""
+        number on a device may become known later."""
         if not self._due:
             return
         values: dict[str, float] = {}
@@ -216,7 +218,7 @@ class Tracker:
             self._each(Delivery.close)
 
     def _put(self, report: Report) -> None:
-        """Queues a report, or keeps it while another rank writes. Thread-safe."""
+        """Queues a report, or keeps it while a different rank writes. Thread-safe."""
         if self._open:
             self._each(lambda delivery: delivery.put(report))
         else:
@@ -230,8 +232,8 @@ class Tracker:
 def changes(
     before: Standing, now: Standing, *, step: int, last: int | None
 ) -> list[tuple[EventKind, str]]:
-    """Returns the events (kind and text) between two committed steps of one rank. `step`: the
-    second of these steps. `last`: newest written step if it is repeated, otherwise None."""
+    """Returns the events, as kind and text, between two committed steps of one rank. `step`: the
+    second of these steps. `last`: newest written step, if steps are repeated; otherwise None."""
     found: list[tuple[EventKind, str]] = []
     if last is not None:
         found.append((EventKind.RETURN, f"steps {step} to {last} are repeated"))

@@ -1,13 +1,13 @@
 """Weights & Biases: a run's progress as one W&B run.
 
-The W&B run's id is computed from the run's key. A rank that replaces a dead one, and a resumed run,
-therefore continue the same W&B run. W&B cannot delete rows: repeated steps keep their first values.
-The server reports the newest step. Without a server (WANDB_MODE=offline), it is read from the
-directories of earlier openings; `wandb sync` joins these to one run. Ranks on several machines need
-a shared directory for that.
+The W&B run's id is computed from the run's key. A rank that replaces a dead rank, and a resumed
+run, therefore continue the same W&B run. W&B cannot delete rows, so repeated steps keep their first
+values. The server reports the newest step. Without a server (WANDB_MODE=offline), it is read from
+the directories that were created when the sink was opened before; `wandb sync` joins these
+directories to one run. Ranks on several machines need a shared directory for that.
 
-W&B's own process sends the rows, and ends when the rank is killed. It writes received rows to the
-run's directory once per second, so that few are lost then.
+W&B's own process sends the rows, and dies if the rank is killed. It writes received rows to the
+run's directory once per second, so that few are lost in that case.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from wandb import Run
 
 _OWN: Final = ("id", "resume", "reinit", "resume_from", "fork_from")
-"""Arguments of `wandb.init` that determine to which W&B run the rows belong. Users may not set
+"""Arguments of `wandb.init` that determine which W&B run the rows belong to. Users may not set
 them."""
 _FINISH_S: Final = 20.0
-"""Maximum time for which the end of a run waits until W&B has sent all rows. The rows remain in the
-run's directory, for `wandb sync`."""
+"""Maximum time that the end of a run waits for W&B to send all rows, in seconds. The rows remain in
+the run's directory, for `wandb sync`."""
 _FLUSH: Final = ("x_transaction_log_flush_interval", 1.0)
 """W&B's setting for the interval between writes to the run's directory, in seconds."""
 _BLOCK: Final = 32 * 1024
 """Size of a block of W&B's files, which are LevelDB logs of protocol buffers."""
 _HEADER: Final = 7
-"""Size of the header of such a file, and of the header of each part of a record."""
+"""Size of the header of such a file, and of the header of each part of a record, in bytes."""
 _NEWEST_BLOCKS: Final = 32
-"""Number of blocks at the end of a file that are searched for its newest row."""
+"""Number of blocks at the end of a file that are searched for the newest row."""
 
 
 class WandB:
@@ -53,7 +53,7 @@ class WandB:
         `wandb.init`, such as `config` or `entity`.
 
         Raises ConfigurationError if the package is not installed, the name is empty, or an option
-        would select another run.
+        would select a different run.
         """
         if not project:
             raise ConfigurationError("shoal.WandB(''): expected the name of a project")
@@ -64,7 +64,8 @@ class WandB:
                 f"after faults and resumes; remove {own[0]}"
             )
         try:
-            # the import takes seconds, during which the interpreter's lock would delay steps
+            # the import takes seconds, and would later delay steps by holding the interpreter's
+            # lock
             import wandb  # noqa: F401
         except ImportError as error:
             raise ConfigurationError(
@@ -77,7 +78,7 @@ class WandB:
         """Newest step that the W&B run had when the sink was opened."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """Continues the W&B run of this run, or creates it."""
+        """Continues the W&B run for this run, or creates it."""
         import wandb
 
         failed, self._run = self._run, None
@@ -93,7 +94,7 @@ class WandB:
             setattr(settings, *_FLUSH)
         if isinstance(given := options.pop("settings", None), wandb.Settings):
             settings.update_from_settings(given)
-        # a W&B run that the script has started with `wandb.init` remains the current one
+        # a W&B run that the script has started with `wandb.init` remains the current run
         opened = wandb.init(
             project=self._project,
             id=run_id(run),
@@ -122,11 +123,12 @@ class WandB:
             if report.step > self._newest:
                 self._run.log(row, step=report.step)
             elif isinstance(report, Event):
-                # its row was already written by an earlier attempt
+                # its row has already been written by an earlier attempt
                 self._run.summary.update(row)
 
     def close(self, *, ended: bool) -> None:
-        """Closes the W&B run once all rows are sent. A rank that continues the run resumes it."""
+        """Closes the W&B run once all rows are sent. A rank that continues the run resumes the W&B
+        run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
@@ -140,7 +142,7 @@ def run_id(run: TrackedRun) -> str:
 
 
 def _newest_step(directory: Path, of_run: str) -> int:
-    """Returns the newest step of the rows in `directory` that W&B recorded without a server; 0 if
+    """Returns the newest step in the rows that W&B recorded in `directory` without a server; 0 if
     there are none. `of_run`: id of the W&B run."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -158,8 +160,8 @@ def _newest_step(directory: Path, of_run: str) -> int:
 
 
 def _records(file: Path) -> Iterator[bytes]:
-    """Yields the complete records at the end of a file. A record consists of one or more parts,
-    whose type is: whole record (1), first part (2), middle part (3) or last part (4)."""
+    """Yields the complete records at the end of a file. A record consists of one or more parts of
+    these types: complete record (1), first part (2), middle part (3), last part (4)."""
     with file.open("rb") as opened:
         blocks = file.stat().st_size // _BLOCK
         position = max(0, blocks - _NEWEST_BLOCKS) * _BLOCK

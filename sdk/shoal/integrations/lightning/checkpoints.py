@@ -46,7 +46,7 @@ class Checkpoints(Checkpoint):
         for name, value in {"every_n_steps": every_n_steps, "keep": keep}.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigurationError(
-                    f"Checkpoints({name}={value!r}): expected a whole number of at least 1"
+                    f"Checkpoints({name}={value!r}): expected a positive integer"
                 )
         self.directory = Path(directory)
         self.every_n_steps = every_n_steps

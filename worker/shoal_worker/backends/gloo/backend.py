@@ -1,20 +1,21 @@
-"""Gloo: collectives over TCP, for CPU clusters, with an abort that frees every waiting rank within
-a fraction of a second.
+"""Gloo: collectives over TCP, for CPU clusters, with an abort that releases every waiting rank
+within a fraction of a second.
 
-Gloo's own abort and shutdown do nothing, and a rank that waits for a stuck peer waits for its whole
-timeout. Here an abort breaks the group's own connections (sockets.py) and ends the waits for them
-(interruptible.py). On the peers, waits for this rank fail at once, and all other waits fail when
-the peer's watch thread notices (sockets.GRACE_S). The same happens when a rank dies. So when a
-group ends for one rank, it ends for all of them. A rank that leaves in good order therefore leaves
-after a collective of all ranks.
+Gloo's own abort and shutdown do nothing, and a rank that waits for a stuck peer waits until its
+timeout. Here, an abort breaks the group's own connections (sockets.py) and ends waits on them
+(interruptible.py). On the peers, waits for this rank fail immediately, and all other waits fail
+when the peer's watch thread notices the broken connection (sockets.GRACE_S). The same happens when
+a rank dies. When a group ends on one rank, it therefore ends on all ranks. For an orderly exit, a
+rank leaves after a collective of all ranks.
 
 `init_process_group("shoal_gloo")` makes such groups torch's default group and sub-groups, for code
-that needs torch's world (torch_extensions.py). With `enable_reconfigure=True` the group's ranks can
-change (reconfigurable.py). Unlike torch's "gloo", these groups can be ended from any thread by
-`group.abort()` (`torch.distributed.group.WORLD.abort()`), and they release their sockets in forked
-children. Such an abort ends the group on this rank, and on each peer the waits for this rank.
-Unlike a GlooBackend, such a group does not end by itself when a peer leaves, since a script may
-continue with the remaining ranks. Timeouts, new_group and destroy_process_group are torch's.
+that needs torch's world (torch_extensions.py). With `enable_reconfigure=True`, the group's ranks
+can change (reconfigurable.py). Unlike torch's "gloo", these groups can be aborted from any thread
+with `group.abort()` (`torch.distributed.group.WORLD.abort()`), and they release their sockets in
+forked children. Such an abort ends the group on this rank, and ends waits for this rank on each
+peer. Unlike a GlooBackend, such a group does not end by itself when a peer leaves, because a script
+may continue with the remaining ranks. Timeouts, new_group and destroy_process_group work as in
+torch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from shoal_worker.torch_internals import _DistributedBackendOptions, asks_for_re
 
 
 class GlooBackend(CommunicationBackend):
-    """A separate Gloo group for CPU tensors, and for CUDA tensors through host memory."""
+    """Backend over a separate Gloo group, for CPU tensors, and for CUDA tensors through host
+    memory."""
 
     name: ClassVar[str] = "gloo"
     averages_natively: ClassVar[bool] = False
@@ -50,8 +52,8 @@ class GlooBackend(CommunicationBackend):
         self._forming: FormingGroup | None = None
         self._group: InterruptibleGroup | None = None
         self._store: Store | None = None
-        """Keeps the store alive: the group refers only to the C++ half of a store written in
-        Python."""
+        """Keeps the store alive, because the group refers only to the C++ half of a store written
+        in Python."""
 
     def _connect(
         self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
@@ -91,13 +93,13 @@ class GlooBackend(CommunicationBackend):
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
         """Implements `CommunicationBackend.all_reduce_short` with messages that the training thread
-        sends and receives itself. Gloo's own all-reduce would involve Gloo's threads."""
+        sends and receives itself, without involving Gloo's threads."""
         group = self.process_group
         assert isinstance(group, InterruptibleGroup)
         group.all_reduce_short(tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Implements `CommunicationBackend.sum_numbers` in the same way as `all_reduce_short`."""
+        """Implements `CommunicationBackend.sum_numbers`, in the same way as `all_reduce_short`."""
         group = self.process_group
         assert isinstance(group, InterruptibleGroup)
         return group.sum_numbers(values)
@@ -128,8 +130,8 @@ class GlooBackend(CommunicationBackend):
 def create_group(
     options: _DistributedBackendOptions, _: Any
 ) -> InterruptibleGroup | ReconfigurableGroup:
-    """Creates the default group or a group for new_group. Called by torch. As with torch's gloo, a
-    peer may take the whole timeout to connect."""
+    """Creates the default group or a group for new_group. Called by torch. As with torch's gloo,
+    the timeout also limits connecting."""
     if asks_for_reconfigure(options):
         return ReconfigurableGroup(
             options.store,

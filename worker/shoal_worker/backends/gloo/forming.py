@@ -1,8 +1,8 @@
-"""Connects the ranks of one Gloo group. The attempt can be abandoned.
+"""Connects the ranks of one Gloo group, in an attempt that can be abandoned.
 
 Gloo's constructor blocks until all peers are connected and cannot be interrupted, so it runs in its
-own thread. If the group is abandoned, a waiting caller continues at once; the thread ends within
-the connect timeout and drops its result. This module does not depend on collectives.
+own thread. If the attempt is abandoned, a waiting caller continues immediately; the thread ends
+within the connect timeout and drops its result. This module does not depend on collectives.
 
 Threads: one thread creates, starts and waits for a `FormingGroup`; any thread may call `give_up`.
 """
@@ -46,15 +46,15 @@ class GlooGroup:
     """A connected group, its connections, and the time limit of its collectives and messages."""
 
     process_group: dist.ProcessGroup
-    """Group for torch's parallel code. Created as torch's new_group would create it, but not
-    registered with torch."""
+    """Group for torch's parallel code. It is created as by torch's new_group, but not registered
+    with torch."""
     sockets: GroupSockets
     sums: ShortSums | None
     """Connections for short sums; None if the group has none."""
     timeout: timedelta
 
     def close(self) -> None:
-        """Releases the connections. Connections that Gloo still uses remain open. Idempotent."""
+        """Releases the connections, except connections that Gloo still uses. Idempotent."""
         self.sockets.close()
         if self.sums is not None:
             self.sums.close()
@@ -71,10 +71,10 @@ def connect_gloo(
     sums_with: Callable[[ShortSums], None] | None = None,
 ) -> GlooGroup:
     """Connects to all peers; blocks. Ranks publish their listening addresses in the store, so that
-    each rank can recognize the group's connections among its sockets.
+    each rank can identify the group's connections among its sockets.
 
-    `sums_with`: function that receives the short sums before they are connected; given on all ranks
-    or on none. The group then has connections for short sums."""
+    `sums_with`: function that receives the `ShortSums` before they are connected; None: the group
+    has no connections for short sums. Must be given on all ranks or on none."""
     deadline = time.monotonic() + connect_timeout.total_seconds()
     device, listener = _make_device(hostname)
     names = PrefixStore("listener", store)
@@ -116,7 +116,7 @@ def connect_gloo(
 
 def _check_families(names: Store, world_size: int) -> None:
     """Raises ConfigurationError if some ranks listen on IPv4 addresses and others on IPv6
-    addresses: Gloo cannot connect two such ranks in any generation."""
+    addresses: Gloo can never connect two such ranks."""
     everybody = [str(rank) for rank in range(world_size)]
     if not names.check(everybody):
         return
@@ -137,7 +137,7 @@ def _check_families(names: Store, world_size: int) -> None:
 
 def _listen(host: str, rank: int, world_size: int) -> ShortSums | None:
     """Listens for short sums. Returns None if the address does not allow that, for example because
-    it is valid only on one link. The group then has no short sums."""
+    it is a link-local address; the group then has no short sums."""
     with _LISTENER_LOCK:  # otherwise this listener could be taken for Gloo's
         try:
             return ShortSums(host, rank, world_size)
@@ -188,8 +188,8 @@ def _as_process_group(
 
 
 class FormingGroup:
-    """Runs `connect_gloo` in a thread. The thread is not a daemon: the interpreter would crash if
-    it exited while the thread runs."""
+    """Runs `connect_gloo` in a thread, which is not a daemon, because the interpreter would crash
+    if it exited while the thread is running."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class FormingGroup:
         self._reason: str | None = None
         self._group: GlooGroup | None = None
         self._sums: ShortSums | None = None
-        """The short sums of the group while it is being connected; None before and after."""
+        """The group's short sums while it is being connected; None before and after."""
         self._error: Exception | None = None
         arguments = {
             "hostname": hostname,
@@ -226,7 +226,7 @@ class FormingGroup:
         thread.start()
 
     def give_up(self, reason: str) -> None:
-        """Makes `wait` raise GroupEndedError(reason) at once, and drops the group once it is
+        """Makes `wait` raise GroupEndedError(reason) immediately, and drops the group once it is
         connected. Does nothing if `wait` has already returned the group."""
         with self._changed:
             if self._reason is None:
@@ -238,7 +238,7 @@ class FormingGroup:
 
     def wait(self) -> GlooGroup:
         """Blocks until the group is connected and returns it. Raises MembershipChanged (the attempt
-        was given up, or a peer disconnected), DeadlineError (a peer did not connect), or a store's
+        was abandoned, or a peer disconnected), DeadlineError (a peer did not connect), or a store's
         error."""
         deadline = time.monotonic() + self._connect_timeout.total_seconds()
         try:
@@ -265,8 +265,8 @@ class FormingGroup:
         try:
             group = connect_gloo(*arguments, **options)
         except Exception as caught:
-            # The traceback must not keep the sockets of the unfinished group open while the error
-            # exists.
+            # Otherwise the traceback would keep the sockets of the unfinished group open as long as
+            # the error exists.
             traceback.clear_frames(caught.__traceback__)
             error = caught
         with self._changed:
@@ -284,7 +284,7 @@ class FormingGroup:
             sums.shut_down()
 
     def _let_go(self) -> None:
-        """Closes the connected group unless `wait` has returned it, and drops the stored error."""
+        """Closes the connected group, unless `wait` has returned it, and drops the stored error."""
         with self._changed:
             group, self._group, self._error = self._group, None, None
         if group is not None:
@@ -323,7 +323,7 @@ class FormingGroup:
         )
 
     def _translated(self, error: Exception) -> Exception:
-        # A timeout of the store, Shoal's or torch's: it has waited for the key of an absent rank.
+        # A timeout of the store, Shoal's or torch's: it has waited for the key of a missing rank.
         if isinstance(error, DeadlineError) or (
             isinstance(error, dist.DistStoreError) and "timeout" in str(error).lower()
         ):
@@ -337,8 +337,8 @@ class FormingGroup:
 
 
 def _make_device(hostname: str | None) -> tuple[Any, Listener]:
-    """Creates a Gloo device. Returns it with its listening socket, which is recognized as the only
-    new one of this process. Tries again if another thread opened a socket meanwhile."""
+    """Creates a Gloo device. Returns it with its listening socket, which is identified as the only
+    new one in this process. Retries if another thread has opened a socket at the same time."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _LISTENER_LOCK:
             before = listeners()
@@ -354,8 +354,8 @@ def _make_device(hostname: str | None) -> tuple[Any, Listener]:
 
 
 def _create_device(hostname: str | None) -> Any:
-    # All connections are opened now (no lazy_init), whatever TORCH_GLOO_LAZY_INIT is: later
-    # connections would escape an abort.
+    # All connections are opened now (no lazy_init), regardless of TORCH_GLOO_LAZY_INIT, because an
+    # abort would not break connections that are opened later.
     interface = gloo_interface()
     try:
         if hostname is not None:

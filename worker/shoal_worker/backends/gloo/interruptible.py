@@ -1,16 +1,16 @@
-"""A Gloo process group that can be ended while its collectives wait.
+"""A Gloo process group that can be aborted while its collectives wait.
 
 Breaking a group's connections does not end all waits on them. When a connection breaks in the
 middle of a message, Gloo notifies the operations queued before and after that message, but not the
 operation that is transferring it (in Pair::signalException): that operation sleeps until the
-group's timeout. So callers wait for Shoal's work instead of Gloo's. Shoal's work completes with
-Gloo's, or a moment after `abort` whatever Gloo does. This moment allows the notified operations to
-end, because they may write into their tensors until then. An operation that sleeps
-(native_threads.py) never writes again. It is left to sleep until its timeout, and the group is
+group's timeout. Callers therefore wait for Shoal's work instead of Gloo's. Shoal's work completes
+with Gloo's work, or shortly after `abort` regardless of Gloo. The delay allows the notified
+operations to end, which may write to their tensors until then. An operation that sleeps
+(native_threads.py) never writes again. It continues to sleep until its timeout, and the group is
 destroyed afterwards.
 
-Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers bypass
-Gloo (short_sums.py).
+Point-to-point transfers are interrupted in the same way (works.Transfer). Sums of a few numbers
+bypass Gloo (short_sums.py).
 
 Threads: one thread issues collectives, which complete in Gloo's threads. Any thread may call
 `abort`."""
@@ -43,15 +43,16 @@ from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 # ------------------------------------------------------------------------------ memory that is kept
 #
-# Memory that collectives need repeatedly, kept between them.
+# Buffers for collectives, which are kept between calls.
 #
-# Memory freed to the system comes back as pages that the kernel has to clear first: for 64 MiB that
-# takes longer than receiving the data (docs/explanation/backends.md#gloo-faster-collectives). A few
-# buffers are kept as long as their group. Threads: any.
+# The kernel must clear newly allocated pages: for 64 MiB, this takes longer than receiving the data
+# (docs/explanation/backends.md#gloo-faster-collectives). A few buffers are therefore kept as long
+# as their group. They may be used from any thread.
 
 
 _MOST_SCRATCH: Final = 2
-"""Number of memory blocks kept: at most two collectives of one kind overlap."""
+"""Number of memory blocks that are kept, because at most two collectives of the same kind
+overlap."""
 
 
 # -------------------------------------------------------------------------------- the process group
@@ -61,10 +62,10 @@ _WORKS_END_S: Final = 60.0
 """Maximum time to wait for `end_works`, which normally returns much earlier."""
 
 _open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
-"""Groups that have not been shut down. They are shut down when the process ends."""
+"""Groups that have not been shut down. They are shut down at the interpreter's exit."""
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
-"""Size of the gathered result from which on an all-gather is replaced by broadcasts or by an
+"""Minimum size of the gathered result, in bytes, for replacing an all-gather with broadcasts or an
 exchange (docs/explanation/backends.md#gloo-faster-collectives)."""
 
 _Numbers = TypeVar("_Numbers")
@@ -75,7 +76,7 @@ class InterruptibleGroup(ForwardingGroup):
     """Issues collectives on a native group. Owns the native group and its connections.
 
     `ended`: function called once with the reason, from any thread, when the group ends because of
-    `abort` or the failure of a collective.
+    `abort` or a failed collective.
     """
 
     backend_name: ClassVar[str] = "shoal_gloo"
@@ -86,14 +87,14 @@ class InterruptibleGroup(ForwardingGroup):
         ended: Callable[[str], None] | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """`waits`: recorder of the time that this rank waits for collectives."""
+        """`waits`: records how long this rank waits for collectives."""
         native, sockets, sums = formed.process_group, formed.sockets, formed.sums
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
         self.timeout = formed.timeout
-        """Time limit of a send or receive. Otherwise Gloo would use the connect timeout."""
+        """Time limit of a send or receive. (Gloo itself would use the connect timeout.)"""
         self.reason: str | None = None
-        """Reason why the group has ended; None while it has not."""
+        """Reason why the group has ended; None while it is usable."""
         self._native: dist.ProcessGroup | None = native
         self._sockets = sockets
         self._sums = sums
@@ -102,9 +103,9 @@ class InterruptibleGroup(ForwardingGroup):
         """Works that Gloo may not have finished."""
         self._shut_down = False
         self._idle = threading.Event()
-        """Set once the group is shut down and Gloo has no pending work."""
+        """Set once the group has been shut down and Gloo has no pending work."""
         self._works_ended = threading.Event()
-        """Set once the group is aborted and its pending works have ended."""
+        """Set once the group has been aborted and its pending works have ended."""
         self._lock = threading.Lock()
         """Guards the reason, the unfinished works, and whether the group was shut down."""
         self._scratch = ScratchMemory(most=_MOST_SCRATCH)
@@ -114,7 +115,8 @@ class InterruptibleGroup(ForwardingGroup):
         _open.add(self)
 
     def watch(self) -> None:
-        """Starts watching the connections to the peers: the group ends when one of them ends."""
+        """Starts watching the connections to the peers: the group is aborted when one of them is
+        closed."""
         reference = weakref.ref(self)
 
         def lost(what: str) -> None:
@@ -125,8 +127,8 @@ class InterruptibleGroup(ForwardingGroup):
         self._sockets.watch(lost)
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends the group: pending works, here at once and soon on the peers, and later works raise
-        GroupEndedError(reason). Callable from any thread."""
+        """Aborts the group: later works, and pending works, here immediately and soon on the peers,
+        raise GroupEndedError(reason). Callable from any thread."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -151,7 +153,7 @@ class InterruptibleGroup(ForwardingGroup):
             self._works_ended.set()
 
     def await_end(self) -> None:
-        """Blocks after an abort until all pending works have ended and Gloo no longer writes into
+        """Blocks after an abort until all pending works have ended and Gloo no longer writes to
         their tensors."""
         if not self._works_ended.wait(_WORKS_END_S):
             raise InternalError(
@@ -163,8 +165,8 @@ class InterruptibleGroup(ForwardingGroup):
         return self._sockets.traffic()
 
     def shutdown(self) -> None:
-        """Ends the group and releases it. Gloo's unfinished work keeps the native group alive
-        without blocking the caller. Idempotent."""
+        """Aborts the group and releases it. If Gloo has unfinished work, the native group lives
+        until that has ended, without blocking the caller. Idempotent."""
         self.abort("the process group was shut down")
         _open.discard(self)
         self._closer()
@@ -184,9 +186,9 @@ class InterruptibleGroup(ForwardingGroup):
             work.follow()
         native_threads.drop(references, when=self._idle)
 
-    # Gloo's all-gather passes parts around a ring, one step after another. Broadcasts from all
-    # ranks at once send as many bytes, and none waits for another. Between two ranks an exchange is
-    # one collective instead of two.
+    # Gloo's all-gather passes parts around a ring, one step after another. Simultaneous broadcasts
+    # from all ranks send the same number of bytes, and none waits for another. Between two ranks,
+    # an exchange is one collective instead of two.
 
     def allgather(
         self,
@@ -214,9 +216,9 @@ class InterruptibleGroup(ForwardingGroup):
 
     _allgather_base: Any = all_gather_single
 
-    # Gloo's reduce-scatter is an all-reduce from which each rank then copies its part: twice the
-    # bytes, and a work without a future. Here each rank receives its parts from all other ranks and
-    # sums them itself.
+    # Gloo implements reduce-scatter as an all-reduce, and each rank then copies its part: it sends
+    # twice the bytes, and its work has no future. Here, each rank receives its parts from all other
+    # ranks and sums them itself.
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
@@ -297,7 +299,7 @@ class InterruptibleGroup(ForwardingGroup):
             )
             raise GroupEndedError(str(self.reason)) from error
         except ShoalError:
-            raise  # the caller notifies the other ranks and then ends the group
+            raise  # the caller notifies the other ranks and then aborts the group
         except BaseException:
             self.abort("a sum was interrupted")  # the next sum would read the rest of this one
             raise
@@ -306,14 +308,14 @@ class InterruptibleGroup(ForwardingGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # DCP saves in the background only with a group that accepts CPU tensors
+        # DCP saves in the background only if the group accepts CPU tensors
         return self._live()._device_types
 
     # Tracking of collectives.
 
     def _gathers_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
         """Returns whether broadcasts or an exchange can replace Gloo's all-gather and are faster.
-        Returns False for mismatched tensors, which Gloo then refuses."""
+        Returns False for mismatched tensors, which Gloo refuses."""
         return (
             self.size() > 1
             and self.size() * input.nbytes >= BROADCASTS_FROM_BYTES
@@ -327,9 +329,8 @@ class InterruptibleGroup(ForwardingGroup):
     def _gather_at_once(
         self, parts: Sequence[torch.Tensor], input: torch.Tensor, value: Any
     ) -> Work:
-        """All-gathers by broadcasts: writes each rank's `input` into that rank's part of the
-        output, on all ranks. This rank copies its own input while the inputs of the other ranks
-        arrive."""
+        """All-gathers with broadcasts: writes each rank's `input` into that rank's part of the
+        output, on all ranks. Copies this rank's own input while the other ranks' inputs arrive."""
         mine, given = parts[self.rank()].data, input.data
         if not given.is_contiguous():
             given = mine.copy_(given.reshape(mine.shape))
@@ -370,7 +371,7 @@ class InterruptibleGroup(ForwardingGroup):
     ) -> Work:
         """Issues a reduce-scatter.
 
-        `parts`: (ranks, elements); row i is for rank i. Together the outputs have the size of one
+        `parts`: (ranks, elements); row i is for rank i. The outputs together have the size of one
         row.
         """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
@@ -421,10 +422,10 @@ class InterruptibleGroup(ForwardingGroup):
         return work
 
     def issued(self, work: InterruptibleWork | Transfer) -> None:
-        """Records a work that Gloo has begun."""
+        """Records a work that Gloo has started."""
         with self._lock:
             if len(self._unfinished) >= _MANY:
-                # works for which nobody has waited
+                # works that no thread has waited for
                 self._unfinished = {
                     known for known in self._unfinished if not known.native_completed
                 }
@@ -469,9 +470,10 @@ class InterruptibleGroup(ForwardingGroup):
                 self._idle.set()
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
-        """Returns the reason for the group's end if `error` has ended it. All later collectives
-        then fail too, and peers must be notified now, not only when their timeout expires. Returns
-        None for other errors, such as an unsupported dtype, which leave the group intact."""
+        """Returns the reason why the group has ended if `error` has ended it; all later collectives
+        then fail too, and the group is aborted so that peers do not wait until their timeout.
+        Returns None for other errors, such as an unsupported dtype, which leave the group
+        intact."""
         if self.reason is None and "gloo/transport" in str(error):
             self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
         return self.reason
@@ -483,8 +485,8 @@ class InterruptibleGroup(ForwardingGroup):
 
 
 def _shut_down_all() -> None:
-    """Shuts down all groups, so that none of Gloo's threads runs when the interpreter finalizes
-    (see native_threads.py)."""
+    """Shuts down all groups, so that none of Gloo's threads is running when the interpreter shuts
+    down (see native_threads.py)."""
     for group in list(_open):
         group.shutdown()
 

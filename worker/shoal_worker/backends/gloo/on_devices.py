@@ -1,14 +1,14 @@
-"""Additional handling of Gloo's collectives and messages for tensors on a CUDA device.
+"""Gloo's collectives and messages for tensors on a CUDA device.
 
 Gloo itself runs collectives of such tensors: it copies them to pinned memory and back, on its own
-streams (ProcessGroupGloo.cpp, torch 2.13). A thread that waits for such a work orders its current
-stream after the copy back. Gloo's thread does the same with its own current stream before it
-reports the work as complete. What Shoal computes from the result may run in either thread.
-`StreamOrder` runs it on the stream on which the collective was issued, and orders every waiting
-stream after it.
+streams (ProcessGroupGloo.cpp, torch 2.13). A thread that waits for such a work makes its current
+stream wait for the copy back. Gloo's thread does the same with its own current stream before it
+reports the work as complete. Shoal's computations from the result may run in either thread.
+`StreamOrder` runs them on the stream that the collective was issued on, and makes every waiting
+stream wait for them.
 
 Messages are different: Gloo's send and recv treat the tensor's address as an address in host
-memory. Here messages use a copy in host memory.
+memory. They are therefore sent from, and received into, a copy in host memory.
 
 Threads: the issuing thread creates a `StreamOrder`, the finishing thread enters it, and any thread
 may wait.
@@ -29,19 +29,19 @@ class Order(Protocol):
     """Keeps a device's computations before, during and after one collective in the right order."""
 
     def finishing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context to be entered once Gloo's work is complete. Operations queued inside
-        run after the collective's result."""
+        """Returns a context to enter once Gloo's work is complete. Operations queued in it run
+        after the collective."""
         ...
 
     def come_after(self) -> None:
-        """Orders later computations of the calling thread after all operations queued in
+        """Makes later computations of the calling thread run after all operations queued in
         `finishing`."""
         ...
 
 
 class StreamOrder:
-    """Stream order of a collective that is being issued on the calling thread's current stream of
-    `device`. Implements `Order`."""
+    """Order of a collective that is issued on the calling thread's current stream of `device`.
+    Implements `Order`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,8 +64,8 @@ class StreamOrder:
 
 def order_of(arguments: Iterable[Any]) -> Order | None:
     """Returns the order of a collective that is being issued with these arguments: tensors, lists
-    of tensors, and other values. Returns None if no argument is on a CUDA device, since the host's
-    own order then suffices."""
+    of tensors, and other values. Returns None if no argument is on a CUDA device, where the order
+    of calls on the host suffices."""
     device = _first_device(arguments)
     return StreamOrder(device) if device is not None and device.type == "cuda" else None
 
@@ -95,8 +95,8 @@ def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ArrivingElsewhere(Work):
-    """A message that Gloo receives into host memory, for a destination on a device. `wait` copies
-    it there."""
+    """Message that Gloo receives into host memory, for a destination on a device. `wait` copies it
+    to the device."""
 
     def __init__(self, received: Any, host: torch.Tensor, into: torch.Tensor) -> None:
         """`received`: the transfer into `host`. `into`: destination of the message."""
@@ -106,8 +106,8 @@ class ArrivingElsewhere(Work):
         self._into = into
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits like the transfer. Operations that the calling thread queues next see the received
-        tensor."""
+        """Waits for the transfer. Operations that the calling thread queues afterwards use the
+        received values."""
         self._received.wait(timeout)
         host, self._host = self._host, None
         if host is not None:

@@ -1,12 +1,12 @@
 """Groups that change their ranks: torch's experimental `_reconfigure`, from torch 2.14 on.
 
 `init_process_group("shoal_gloo", enable_reconfigure=True)` creates a `ReconfigurableGroup` without
-connections. Each `_reconfigure` ends the previous group of ranks (interruptible.py), waits until
-Gloo no longer uses its tensors, and connects the ranks whose handles it receives. torch's own Gloo
-leaves collectives in flight, which write into their tensors when a stopped rank continues.
+connections. Each `_reconfigure` aborts the previous group of ranks (interruptible.py), waits until
+Gloo no longer uses its tensors, and connects the ranks whose handles it receives. With torch's own
+Gloo, pending collectives remain and write to their tensors when a stopped rank continues.
 
-When one rank leaves, dies or reconfigures, its group of ranks ends for all of them: no rank waits
-for a rank that is gone.
+When one rank leaves, dies or reconfigures, its group of ranks ends for all of them, so that no rank
+waits for a rank that has left.
 
 Threads: one thread reconfigures and issues collectives; any thread may call `abort`.
 """
@@ -43,13 +43,15 @@ class ReconfigureOptions(Protocol):
 
     uuid: int
     handles: Collection[str]
-    """A list assigns ranks by position; for a set the group assigns the ranks."""
+    """Handles of the new ranks. A list determines the ranks by position; for a set, the group
+    assigns them."""
     timeout: timedelta | None
     hints: dict[str, str]
 
 
 class ReconfigurableGroup(ForwardingGroup):
-    """Forwards collectives to the group of ranks connected by the last `reconfigure`."""
+    """Process group that forwards collectives to the group of ranks connected by the last
+    `reconfigure`."""
 
     backend_name: ClassVar[str] = "shoal_gloo"
     supports_reconfigure: ClassVar[bool] = True
@@ -57,17 +59,17 @@ class ReconfigurableGroup(ForwardingGroup):
     def __init__(
         self, store: Store, rank: int, size: int, name: GroupName, timeout: timedelta
     ) -> None:
-        """`store`: store shared by all ranks that ever connect.
-        `rank`, `size`: results of `rank()` and `size()` before the first `reconfigure`.
-        `timeout`: time limit of collectives, and of a `reconfigure` without a limit of its own.
+        """`store`: store shared by all processes that will ever connect. `rank`, `size`: results of
+        `rank()` and `size()` before the first `reconfigure`. `timeout`: time limit of collectives,
+        and of a `reconfigure` that has no limit of its own.
         """
         super().__init__(rank, size, name)
         self._store = store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         self._innermost = store
-        """Keeps the store alive: the other references are to the C++ half of a store written in
-        Python."""
+        """Keeps the store alive, because the other references are to the C++ half of a store
+        written in Python."""
         self._place = rank, size
         self._timeout = timeout
         self._handle = f"shoal_gloo:{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
@@ -95,13 +97,13 @@ class ReconfigurableGroup(ForwardingGroup):
         return self._handle
 
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
-        """Ends the current group of ranks and connects the ranks of `opts.handles`.
+        """Aborts the current group of ranks and connects the ranks of `opts.handles`.
 
-        All of these ranks call this method, with the same new uuid and the same handles. Blocks
-        until all are connected, at most for `opts.timeout`; `abort` ends the wait. Raises
-        DistBackendError at once, and leaves the group unchanged, if the uuid was used before or the
-        handles lack this process. Raises GroupEndedError if ranks did not connect or disconnected:
-        no group exists then, and another call may follow.
+        Must be called on all of these ranks, with the same new uuid and the same handles. Blocks
+        until all are connected, for at most `opts.timeout`; `abort` ends the wait. Raises
+        DistBackendError immediately, and leaves the group unchanged, if the uuid has been used
+        before or the handles do not contain this process. Raises GroupEndedError if ranks do not
+        connect or disconnect: then there is no group, and the call may be retried.
         """
         handles = sorted(opts.handles) if isinstance(opts.handles, set) else list(opts.handles)
         if opts.uuid in self._used:
@@ -130,7 +132,7 @@ class ReconfigurableGroup(ForwardingGroup):
         return _Done()
 
     def abort(self) -> None:
-        """Ends pending works and a pending `reconfigure`, and refuses collectives until the next
+        """Aborts pending works and a pending `reconfigure`, and refuses collectives until the next
         `reconfigure`. Callable from any thread."""
         with self._lock:
             forming, group = self._forming, self._group
@@ -140,7 +142,7 @@ class ReconfigurableGroup(ForwardingGroup):
             group.abort()
 
     def shutdown(self) -> None:
-        """Ends the group and closes its connections. Idempotent."""
+        """Aborts the group and closes its connections. Idempotent."""
         self._end("the process group was shut down")
 
     def monitored_barrier(
@@ -164,7 +166,7 @@ class ReconfigurableGroup(ForwardingGroup):
             return self._group
 
     def _end(self, reason: str) -> None:
-        """Ends the current group, and blocks until Gloo no longer writes into the tensors of its
+        """Aborts the current group, and blocks until Gloo no longer writes to the tensors of its
         collectives."""
         with self._lock:
             group, self._group, self._reason = self._group, None, reason
@@ -174,8 +176,8 @@ class ReconfigurableGroup(ForwardingGroup):
             group.shutdown()
 
     def _connect(self, number: int, handles: Sequence[str], deadline: float) -> InterruptibleGroup:
-        # Ranks with other handles meet elsewhere. A separate store is used because the connecting
-        # thread may hold the other store's lock while it waits.
+        # Ranks with different handles use a different prefix. A separate store is used because the
+        # connecting thread may hold the other store's lock while it waits.
         members = hashlib.sha256("\n".join(handles).encode()).hexdigest()[:16]
         own: Store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
         store = PrefixStore(f"reconfigure/{number}/{members}", own)
@@ -201,7 +203,7 @@ class ReconfigurableGroup(ForwardingGroup):
 
 
 class _Done(Work):
-    """A work that is already complete."""
+    """Work that is already complete."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True

@@ -1,17 +1,17 @@
-"""Sums of a few numbers over all ranks of a group, on separate connections between training
+"""Sums of a few numbers across all ranks of a group, on separate connections between training
 threads.
 
-Every rank waits for such a sum in each step, and the last rank to continue determines the cost.
+Every rank waits for such a sum in each step, and the last rank to continue determines the duration.
 Gloo's messages are read by one of Gloo's threads, which must be woken and then wakes the waiting
-thread. On busy cores both threads may have to wait for a core. Here a rank reads its messages
-itself (docs/explanation/backends.md#short-sums).
+thread. If all cores are busy, both threads may have to wait for a core. Here, a rank's training
+thread reads its messages itself (docs/explanation/backends.md#short-sums).
 
-Every rank receives the numbers of all ranks and adds them in rank order, so all ranks get the same
-bits. Up to four ranks send their numbers to all others at once. With more ranks, the numbers that a
-rank has received double in each of ceil(log2(ranks)) rounds: in round k a rank sends all of them to
-the rank 2^k before it, and receives as many from the rank 2^k after it (Bruck et al. 1997, IEEE
-TPDS 8(11), "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing
-Systems", section 3).
+Every rank receives the numbers of all ranks and adds them in rank order, so all ranks get bitwise
+the same result. In groups of up to four ranks, each rank sends its numbers to all others in one
+round. With more ranks, a rank's collected numbers double in each of ceil(log2(ranks)) rounds: in
+round k, a rank sends all of them to rank (rank - 2^k) mod N, and receives the same amount from rank
+(rank + 2^k) mod N (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for All-to-All
+Communications in Multiport Message-Passing Systems", section 3).
 
 Threads: one thread connects, one thread sums. Any thread may call `shut_down` and `close`; `close`
 waits for a running sum.
@@ -40,15 +40,15 @@ import torch
 from shoal_common.errors import PreconditionError
 
 MOST_BYTES: Final = 1 << 14
-"""Maximum number of bytes that a rank receives in one sum. Above it, an all-reduce sends less
-data."""
+"""Maximum number of bytes that a rank receives in one sum. For larger sums, an all-reduce sends
+less data."""
 
 _FEW: Final = 4
-"""Maximum number of ranks that send to all other ranks at once: a message costs less than a round
-in which the training thread sleeps."""
+"""Maximum number of ranks that send to all other ranks in one round: additional messages cost less
+than a further round, because the training thread sleeps in each round."""
 _HELLO: Final = struct.Struct("<16sI")
-"""Format of the message with which a rank identifies itself on a new connection: the token of the
-door, and the rank."""
+"""Format of the message that identifies a rank on a new connection: the door's token, and the
+rank."""
 _HEADER: Final = struct.Struct("<II")
 """Format of a message's header: number of the sum, counted from 1, and number of bytes that
 follow."""
@@ -56,7 +56,7 @@ follow."""
 
 @dataclass(frozen=True, kw_only=True)
 class Door:
-    """Address at which a rank listens for short sums, with a token that only ranks of the group
+    """Address where a rank listens for short sums, with a token that only ranks of the group
     know."""
 
     host: str
@@ -68,7 +68,7 @@ class Door:
 
     @classmethod
     def parse(cls, text: str) -> Door:
-        """Creates a door from its text form, the result of `str`."""
+        """Parses the text form of a door, as returned by `str`."""
         host, port, token = text.split(" ")
         return cls(host=host, port=int(port), token=token)
 
@@ -82,12 +82,13 @@ class _Swap:
     source: socket.socket
     source_rank: int
     rows: int
-    """Number of ranks whose numbers are sent, beginning with this rank's; as many are received."""
+    """Number of ranks whose numbers are sent, beginning with this rank's; the same number is
+    received."""
 
 
 class ShortSums:
-    """Short sums of one rank with the other ranks of its group. Call `connect` first, then issue
-    the sums in the same order on all ranks, and finally call `close`."""
+    """Short sums of one rank with the other ranks of its group. `connect` must be called first, and
+    `close` last. Sums must be issued in the same order on all ranks."""
 
     def __init__(self, host: str, rank: int, size: int) -> None:
         """Listens on `host`, a numeric address. Raises OSError."""
@@ -106,15 +107,16 @@ class ShortSums:
         self._timeout_ms = 0
         self._number = 0
         self._summing = threading.Lock()
-        """Held during a sum, so that no thread closes a socket while it is being read; another file
-        could otherwise be opened under the same descriptor."""
+        """Held during a sum, so that no thread closes a socket that is being read; otherwise,
+        another file could be opened under the same descriptor."""
         _LIVE.add(self)
 
     def connect(self, doors: Mapping[int, Door], *, deadline: float, timeout: timedelta) -> None:
-        """Connects to the ranks with which this rank exchanges messages. `deadline`: end of the
-        attempt, on the clock of time.monotonic(). `timeout`: time limit of each later message.
+        """Connects to the ranks that this rank exchanges messages with. `doors`: the ranks' doors.
+        `deadline`: end of the attempt, as a time of time.monotonic(). `timeout`: time limit of each
+        later message.
 
-        Raises OSError if a rank does not connect or `shut_down` was called.
+        Raises OSError if a rank does not connect, or if `shut_down` is called.
         """
         self._timeout_ms = round(timeout.total_seconds() * 1000)
         few = self._size <= _FEW
@@ -132,7 +134,7 @@ class ShortSums:
                 {(self._rank + distance) % self._size for distance in distances}, deadline
             )
         except OSError as error:
-            if self._given_up:  # whatever error the socket reports
+            if self._given_up:  # regardless of the error that the socket reports
                 raise OSError("connecting to the other ranks was abandoned") from error
             raise
         for connection in [*to.values(), *sources.values()]:
@@ -163,10 +165,10 @@ class ShortSums:
         """Sums a contiguous CPU tensor of a dtype that numpy supports, in place. Blocks.
 
         Raises:
-            OSError: a connection has ended, or a rank did not answer in time. This group allows no
-                further sums.
-            PreconditionError: another rank issued a different sum (RANKS_DIVERGED). This group
-                allows no further sums.
+            OSError: a connection was closed, or a rank did not respond in time. No further sums are
+                possible.
+            PreconditionError: another rank issued a different sum (RANKS_DIVERGED). No further sums
+                are possible.
         """
         mine = tensor.numpy().reshape(-1)
         numbers = np.frombuffer(self._gather(mine.tobytes()), mine.dtype)
@@ -176,8 +178,8 @@ class ShortSums:
             mine += rows[rank - self._rank]
 
     def sum_numbers(self, values: array[float]) -> list[float]:
-        """Returns the sums over all ranks of an array of type "d". Raises the same errors as
-        `all_reduce`."""
+        """Returns the elementwise sums of an array of type "d" across all ranks. Raises the same
+        errors as `all_reduce`."""
         numbers = array("d")
         numbers.frombytes(self._gather(values.tobytes()))
         rows = [
@@ -189,7 +191,7 @@ class ShortSums:
         return total
 
     def _gather(self, mine: bytes) -> bytes:
-        """Exchanges bytes with all ranks. Returns the bytes of all ranks in rank order, beginning
+        """Exchanges bytes with all ranks. Returns the bytes of all ranks in rank order, starting
         with this rank and wrapping around."""
         known, row = mine, len(mine)
         with self._summing:
@@ -206,21 +208,22 @@ class ShortSums:
         return known
 
     def shut_down(self) -> None:
-        """Ends waits here and on the connected ranks. Never blocks; idempotent."""
+        """Shuts down the connections, which ends waits here and on the connected ranks. Never
+        blocks; idempotent."""
         self._given_up = True
         for connection in [self._listener, *self._sockets]:
             with contextlib.suppress(OSError):  # already broken, not yet connected, or closed
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the sums and closes the connections. Idempotent."""
+        """Shuts down the sums and closes the connections. Idempotent."""
         self.shut_down()
         with self._summing:
             self.close_copies()
 
     def close_copies(self) -> None:
-        """Closes a forked child's copies of the sockets without ending the connections. Otherwise
-        the child would keep the connections open after this rank has died."""
+        """Closes a forked child's copies of the sockets without affecting this rank's connections.
+        Otherwise, the child would keep the connections open after this rank has died."""
         for connection in [self._listener, *self._sockets]:
             connection.close()
 
@@ -235,8 +238,8 @@ class ShortSums:
 
     def _let_in(self, expected: set[int], deadline: float) -> dict[int, socket.socket]:
         """Accepts connections until all expected ranks have presented the token, and returns the
-        connections by rank. Strangers may connect, stay silent or disconnect without delaying any
-        rank."""
+        connections by rank. Unrelated clients that connect, stay silent or disconnect do not delay
+        any rank."""
         found: dict[int, socket.socket] = {}
         said: dict[socket.socket, bytes] = {}
         self._listener.setblocking(False)
@@ -255,7 +258,7 @@ class ShortSums:
                     assert isinstance(connection, socket.socket)
                     if connection is self._listener:
                         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                            # the stranger has already disconnected
+                            # the client may already have disconnected
                             stranger, _ = self._listener.accept()
                             stranger.setblocking(False)
                             self._sockets.append(stranger)
@@ -274,8 +277,8 @@ class ShortSums:
         return found
 
     def _who(self, connection: socket.socket, said: dict[socket.socket, bytes]) -> int | None:
-        """Returns the rank that has identified itself on the connection; -1 for a stranger or a
-        closed connection; None if the rank is not known yet."""
+        """Returns the rank that has identified itself on the connection; -1 for an unrelated client
+        or a closed connection; None if the rank is not known yet."""
         try:
             more = connection.recv(_HELLO.size - len(said[connection]))
         except BlockingIOError:
@@ -326,8 +329,8 @@ class ShortSums:
 
 def _wait_in_kernel(connection: socket.socket, timeout: timedelta) -> None:
     """Sets the time limit of reads and writes of `connection`, which then raise BlockingIOError.
-    Python's own timeouts would poll before each read and write. If the script handles a signal
-    meanwhile, the kernel starts the time limit again."""
+    Python's own timeouts would poll before each read and write. If the script handles a signal in
+    the meantime, the kernel restarts the time limit."""
     connection.settimeout(None)
     seconds, microseconds = divmod(max(1, round(timeout.total_seconds() * 1e6)), 10**6)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -1,19 +1,19 @@
-"""The TCP sockets of one Gloo group: this module finds them, breaks them, and notices that a peer
+"""The TCP sockets of one Gloo group. This module finds them, breaks them, and detects that a peer
 has broken one.
 
-In Gloo, a collective waits until the one socket that it waits for closes. Gloo's abort and shutdown
-close no socket, and the loss of another connection of the same group does not end the wait. So this
-module finds the sockets of a group and keeps a copy (dup) of each. Shutting a copy down breaks the
-connection itself: local waits fail, and the peer notices.
+A wait in Gloo ends only when the socket that it waits for is closed. Gloo's abort and shutdown do
+not close sockets, and losing another connection of the same group does not end the wait. This
+module therefore finds the sockets of a group and keeps a copy (dup) of each. Shutting a copy down
+breaks the connection itself: local waits fail, and the peer notices.
 
-One thread per group watches the copies and reports an ended connection after a delay. The whole
-group is then broken, so it fails on all ranks. The delay allows for a rank that leaves in good
-order, having completed the last collective a little before its peers.
+One thread per group watches the copies and reports a closed connection after a delay. Then all of
+the group's connections are broken, so that it fails on all ranks. The delay allows a rank to leave
+in an orderly way, having completed the last collective a little before its peers.
 
-Listening sockets are not touched, and neither is any socket outside the group (gRPC, Redis). Linux
+Listening sockets, and sockets that do not belong to the group (gRPC, Redis), are not touched. Linux
 only (/proc/self/fd, epoll).
 
-Threads: everything here may be called from any thread.
+Threads: all functions and methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from shoal_worker.store.redis_store import RedisStore
 
 # ------------------------------------------------------------------------------ this host's address
 #
-# The address under which peers can reach this host, without resolving the hostname (often
-# 127.0.1.1, or nothing).
+# Determines this host's address for peers, without resolving the hostname, which often yields
+# 127.0.1.1 or nothing.
 
 
 def address_for(store: Store) -> str | None:
-    """Returns the address of the interface that reaches the store's server. Returns None if Gloo is
-    to choose the interface, by GLOO_SOCKET_IFNAME or the hostname."""
+    """Returns the address of the interface that reaches the store's server. Returns None if Gloo
+    should select the interface, by GLOO_SOCKET_IFNAME or the hostname."""
     if gloo_interface():
         return None
     while isinstance(store, PrefixStore):
@@ -64,16 +64,17 @@ Endpoint = tuple[str, int]
 # -------------------------------------------------------------------------------- a group's sockets
 
 GRACE_S: Final = 0.25
-"""Maximum delay between the first and the last rank's completion of a collective."""
+"""Maximum expected time between the first and the last rank's completion of a collective, in
+seconds."""
 
 _SEND_BYTES: Final = 1 << 19
 """Size of the send buffer of a connection within this host; the kernel doubles the value for its
 own needs.
 
-By default the buffer takes 4 MiB, copied under a lock for which Gloo's other thread meanwhile spins
-in epoll_wait: a quarter of all processor time
+By default, the buffer accepts 4 MiB at a time, which are copied under a lock while Gloo's other
+thread spins in epoll_wait: a quarter of all processor time
 (docs/explanation/backends.md#gloo-faster-collectives). Connections between hosts need more data in
-flight and keep the kernel's own size.
+flight and keep the kernel's default size.
 """
 
 _PIECE_BYTES: Final = 1 << 18
@@ -82,16 +83,17 @@ _U64: Final = struct.Struct("=Q")
 _BYTES_ACKED_AT: Final = 120
 _BUSY_TIME_AT: Final = 168
 _TCP_INFO_BYTES: Final = 176
-"""Offsets in the kernel's struct tcp_info (linux/tcp.h), to which new fields are only appended."""
+"""Offsets in the kernel's struct tcp_info (linux/tcp.h), whose fields never move because new ones
+are appended."""
 
 _SCANNING: Final = threading.Lock()
-"""Lock held during a scan of all sockets. A scan copies each socket for a moment, and another scan
-must not find these copies."""
+"""Lock held during a scan of all sockets. A scan temporarily copies each socket, and a concurrent
+scan must not find these copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """A listening TCP socket of this process. Its inode distinguishes it from a later socket with
+    """A listening TCP socket of this process. The inode distinguishes it from a later socket with
     the same descriptor."""
 
     descriptor: int
@@ -142,11 +144,11 @@ class GroupSockets:
         return len(self._copies)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Returns the traffic of the connections by peer address; connections to one address are
-        summed. Callable from any thread."""
+        """Returns the traffic of the connections by peer address; the traffic of several
+        connections to one address is added. Callable from any thread."""
         found: dict[str, Traffic] = {}
         for copy in self._copies:
-            with contextlib.suppress(OSError):  # closed meanwhile, or broken
+            with contextlib.suppress(OSError):  # closed by another thread, or broken
                 sent, address = _sent(copy), copy.getpeername()[0]
                 before = found.get(address, Traffic(acknowledged_bytes=0, busy_s=0.0))
                 found[address] = Traffic(
@@ -163,8 +165,8 @@ class GroupSockets:
                 copy.shutdown(socket.SHUT_RDWR)
 
     def drain(self) -> None:
-        """Reads the kernel's remaining data from the broken connections, so that Gloo's loop finds
-        their end and writes nothing more into tensors. The kernel accepts no further data for these
+        """Discards the data that the kernel still has for the broken connections, so that Gloo's
+        loop finds no more data to write to tensors. The kernel accepts no further data for these
         connections. Never blocks; idempotent."""
         with self._closing:
             self._drain()
@@ -177,7 +179,7 @@ class GroupSockets:
 
     def watch(self, lost: Callable[[str], None]) -> None:
         """Starts a thread that calls `lost` once with a description, GRACE_S after a connection of
-        the group has ended. The watch lasts until `close`."""
+        the group was closed. The thread runs until `close`."""
         arguments = (self._stop, list(self._copies), lost)
         self._watcher = threading.Thread(
             target=_watch, args=arguments, name="shoal-gloo-watch", daemon=True
@@ -185,7 +187,7 @@ class GroupSockets:
         self._watcher.start()
 
     def close(self) -> None:
-        """Ends the watch and closes the copies. Connections that Gloo still uses remain open.
+        """Stops watching and closes the copies. Connections that Gloo still uses remain open.
         Idempotent."""
         with self._closing:
             if self._closed:
@@ -200,8 +202,8 @@ class GroupSockets:
         os.close(self._stop)
 
     def let_go_in_child(self, null: int) -> None:
-        """Closes a forked child's copies of the connections. Replaces their descriptors by the file
-        descriptor `null`, because Gloo's objects in the child still refer to these numbers."""
+        """Closes a forked child's copies of the connections. Replaces their descriptors with the
+        file descriptor `null`, because Gloo's objects in the child still refer to these numbers."""
         for copy in self._copies:
             copy.close()
         for descriptor, inode in self._originals:
@@ -228,16 +230,16 @@ def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) 
 
 
 def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
-    """Yields the descriptor and a copy of each TCP socket. A copy remains valid if its
-    descriptor is reused meanwhile. The caller must hold `_SCANNING` until it has closed all
-    unwanted copies."""
+    """Yields the descriptor and a copy of each TCP socket. A copy remains valid even if the
+    original descriptor is reused. The caller must hold `_SCANNING` until it has closed all copies
+    that it does not keep."""
     seen = set()
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         descriptor = int(name)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
-                continue  # a copy made here may have got the descriptor of the listing itself
+                continue  # a copy may have got the descriptor of the listing itself
             seen.add(status.st_ino)
             copy = socket.socket(fileno=os.dup(descriptor))
         except OSError:
@@ -280,8 +282,8 @@ _LIVE: Final[weakref.WeakSet[GroupSockets]] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """Closes a forked child's copies of the sockets. Otherwise peers would not notice this rank's
-    death until its DataLoader workers ended."""
+    """Closes a forked child's copies of the sockets. Otherwise, peers would not notice this rank's
+    death until its DataLoader workers exit."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for sockets in _LIVE:
         sockets.let_go_in_child(null)

@@ -1,4 +1,4 @@
-"""Works of an interruptible Gloo group, which replace Gloo's own works; interruptible.py explains
+"""Works of an interruptible Gloo group, which replace Gloo's own works; see interruptible.py for
 the reason.
 
 Threads: the thread that issued a work calls `wait` and `get_future`; Gloo's threads and `end_works`
@@ -26,26 +26,27 @@ from shoal_worker.backends.native_threads import wait_until_asleep
 from shoal_worker.backends.waits import Waits
 
 _MOMENT_S: Final = 10.0
-"""Longest time for which `end_works` waits for Gloo. Operations that Gloo notifies of a broken
-connection end within a millisecond, or a few under load. While one of Gloo's threads runs, it may
-write into tensors that the repeated step would use. No operation of a step computes for longer than
-this limit."""
+"""Maximum time that `end_works` waits for Gloo, in seconds. Operations that Gloo notifies of a
+broken connection end within a millisecond, or a few under load. While one of Gloo's threads is
+running, it may write to tensors that the repeated step would use. No operation of a step computes
+longer than this limit."""
 
 _ONE_PIECE_BYTES: Final = 1024
-"""Size of a message that fits into one TCP segment together with Gloo's header on every network."""
+"""Size of a message, in bytes, that fits into one TCP segment together with Gloo's header on every
+network."""
 
 _MOMENT_OF_A_MESSAGE_S: Final = 0.25
-"""Longest time for which `end_works` waits for a message. Gloo's loop writes the bytes of the
-message into the tensor, and never sleeps while the kernel still has some of them.
+"""Maximum time that `end_works` waits for a message, in seconds. Gloo's loop writes the bytes of
+the message to the tensor, and does not sleep while the kernel still has some of them.
 """
 
 _MOMENT_AT_EXIT_S: Final = 1.0
-"""Maximum time for which the exit of the process waits for the thread that waits for messages. That
-thread may never end if it waits in the middle of a message.
+"""Maximum time that the interpreter's exit waits for the thread that waits for messages, in
+seconds. The thread may never end if it is waiting in the middle of a message.
 """
 
 _WHILE: Final = timedelta(milliseconds=10)
-"""Time for which a wait remains in C++ before it checks whether the group was ended."""
+"""Duration of a wait in C++ before it checks whether the group has ended."""
 
 
 class Owner(Protocol):
@@ -63,11 +64,11 @@ class Owner(Protocol):
         ...
 
     def raise_if_lost(self, name: str, error: RuntimeError) -> None:
-        """Raises GroupEndedError if `error` ended the group."""
+        """Raises GroupEndedError if `error` has ended the group."""
         ...
 
     def issued(self, work: InterruptibleWork | Transfer) -> None:
-        """Records a work that Gloo has begun."""
+        """Records a work that Gloo has started."""
         ...
 
     def finished(self, work: InterruptibleWork | Transfer) -> None:
@@ -76,7 +77,7 @@ class Owner(Protocol):
 
 
 class InterruptibleWork(Work):
-    """An issued collective. It is over when Gloo's work is over, or when the group ends it."""
+    """An issued collective. It ends when Gloo's work ends, or when the group is aborted."""
 
     def __init__(
         self,
@@ -87,7 +88,8 @@ class InterruptibleWork(Work):
         order: on_devices.Order | None = None,
     ) -> None:
         """`finish`: function called once Gloo's work is complete; it returns the value of the
-        work's future. `order`: order of the device's computations before and after the work.
+        work's future. `order`: keeps a device's computations before and after the work in order;
+        None on the host.
         """
         super().__init__()
         self._name = name
@@ -98,8 +100,8 @@ class InterruptibleWork(Work):
         self._order = order
         self._over = False
         self._over_soon: threading.Event | None = None
-        """Event for threads that watch Gloo's work. Created on demand, because creating it costs
-        more than everything else here."""
+        """Event that is set when the work has ended. Created on demand, because creating it takes
+        longer than everything else here."""
         self._value: Callable[[], Any] = lambda: None
         self._failure: tuple[type[Exception], str] | None = None
         self._settled: torch.futures.Future[None] | None = None
@@ -108,8 +110,8 @@ class InterruptibleWork(Work):
         self._lock = threading.Lock()
         """Guards all attributes above."""
         self._finishing = threading.Lock()
-        """Held while the result is written, so that no result is written after the work was
-        ended."""
+        """Held while the result is written, so that no result is written after the work has been
+        aborted."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the result has arrived; `timeout` None or 0: without a limit. Raises
@@ -127,7 +129,7 @@ class InterruptibleWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return or raise immediately."""
         return self._over or self.native_completed
 
     def is_success(self) -> bool:
@@ -161,14 +163,15 @@ class InterruptibleWork(Work):
         return native is None or bool(native.is_completed())
 
     def follow(self) -> None:
-        """Makes the work complete as soon as Gloo's does, even if no thread waits."""
+        """Makes the work complete as soon as Gloo's work does, even if no thread is waiting."""
         with self._lock:
             native, followed, self._followed = self._native, self._followed, True
         if native is not None and not followed:
             native.get_future().add_done_callback(self._native_done)
 
     def await_native(self, seconds: float) -> None:
-        """Waits until Gloo's work is complete or Gloo's threads sleep, for at most `seconds`."""
+        """Waits until Gloo's work is complete or Gloo's threads are asleep, for at most
+        `seconds`."""
         with self._lock:
             if self._over:
                 return
@@ -176,14 +179,14 @@ class InterruptibleWork(Work):
         wait_until_asleep(done, seconds)
 
     def end(self, reason: str) -> None:
-        """Ends the work before Gloo has completed it."""
+        """Aborts the work, even if Gloo has not completed it."""
         with self._finishing:
             settled = self._settle(lambda: None, (GroupEndedError, reason))
         _complete(settled)
 
     def _wait_for_native(self) -> None:
-        """Waits briefly in C++. This is the fastest way to notice that Gloo has completed the work.
-        It does not notice that the group has ended the work.
+        """Waits briefly in C++, which is the fastest way to notice that Gloo has completed the
+        work, but does not notice an abort.
         """
         native = self._native
         if native is None:
@@ -218,7 +221,7 @@ class InterruptibleWork(Work):
         self, native: Work, group: Owner, finish: Callable[[], Any] | None
     ) -> tuple[Callable[[], Any], tuple[type[Exception], str] | None]:
         try:
-            future = native.get_future()  # complete a little earlier than the work itself
+            future = native.get_future()  # complete slightly earlier than the work itself
             future.wait()
             with contextlib.nullcontext() if self._order is None else self._order.finishing():
                 if finish is None:
@@ -236,7 +239,7 @@ class InterruptibleWork(Work):
         self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None
     ) -> torch.futures.Future[None] | None:
         """Settles the work; only the first call has an effect. Returns the work's future. The
-        caller completes it without holding any lock, because this runs callbacks of other code.
+        caller must complete it without holding a lock, because this runs callbacks of other code.
         """
         with self._lock:
             if self._over:
@@ -253,8 +256,8 @@ class InterruptibleWork(Work):
         return self._value()
 
     def _raise_failure(self) -> None:
-        """Raises a new error each time: the traceback of a stored error would keep the caller's
-        variables alive."""
+        """Raises the stored failure as a new error each time, because the traceback of a stored
+        error would keep the caller's variables alive."""
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)
@@ -263,10 +266,10 @@ class InterruptibleWork(Work):
 class Transfer(Work):
     """A point-to-point transfer.
 
-    A short message travels in one piece, and the caller waits in Gloo. A connection can break in
-    the middle of a longer message, and Gloo's wait then lasts until its timeout. So for longer
-    messages another thread waits in Gloo, and the caller waits for that thread or for the group's
-    end.
+    A short message is sent in one piece, and the caller waits in Gloo. A connection can break in
+    the middle of a longer message, and Gloo's wait then lasts until its timeout. For longer
+    messages, another thread therefore waits in Gloo, and the caller waits for that thread or for
+    the end of the group.
     """
 
     def __init__(self, name: str, native: Work, group: Owner, tensors: list[torch.Tensor]) -> None:
@@ -279,13 +282,13 @@ class Transfer(Work):
         """Event that is set when the caller may continue; created by `wait`."""
         self._failure: tuple[type[Exception], str] | None = None
         self._lock = threading.Lock()
-        """Guards the failure, which is written before the event is set."""
+        """Guards `_failure`, which is written before the event is set."""
         self.native_completed = False
         """True once Gloo has completed the transfer."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the tensor was sent or received. `timeout` None or 0: the group's timeout.
-        Raises GroupEndedError if the group has ended. A timeout also ends the group."""
+        Raises GroupEndedError if the group has ended. A timeout also aborts the group."""
         limit = timeout or self._group.timeout
         with self._group.waits.of(self._name):
             if sum(tensor.nbytes for tensor in self._tensors) > _ONE_PIECE_BYTES:
@@ -307,29 +310,29 @@ class Transfer(Work):
     _source_rank = source_rank
 
     def follow(self) -> None:
-        """Does nothing: the waiter's thread already follows the transfer."""
+        """Does nothing, because the waiter's thread already follows the transfer."""
 
     def await_native(self, seconds: float) -> None:
-        """Waits for Gloo for a limited time, because it may still be writing the connection's
-        remaining data into the tensor.
+        """Waits for a limited time until Gloo, which may still be writing the connection's
+        remaining data to the tensor, has completed the transfer.
         """
         if self._over is not None:
             self._over.wait(min(seconds, _MOMENT_OF_A_MESSAGE_S))
 
     def end(self, reason: str) -> None:
-        """Ends the caller's wait before Gloo has completed the transfer."""
+        """Ends the caller's wait, even if Gloo has not completed the transfer."""
         self._settle((GroupEndedError, reason))
 
     def _wait_apart(self, limit: timedelta) -> bool:
         if self._over is None:
             self._over = threading.Event()
-            # from here on, the end of the group sets the event; if the group has already ended, the
-            # event is set
+            # from now on, the end of the group sets the event; if the group has already ended, the
+            # event is set now
             self._group.issued(self)
             if self._over.is_set() or not self._group.waiter.wait_for(
                 lambda: self._wait_in_gloo(limit)
             ):
-                self.native_completed = True  # no thread waits for this transfer in Gloo
+                self.native_completed = True  # no thread is waiting for this transfer in Gloo
                 self._settle((GroupEndedError, "the process group was shut down"))
                 self._group.finished(self)
         self._over.wait()
@@ -353,7 +356,7 @@ class Transfer(Work):
             )
             if reason is not None:
                 failure = (GroupEndedError, reason)
-        finally:  # the caller waits only for this
+        finally:  # this is the only event that the caller waits for
             self.native_completed = True
             self._settle(failure)
             self._group.finished(self)
@@ -369,8 +372,8 @@ class Transfer(Work):
 
 
 class Waiter:
-    """A group's thread that waits in Gloo for one message after another. The thread starts with the
-    first message and ends with `close`.
+    """A group's thread that waits in Gloo for one message after another. It starts with the first
+    message and stops with `close`.
 
     Only the thread that issues transfers may use a waiter: two concurrent waits would receive each
     other's messages.
@@ -383,7 +386,7 @@ class Waiter:
 
     def wait_for(self, wait: Callable[[], None]) -> bool:
         """Queues `wait`, which must not raise, to be called after earlier waits have returned.
-        Returns False if the waiter is closed and will not call `wait`."""
+        Returns False if the waiter has been closed and will not call `wait`."""
         with self._lock:
             if self._closed:
                 return False
@@ -398,7 +401,7 @@ class Waiter:
             return True
 
     def close(self) -> None:
-        """Closes the waiter: no message may follow. Idempotent."""
+        """Closes the waiter, which then accepts no further messages. Idempotent."""
         with self._lock:
             self._closed = True
             self._waits.put(None)
@@ -418,10 +421,10 @@ def _complete(settled: torch.futures.Future[None] | None) -> None:
 def end_works(
     works: Sequence[InterruptibleWork | Transfer], reason: str, drain: Callable[[], None]
 ) -> None:
-    """Ends works of an aborted group, once Gloo has completed them or its threads are asleep.
+    """Aborts the works of a group, once Gloo has completed them or its threads are asleep.
 
-    `drain`: function that reads the remaining data of the broken connections. Gloo's loop then has
-    nothing left to write into a tensor.
+    `drain`: function that discards the remaining data of the broken connections, so that Gloo's
+    loop has no more data to write to tensors.
     """
     deadline = time.monotonic() + _MOMENT_S
     for work in works:
@@ -435,21 +438,21 @@ def end_works(
 
 # ----------------------------------------------------------------------------- several works as one
 #
-# A collective composed of others as one work, such as an all-gather of broadcasts.
+# One work for a collective that consists of others, such as an all-gather made of broadcasts.
 #
-# The group follows, ends and counts each part as if it had been issued alone. Threads: those of the
-# parts.
+# The group follows, aborts and counts each part as if it had been issued alone. For threads, the
+# rules of the parts apply.
 
 
 class AllOf(Work):
-    """A work that is complete when all `parts` are complete. `value` is the value of its future."""
+    """Work that is complete when all `parts` are complete. `value`: value of its future."""
 
     def __init__(self, parts: Sequence[Work], value: Any) -> None:
         super().__init__()
         self._parts = parts
         self._value = value
         self._failed = False
-        """True once `wait` has raised. Parts after the failed part may end later."""
+        """True once `wait` has raised an error. Parts after the failed one may end later."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the result has arrived. Raises the error of the first part that fails.
@@ -467,7 +470,7 @@ class AllOf(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return or raise immediately."""
         return self._failed or all(part.is_completed() for part in self._parts)
 
     def is_success(self) -> bool:
@@ -486,5 +489,5 @@ class AllOf(Work):
 
     def _outcome(self, done: torch.futures.Future[Any]) -> Any:
         for part in done.value():
-            part.value()  # raises if it failed
+            part.value()  # raises the part's error if it has failed
         return self._value

@@ -1,2 +1,2 @@
 """Ranks that are threads of one process, for tests, debugging and notebooks. `backend` forms
-groups, whose ranks meet in a `room` and take `turns`."""
+groups. The ranks of a group exchange data in a `room`, and run in `turns`."""

@@ -2,8 +2,8 @@
 world_size=4)`.
 
 Results do not depend on timing: reductions add in rank order, and the ranks of a `launch` take
-turns (turns.py). When a rank fails, the group ends on all ranks with the reason. Speed is not a
-goal.
+turns (turns.py). When a rank fails, the group ends on all ranks, with the reason in the error.
+Speed is not a goal.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from shoal_worker.torch_internals import _DistributedBackendOptions
 
 # -------------------------------------------------------------------------------- the process group
 #
-# A torch process group whose ranks are threads of one process. They meet in a room (room.py).
+# A torch process group whose ranks are threads of one process, which exchange data in a room
+# (room.py).
 #
 # Threads: a group belongs to the thread that is its rank; any thread may call `abort`.
 
 
 class InMemoryGroup(PythonGroup):
-    """The process group of `rank`, which has entered `room`."""
+    """Process group of `rank`, which has entered `room`."""
 
     backend_name: ClassVar[str] = "shoal_inmemory"
 
@@ -42,7 +43,7 @@ class InMemoryGroup(PythonGroup):
         self._leave = weakref.finalize(self, room.leave, rank, "has released the group")
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends the group on all ranks: pending and later collectives raise
+        """Aborts the group on all ranks: pending and later collectives raise
         GroupEndedError(reason)."""
         self.room.end(GroupEndedError(reason))
 
@@ -71,8 +72,8 @@ class InMemoryGroup(PythonGroup):
 
 class _InMemoryWork(Work):
     """Work of a collective or a message. Its future is complete when it is returned, so callbacks
-    run in the thread of their own rank and not in a peer's thread. DDP and functional collectives
-    wait for the future in C++, where no other rank could get its turn."""
+    run on the thread of their own rank and not on a peer's thread. DDP and functional collectives
+    wait for the future in C++, where the rank could not pass on its turn."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         raise NotImplementedError
@@ -106,7 +107,7 @@ class CollectiveWork(_InMemoryWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the result has arrived. `timeout` None or 0: the group's timeout.
 
-        Raises GroupEndedError if the group has ended, or if this call ends it because a rank did
+        Raises GroupEndedError if the group has ended, or if this call aborts it because a rank did
         not issue the collective in time. Raises UnmatchedCollectiveError if the ranks' collectives
         do not match.
         """
@@ -114,7 +115,7 @@ class CollectiveWork(_InMemoryWork):
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return or raise immediately."""
         return self._meeting.done or self._room.ended is not None
 
     def is_success(self) -> bool:
@@ -122,23 +123,23 @@ class CollectiveWork(_InMemoryWork):
         return self._meeting.done
 
     def result(self) -> list[Any]:
-        """Returns the output tensors in the form in which torch passed them."""
+        """Returns the output tensors, structured as torch passed them."""
         return self._meeting.calls[self._rank].result
 
 
 class SendWork(_InMemoryWork):
-    """A sent message. It is complete at once, because the message was copied."""
+    """Work of a sent message. It is complete immediately, because the message has been copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
         self._tensor = tensor
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns at once, since the message was copied when it was sent."""
+        """Returns immediately, because the message was copied when it was sent."""
         return True
 
     def is_completed(self) -> bool:
-        """Returns True: the message was copied when it was sent."""
+        """Returns True, because the message was copied when it was sent."""
         return True
 
     def result(self) -> list[Any]:
@@ -147,7 +148,7 @@ class SendWork(_InMemoryWork):
 
 
 class ReceiveWork(_InMemoryWork):
-    """Work of a message that is to be received."""
+    """Work of a message that is being received."""
 
     def __init__(self, room: Room, reception: Reception, rank: int, timeout: timedelta) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class ReceiveWork(_InMemoryWork):
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return or raise immediately."""
         return self._reception.done or self._room.ended is not None
 
     def is_success(self) -> bool:
@@ -180,8 +181,8 @@ class ReceiveWork(_InMemoryWork):
 
 
 class InMemoryBackend(CommunicationBackend):
-    """Group whose ranks are threads of this process. The store only identifies which threads form a
-    group, so a `torch.distributed.HashStore` suffices."""
+    """Backend whose ranks are threads of this process. The store only determines which threads form
+    a group, so a `torch.distributed.HashStore` suffices."""
 
     name: ClassVar[str] = "inmemory"
     averages_natively: ClassVar[bool] = True
@@ -207,8 +208,8 @@ class InMemoryBackend(CommunicationBackend):
         return group
 
     def shutdown(self) -> None:
-        """Leaves the group. Other ranks fail only in a collective that needs this rank.
-        Idempotent."""
+        """Leaves the group. The other ranks fail only if they run a collective that needs this
+        rank. Idempotent."""
         if self._room is not None:
             self._room.leave(self.rank, "has shut its backend down")
         with self._lock:
@@ -229,7 +230,7 @@ class InMemoryBackend(CommunicationBackend):
 
 
 def create_group(options: _DistributedBackendOptions, _: Any) -> InMemoryGroup:
-    """Creates the default group or a group for new_group. Called by torch. The first collective
-    waits for the other ranks."""
+    """Creates the default group or a group for new_group. Called by torch. Does not wait for the
+    other ranks; the first collective does."""
     room = room_for(options.store, options.group_rank, options.group_size, options.group_id)
     return InMemoryGroup(room, options.group_rank, options.timeout)

@@ -1,12 +1,12 @@
-"""Meeting point of the threads that are ranks of one in-memory group. It matches their collectives
-and transfers, and fails all of these when one rank fails.
+"""Meeting point of the threads that are the ranks of one in-memory group. It matches their
+collectives and transfers, and makes all of them fail when one rank fails.
 
 The nth collective of a rank matches the nth collective of every other rank. The last rank to arrive
-computes the result for all ranks, so a collective completes on all ranks at the same moment. At its
-deadline a waiting rank learns which ranks have arrived and what the other ranks are doing.
+computes the result for all ranks, so a collective completes on all ranks at the same time. If a
+wait times out, the error says which ranks have arrived and what the other ranks are doing.
 
-Threads: any thread may call, each for its own rank; `turns.LOCK` guards the state. The lock is not
-held during the computation.
+Threads: every rank's thread calls methods for its own rank. `turns.LOCK` guards the state, but is
+not held during the computation.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ _ROOMS: Final[weakref.WeakValueDictionary[str, Room]] = weakref.WeakValueDiction
 
 
 class Meeting:
-    """One collective, from the arrival of the first rank to that of the last."""
+    """One collective, from the arrival of the first rank until the arrival of the last rank."""
 
     def __init__(self, number: int, first: int) -> None:
         self.number = number
         self.first = first
-        """The rank that arrived first. The other ranks' collectives are compared with this
-        rank's."""
+        """Rank that arrived first. The other ranks' calls are compared with this rank's call."""
         self.calls: dict[int, Collective] = {}
         self.done = False
 
 
 class Reception:
-    """A transfer for which a rank waits. `source` is the sender's rank; None while any rank may
+    """Message that a rank is waiting for. `source` is the sender's rank; None while any rank may
     send."""
 
     def __init__(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> None:
@@ -54,8 +53,8 @@ class Reception:
         self.done = False
 
     def takes(self, source: int, destination: int, tag: int) -> bool:
-        """Returns whether a message from `source` to `destination` with `tag` is one for which this
-        reception waits."""
+        """Returns whether this reception accepts a message from `source` to `destination` with
+        `tag`."""
         return self.rank == destination and self.tag == tag and self.source in (None, source)
 
     def __str__(self) -> str:
@@ -66,19 +65,19 @@ class Reception:
 
 
 class Message:
-    """A message that was sent and has not been received."""
+    """Message that has been sent but not received."""
 
     def __init__(self, source: int, destination: int, tag: int, tensor: torch.Tensor) -> None:
         self.source, self.destination, self.tag, self.tensor = source, destination, tag, tensor
 
 
 class Room:
-    """Meeting point called `name` for the collectives of `size` ranks."""
+    """Meeting point, called `name`, for the collectives of `size` ranks."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self.ended: Ending | None = None
-        """Error that ended the room; None while the room is open."""
+        """Error that has ended the room; None while the room is open."""
         self.has_outsiders = False
         self._turns: Turns | None = None
         self._members: set[int] = set()
@@ -92,7 +91,7 @@ class Room:
     # --- entering and leaving
 
     def enter(self, rank: int, size: int) -> None:
-        """Enters the calling thread as `rank`."""
+        """Makes the calling thread enter as `rank`."""
         with LOCK:
             if size != self.size or rank in self._members:
                 raise ConfigurationError(
@@ -141,15 +140,15 @@ class Room:
                 self._end_without(rank)
 
     def end_for(self, reason: str) -> None:
-        """Ends the room because a rank of the launch failed, in this group or another."""
+        """Ends the room because a rank of the launch has failed, in this group or another."""
         self.end(GroupEndedError(reason))
 
     def end_deadlocked(self, text: str) -> None:
-        """Ends the room because all its ranks wait for each other."""
+        """Ends the room because all its ranks are waiting for each other."""
         self.end(UnmatchedCollectiveError(text))
 
     def end(self, error: Ending) -> None:
-        """Makes all pending and later calls fail with an error like `error`, on all ranks. If the
+        """Ends the room: pending and later calls fail with a copy of `error`, on all ranks. If the
         room has already ended, the first error is kept."""
         with LOCK:
             if self.ended is None:
@@ -201,7 +200,7 @@ class Room:
     # --- transfers
 
     def send(self, rank: int, destination: int, tag: int, tensor: torch.Tensor) -> None:
-        """Stores a copy of `tensor` for rank `destination` and returns at once."""
+        """Stores a copy of `tensor` for rank `destination` and returns immediately."""
         with LOCK:
             self._check(rank)
             self._last[rank] = f"has sent to rank {destination}, tag {tag}"
@@ -217,8 +216,8 @@ class Room:
             self._deliver(message, reception)
 
     def receive(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> Reception:
-        """Registers that `rank` receives the next message with this tag from `source` (None: from
-        any rank). Does not block."""
+        """Registers that `rank` will receive the next message with this tag from `source` (None:
+        from any rank) into `tensor`. Does not block."""
         with LOCK:
             self._check(rank)
             reception = Reception(rank, source, tag, tensor)
@@ -258,8 +257,8 @@ class Room:
             self.check_live()
 
     def check_live(self) -> None:
-        """Raises a copy of the error that ended the room, if it has ended. Each thread needs its
-        own copy, because raising an error modifies it."""
+        """Raises a copy of the error that ended the room, if the room has ended. Each thread needs
+        its own copy, because raising an error modifies it."""
         if self.ended is not None:
             raise type(self.ended)(str(self.ended))
 
@@ -341,15 +340,15 @@ class Room:
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
-    """Waits for the device. On a GPU each rank has its own stream, so a rank must wait before it
-    reads results of another rank."""
+    """Waits for the device. On a GPU, each rank has its own stream, so a rank must wait before it
+    reads another rank's results."""
     for device in {one.device for one in tensors if one.is_cuda}:
         torch.cuda.synchronize(device)
 
 
 def room_for(store: Store, rank: int, size: int, name: str) -> Room:
-    """Returns the room of the group that uses `store`, and enters the calling thread as `rank`.
-    Does not block on the store. Raises ConfigurationError if other ranks are in other processes."""
+    """Returns the room of the group that uses `store`, after entering it as `rank`. Does not block
+    on the store. Raises ConfigurationError if ranks are in different processes."""
     token = f"{os.getpid()}-{uuid.uuid4().hex}"
     agreed = bytes(store.compare_set("room", "", token)).decode()
     if agreed.partition("-")[0] != str(os.getpid()):

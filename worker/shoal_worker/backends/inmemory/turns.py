@@ -1,15 +1,15 @@
 """Turns of the ranks of one `launch`: one thread runs until it waits for other ranks, then the next
 thread runs.
 
-torch and Python keep much state in globals that separate processes do not share, above all the
-random generators. With turns each rank has its own generators, no two ranks use a process-wide
-cache at once, and every run is the same. If all ranks wait, the deadlock is detected at once. The
-price is speed: ranks do not compute in parallel.
+torch and Python keep much state in globals that separate processes would not share, above all the
+random generators. With turns, each rank has its own generators, no two ranks use a process-wide
+cache at the same time, and every run is the same. If all ranks wait, the deadlock is detected
+immediately. The price is speed: ranks do not compute in parallel.
 
-A rank passes its turn on while it waits in an in-memory group, and while another thread does work
-for it (`run_aside`). A rank that waits for another rank in any other way (a threading.Event, a
-sleep until a file exists) keeps its turn. The ranks that wait for that rank then report it at their
-deadline.
+A rank passes on its turn while it waits in an in-memory group, and while another thread works for
+it (`run_aside`). A rank that waits for another rank in any other way (a threading.Event, sleeping
+until a file exists) keeps its turn. Ranks that wait for that rank then report it when they time
+out.
 
 Threads: all state is guarded by `LOCK`, the single lock of all in-memory ranks of the process."""
 
@@ -33,14 +33,14 @@ from shoal_worker.backends.base import GroupEndedError
 T = TypeVar("T")
 
 LOCK: Final = threading.RLock()
-"""Lock of all turns and rooms. Reentrant, because the garbage collector may drop a group
-anywhere."""
+"""Lock of all turns and rooms. Reentrant, because the garbage collector may delete a group at any
+time."""
 _CHANGED: Final = threading.Condition(LOCK)
 _current = threading.local()
 
 
 class Waitable(Protocol):
-    """An object on which ranks wait, such as a room."""
+    """Object that ranks wait on, such as a room."""
 
     @property
     def has_outsiders(self) -> bool:
@@ -48,11 +48,12 @@ class Waitable(Protocol):
         ...
 
     def end_for(self, reason: str) -> None:
-        """Ends all waits on the object with an error because a rank failed."""
+        """Ends all waits on the object with an error because a rank has failed."""
         ...
 
     def end_deadlocked(self, text: str) -> None:
-        """Ends all waits on the object with an error because all ranks wait for each other."""
+        """Ends all waits on the object with an error because all ranks are waiting for each
+        other."""
         ...
 
 
@@ -75,8 +76,8 @@ class Turns:
         self._first_states = _random_states()
         self._running: int | None = None
         self._free_for_all = False
-        """True once a rank has kept its turn for too long. From then on ranks no longer wait for
-        their turns."""
+        """True once a rank has kept its turn for too long. Ranks then no longer wait for their
+        turns."""
         self._parked: dict[int, _Parked] = {}
         self._mine = [threading.Condition(LOCK) for _ in range(size)]
         self._started: set[int] = set()
@@ -101,7 +102,8 @@ class Turns:
                 self._pass_on(rank)
 
     def end_all(self, reason: str) -> None:
-        """Ends all groups of the ranks, including later ones. Callable from any thread."""
+        """Aborts all groups of the ranks, including groups created later. Callable from any
+        thread."""
         with LOCK:
             self.over = self.over or reason
             for room in list(self.rooms):
@@ -109,8 +111,8 @@ class Turns:
 
     @contextlib.contextmanager
     def generators_kept(self) -> Iterator[None]:
-        """Restores the random generators at the end of the context to their states at the start of
-        the launch."""
+        """Context that restores the random generators, on exit, to their states at the start of the
+        launch."""
         try:
             yield
         finally:
@@ -142,8 +144,8 @@ class Turns:
             return _CHANGED.wait_for(ready, max(0.0, deadline - time.monotonic()))
 
     def look(self) -> None:
-        """Gives the turn to a rank that can continue, if no rank has it. Called after a change made
-        by a thread that does not take turns."""
+        """Gives the turn to a rank that can continue, if no rank has the turn. Called after a
+        change made by a thread that does not take turns."""
         if self._running is None and len(self._started) == self._size:
             self._running = self._next(self._size - 1)
             self._wake()
@@ -157,7 +159,7 @@ class Turns:
 
     def _pass_on(self, rank: int) -> None:
         """Passes the turn to the next rank after `rank` that can continue. No rank gets the turn if
-        none waits, or if all wait for threads outside of the turns."""
+        none is waiting, or if all are waiting for threads that do not take turns."""
         self._running = self._next(rank)
         self._wake()
         rooms = [parked.on for parked in self._parked.values() if parked.on is not None]
@@ -168,7 +170,7 @@ class Turns:
             )
             text = f"deadlock, all running ranks are waiting: {waiting}{self._ended()}"
             for room in rooms:
-                room.end_deadlocked(text)  # and then calls `look`
+                room.end_deadlocked(text)  # this also calls `look`
 
     def _wake(self) -> None:
         if self._running is not None:
@@ -187,7 +189,7 @@ class Turns:
 
 
 def own_turns() -> Turns | None:
-    """Returns the `Turns` in which the calling thread takes part; None if it takes part in none."""
+    """Returns the `Turns` that the calling thread takes part in; None if there are none."""
     turns: Turns | None = getattr(_current, "turns", None)
     return turns
 
@@ -205,7 +207,7 @@ def wait(on: Waitable, ready: Callable[[], bool], timeout: float, what: str) -> 
 
 
 class _Errand:
-    """Work that is done for a rank by another thread, which does not take turns."""
+    """Work done on behalf of a rank by another thread, which does not take turns."""
 
     has_outsiders = True
 
@@ -232,10 +234,10 @@ class _Errand:
 
 def run_aside(work: Callable[[], T], what: str) -> T:
     """Runs `work` on another thread while the other ranks take turns, and returns the result of
-    `work`. Used by ranks that wait for each other outside of a group.
+    `work`. Used if ranks wait for each other outside of a group.
 
-    `work`: function with its own deadline that touches nothing that two ranks might touch at once.
-    `what`: description of the wait; completes "rank 0 waits ...".
+    `work`: function with its own deadline. It must not access anything that another rank may access
+    at the same time. `what`: description of the wait; completes "rank 0 waits ...".
 
     Raises:
         GroupEndedError: another rank has failed. `work` continues unattended."""
@@ -263,15 +265,15 @@ def run_aside(work: Callable[[], T], what: str) -> T:
 
 
 def changed(turns: Turns | None) -> None:
-    """Notifies all waiting threads, whether they take turns or not, that a condition may have
-    changed. The caller must hold the lock."""
+    """Notifies all waiting threads, with or without turns, that a condition may have changed. The
+    caller must hold the lock."""
     _CHANGED.notify_all()
     if turns is not None:
         turns.look()
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Returns the states of the random generators, which each process would have separately."""
+    """Returns the states of the process-wide random generators."""
     devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return (
         torch.default_generator.get_state(),

@@ -4,9 +4,9 @@ train.py`.
 Rank and world size come from MPI's world, so no store is needed: `MPIBackend().initialize()`, or
 `init_process_group("shoal_mpi", init_method="mpi://")`. Each group has its own communicator.
 
-Start scripts with `mpiexec -n 4 python -m mpi4py train.py`, so that an exception on one rank ends
-all ranks. MPI itself ends the whole job when a process dies, so a group on MPI cannot shrink.
-Elastic training requires "gloo" or "nccl".
+Start scripts with `mpiexec -n 4 python -m mpi4py train.py`, so that an exception on one rank
+terminates all ranks. MPI itself terminates the entire job when a process dies, so a group on MPI
+cannot shrink. Elastic training requires "gloo" or "nccl".
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class MPIBackend(CommunicationBackend):
-    """Backend over all ranks of MPI's world, for CPU tensors, with a separate communicator.
+    """Backend for CPU tensors, with a separate communicator of MPI's world, or of a part of it.
 
-    `abort` notifies the other ranks by a message, which they read while they wait and when they
+    `abort` notifies the other ranks with a message, which they read while they wait and when they
     issue an operation. MPI cannot cancel pending operations: they are abandoned, their buffers are
-    kept until the process ends, and the MPI library may refuse to finalize. If a rank dies without
-    a message, MPI's launcher notices, or the timeout expires.
+    kept until the process exits, and the MPI library may refuse to finalize. If a rank dies without
+    sending a message, MPI's launcher notices it, or the timeout expires.
     """
 
     name: ClassVar[str] = "mpi"
@@ -60,7 +60,7 @@ class MPIBackend(CommunicationBackend):
         hostname: str | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Joins MPI's world. Only MPI's own rank and world size are accepted; `store` and
+        """Joins MPI's world. `rank` and `world_size` must be MPI's own or None; `store` and
         `hostname` are unused."""
         world = _mpi().COMM_WORLD
         super().initialize(
@@ -80,7 +80,7 @@ class MPIBackend(CommunicationBackend):
 
         world = _mpi().COMM_WORLD
         if self._members is not None:
-            # A communicator of a part of MPI's world. MPI allows no deadline for this wait.
+            # Creates a communicator of a part of MPI's world. MPI offers no deadline for this wait.
             part = world.Create_group(world.group.Incl(list(self._members)))
             _check_place(self.rank, self.world_size, part)
             self._group = MPIGroup(part, "mpi", timeout)
@@ -114,8 +114,8 @@ class MPIBackend(CommunicationBackend):
             group.abort(reason or "")
 
     def shutdown(self) -> None:
-        """Releases the group without notifying other ranks. Call it after a collective of all
-        ranks. Idempotent."""
+        """Releases the group without notifying other ranks. Must be called after a collective of
+        all ranks. Idempotent."""
         group = self._group
         if group is not None:
             group.shutdown()
@@ -131,8 +131,7 @@ class MPIBackend(CommunicationBackend):
 
 
 def own_seat(timeout: timedelta) -> Seat:
-    """Starts MPI and returns this process's place in MPI's world, from which a session can be
-    created.
+    """Starts MPI and returns this process's seat in MPI's world, for creating a session.
 
     Raises:
         ConfigurationError: mpi4py or the MPI library is missing.
@@ -149,7 +148,7 @@ def own_seat(timeout: timedelta) -> Seat:
 
 def create_group(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
     """Creates the default group or a group for new_group. Called by torch, on the members only.
-    Waits for the members without a deadline, because MPI allows none."""
+    Waits for the members without a deadline, because MPI offers none."""
     from shoal_worker.backends.mpi.group import MPIGroup
 
     mpi = _mpi()
@@ -162,8 +161,8 @@ def create_group(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
 def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Yields the rank and world size from MPI, with a store of this process only: groups on MPI
-    need no shared store."""
+    """Yields the rank and world size from MPI, with a store for this process only, because groups
+    on MPI need no shared store."""
     world = _mpi().COMM_WORLD
     yield HashStore(), world.rank, world.size
 

@@ -1,10 +1,10 @@
 """A torch process group over one MPI communicator.
 
 If the tensors of a list are adjacent in memory, MPI reads and writes that memory directly;
-otherwise they are copied first. MPI chooses the order of its own reductions (all-reduce, reduce).
-Half precision, which MPI does not support, is sent as float32 and rounded once. A reduce-scatter is
-an all-to-all after which each rank sums its parts in rank order, as with Gloo; it sends half
-precision unchanged. Importing this module starts MPI.
+otherwise they are copied first. MPI determines the order of summation in its own reductions
+(all-reduce, reduce). Half precision, which MPI does not support, is reduced as float32 and rounded
+once. A reduce-scatter is implemented as an all-to-all; then each rank sums its parts in rank order,
+as with Gloo; it sends half precision unchanged. Importing this module starts MPI.
 
 Threads: one thread issues collectives, which complete in that thread or in works.py. Any thread may
 call `abort`.
@@ -42,9 +42,10 @@ from shoal_worker.backends.python_group import PythonGroup
 # Tensors as MPI buffers: bytes with counts for data to be sent, typed arrays for data to be
 # reduced.
 #
-# Parts that are adjacent in memory, such as those of one tensor, are passed to MPI in place; others
-# are copied first. MPI gets tensors by DLPack: once a tensor was a numpy array, its memory can
-# never be freed by resizing it, as zero3 does after each block. Importing this module starts MPI.
+# Parts that are adjacent in memory, such as parts of one tensor, are passed to MPI in place; others
+# are copied first. Tensors are passed to MPI through DLPack: once a tensor has been converted to a
+# numpy array, its memory can never be freed by resizing it, as zero3 does after each block.
+# Importing this module starts MPI.
 
 _TYPES: Final = {
     torch.float32: MPI.FLOAT,
@@ -69,15 +70,14 @@ _OPS: Final = {
     "BXOR": MPI.BXOR,
 }
 _OPS_OF_BOOLEANS: Final = {**_OPS, "SUM": MPI.MAX, "PRODUCT": MPI.MIN}
-"""Operations on booleans, sent as bytes that are 0 or 1."""
+"""Operations on booleans, which are sent as bytes 0 or 1."""
 
 
 class Packed:
-    """The tensors `parts` as one contiguous run of bytes, for MPI to send from or receive into."""
+    """The tensors `parts` as contiguous bytes that MPI can send or receive."""
 
     def __init__(self, parts: Sequence[torch.Tensor], *, filled: bool) -> None:
-        """`filled`: True if the parts contain values to be sent; False if values are to be
-        received."""
+        """`filled`: True if the parts contain values to send; False if they will receive values."""
         if len({part.dtype for part in parts}) > 1:
             raise InvalidRequestError(
                 f"parts have dtypes {[str(part.dtype) for part in parts]}; expected a single dtype"
@@ -101,7 +101,7 @@ class Packed:
 
     @property
     def parts_buffer(self) -> list[Any]:
-        """All parts as an MPI buffer of several parts: bytes, (lengths, positions) in bytes, and
+        """All parts as an MPI buffer with several parts: bytes, (lengths, positions) in bytes, and
         their datatype."""
         counts = [part.nbytes for part in self._parts]
         return [
@@ -128,7 +128,7 @@ class Packed:
 
 
 class Reduced:
-    """A tensor that MPI reduces with torch's `op` over `size` ranks."""
+    """Tensor that MPI reduces with torch's `op` across `size` ranks."""
 
     def __init__(self, tensor: torch.Tensor, op: Any, size: int) -> None:
         if tensor.is_sparse:
@@ -146,7 +146,7 @@ class Reduced:
         self._values = values
         booleans = values.dtype == torch.bool
         self.op = (_OPS_OF_BOOLEANS if booleans else _OPS)[self._name]
-        """MPI's operation."""
+        """Operation in MPI that implements torch's `op`."""
         self.buffer = (
             [_bytes_of(values), MPI.UINT8_T] if booleans else [values.view(-1), _type_of(values)]
         )
@@ -160,8 +160,8 @@ class Reduced:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns the flat tensor that consists of the parts in this order, or None if the parts are
-    not adjacent in memory."""
+    """Returns the parts, in this order, as one flat tensor; None if they are not adjacent in
+    memory."""
     some = [part for part in parts if part.numel()]
     if not some:
         return parts[0].new_empty(0)
@@ -191,7 +191,7 @@ def _type_of(tensor: torch.Tensor) -> Any:
 # -------------------------------------------------------------------------------- the process group
 
 _ABORT_TAG: Final[Any] = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-"""Tag of the messages by which a rank tells the others why the group has ended."""
+"""Tag of messages that tell other ranks why the group has ended."""
 
 
 @dataclass(frozen=True)
@@ -207,14 +207,14 @@ class Issued:
 
 
 class MPIGroup(PythonGroup):
-    """Process group of the ranks of `communicator`, which the group owns."""
+    """Process group over MPI. `communicator`: its ranks; the group takes ownership."""
 
     backend_name: ClassVar[str] = "shoal_mpi"
 
     def __init__(self, communicator: Any, name: str, timeout: timedelta) -> None:
         super().__init__(communicator.rank, communicator.size, name)
         self.reason: str | None = None
-        """Reason why the group has ended; None while it has not."""
+        """Reason why the group has ended; None while it is usable."""
         self._comm = communicator
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -222,16 +222,16 @@ class MPIGroup(PythonGroup):
         self._pending: set[MPIWork] = set()
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends the group on this rank, and on the other ranks as soon as they receive the
-        message."""
+        """Aborts the group on this rank, and on the other ranks as soon as they receive a message
+        about it."""
         with self._lock:
             if self.reason is not None:
                 return
             self.reason = reason
         message = reason.encode()
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
-        # Possibly no rank receives these messages. They are short enough to be sent without a
-        # receiver, and are kept in memory as long as the group.
+        # These messages may never be received. They are short enough to be sent without a receiver,
+        # and are kept in memory as long as the group.
         self._abort_messages = [
             (message, self._comm.Isend([message, MPI.BYTE], peer, _ABORT_TAG)) for peer in peers
         ]
@@ -255,11 +255,11 @@ class MPIGroup(PythonGroup):
         return self._timeout
 
     def check_live(self) -> None:
-        """Raises GroupEndedError if the group has ended on this rank or another rank has reported
-        its end."""
+        """Raises GroupEndedError if the group has ended on this rank, or if another rank has
+        reported its end."""
         if self.reason is None:
             status = MPI.Status()
-            # received at once, because another thread may probe as well
+            # probes and receives in one call, because another thread may probe too
             message_waiting = self._comm.Improbe(MPI.ANY_SOURCE, _ABORT_TAG, status)
             if message_waiting is not None:
                 message = bytearray(status.Get_count(MPI.BYTE))
@@ -270,7 +270,7 @@ class MPIGroup(PythonGroup):
             raise GroupEndedError(self.reason)
 
     def finished(self, work: MPIWork) -> None:
-        """Records that MPI has completed a work. Called once by each work."""
+        """Records that MPI has completed a work. Called once per work."""
         self._pending.discard(work)
 
     # --- issuing

@@ -1,9 +1,9 @@
-"""Works of an MPI group. A work completes by repeatedly testing its MPI requests.
+"""Works of an MPI group. A work makes progress by repeatedly testing its MPI requests.
 
-MPI moves data only while it is called. So waits poll with growing pauses, and meanwhile check
-whether the group has ended or their deadline has passed. While futures are outstanding, one thread
-per process polls for all of them, because torch waits for a future in C++. Importing this module
-starts MPI.
+MPI moves data only while it is called. Waits therefore poll with growing pauses, and check between
+polls whether the group has ended or their deadline has passed. While there are incomplete futures,
+one thread per process polls for all of them, because torch waits for a future in C++. Importing
+this module starts MPI.
 
 Threads: the waiting thread and the polling thread may advance a work; the work's lock separates
 them.
@@ -26,7 +26,7 @@ from torch.distributed import Work
 from shoal_worker.backends.base import GroupEndedError
 
 _EAGER_TESTS: Final = 20
-"""Number of tests before the first pause."""
+"""Number of tests of a work before the first pause."""
 _LONGEST_PAUSE_S: Final = 0.001
 _POLLING_PAUSE_S: Final = 0.0002
 
@@ -40,7 +40,7 @@ class Owner(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """Ends the group."""
+        """Aborts the group."""
         ...
 
     def check_live(self) -> None:
@@ -83,7 +83,7 @@ class MPIWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the result has arrived. `timeout` None or 0: the group's timeout.
 
-        Raises GroupEndedError if the group has ended, or if this call ends it after the timeout,
+        Raises GroupEndedError if the group has ended, or if this call aborts it after the timeout,
         and InvalidRequestError for a message that is longer than its destination.
         """
         limit = timeout or self._group.timeout
@@ -92,7 +92,7 @@ class MPIWork(Work):
         while not self.advance():
             tests += 1
             if tests < _EAGER_TESTS:
-                time.sleep(0)  # the awaited rank may run on the same processor
+                time.sleep(0)  # the peer may run on the same core
             else:
                 time.sleep(min(_LONGEST_PAUSE_S, 1e-5 * tests))
             if time.monotonic() > deadline:
@@ -105,7 +105,7 @@ class MPIWork(Work):
         return True
 
     def advance(self) -> bool:
-        """Lets MPI make progress and returns whether the work is over."""
+        """Lets MPI make progress and returns whether the work has ended."""
         with self._lock:
             if self._done:
                 return True
@@ -124,13 +124,13 @@ class MPIWork(Work):
             if self._failure is None:
                 self._requests, self._finish, self._kept = [], [], []
             else:
-                # MPI may still write into these buffers.
+                # MPI may still write to these buffers.
                 _ABANDONED.append((self._requests, self._finish, self._kept))
         self._group.finished(self)
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return or raise immediately."""
         return self.advance()
 
     def is_success(self) -> bool:
@@ -138,7 +138,7 @@ class MPIWork(Work):
         return self._done and self._failure is None
 
     def result(self) -> list[Any]:
-        """Returns the output tensors in the form in which torch passed them."""
+        """Returns the output tensors, structured as torch passed them."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -152,7 +152,7 @@ class MPIWork(Work):
         return self._future
 
     def settle(self) -> None:
-        """Completes the future once the work is over."""
+        """Completes the future once the work has ended."""
         future = self._future
         assert future is not None
         try:
@@ -187,7 +187,7 @@ class MPIWork(Work):
 
 
 class _Poller:
-    """Advances works with outstanding futures, on one thread."""
+    """Advances works with incomplete futures, on one thread."""
 
     def __init__(self) -> None:
         self._works: list[MPIWork] = []
@@ -196,7 +196,7 @@ class _Poller:
         self._over = False
 
     def follow(self, work: MPIWork) -> None:
-        """Completes the work's future once the work is complete."""
+        """Polls `work` until it has ended, and then completes its future."""
         with self._changed:
             self._works.append(work)
             if self._thread is None:
@@ -222,7 +222,7 @@ class _Poller:
             time.sleep(_POLLING_PAUSE_S)
 
     def _end(self) -> None:
-        """Stops the polling before MPI is finalized."""
+        """Stops polling before MPI is finalized."""
         with self._changed:
             self._over = True
             self._changed.notify()
@@ -232,4 +232,4 @@ class _Poller:
 
 _POLLER: Final = _Poller()
 _ABANDONED: Final[list[Any]] = []
-"""Requests and buffers of groups that ended while MPI was still using these."""
+"""Requests and buffers of ended groups that MPI may still use."""

@@ -1,18 +1,18 @@
 """NCCL: collectives between NVIDIA GPUs, with an additional Gloo group for messages between hosts.
 
 NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` applies to the Gloo group
-only. The group is bound to the current CUDA device: call torch.cuda.set_device first. It has not
-run on a GPU yet; parts that need none are tested on a stand-in (docs/gpu.md).
+only. The group is bound to the current CUDA device, so torch.cuda.set_device must be called first.
+The backend has not run on a GPU yet; docs/gpu.md describes what is tested without one.
 
-The host group carries values that hosts read at once: step votes, numbers, and messages between
-steps. On the device these would be queued behind all computations. The host group connects first,
-so NCCL starts only when all ranks are present: once NCCL is connecting, it can hardly be stopped.
-The host group also notices a lost peer within a quarter of a second. NCCL often does not notice at
-all: a kernel that waits for that peer spins until it is aborted. When either group ends, the other
-ends too.
+The host group sends values that hosts read immediately: step votes, numbers, and messages between
+steps. On the device, these would be queued behind all computations. The host group connects first,
+so that NCCL starts only when all ranks are present: once NCCL is connecting, it can hardly be
+stopped. The host group also notices a lost peer within a quarter of a second. NCCL often does not
+notice it at all: a kernel that waits for that peer spins until it is aborted. When either group
+ends, the other is aborted too.
 
-Connecting blocks in C++, so it runs in its own thread. The thread ends when the library returns, at
-the latest after the library's time limit.
+Connecting blocks in C++, so it runs on a separate thread. The thread ends when the library returns,
+after its time limit at the latest.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _LOOK_S: Final = 0.02
 
 
 class _HostGroup(GlooBackend):
-    """Gloo group between the hosts. When it ends, `ended(reason)` also ends the device's group."""
+    """Gloo group between the hosts. When it ends, it calls `ended(reason)`, which also aborts the
+    device's group."""
 
     def __init__(self, ended: Callable[[str], None]) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class _HostGroup(GlooBackend):
 
 
 class NCCLBackend(CommunicationBackend):
-    """A separate `ProcessGroupNCCL` on CUDA tensors."""
+    """Backend over a separate `ProcessGroupNCCL`, for CUDA tensors."""
 
     name: ClassVar[str] = "nccl"
     device_type: ClassVar[str] = "cuda"
@@ -135,7 +136,7 @@ class NCCLBackend(CommunicationBackend):
             self._host.shutdown()
             raise
         if self._reason is not None:
-            # it ended while it connected, when there was nothing to break yet
+            # the group ended while it was connecting, when there was nothing to break yet
             self._break()
         return self._group
 
@@ -177,8 +178,8 @@ class NCCLBackend(CommunicationBackend):
         return self._host.process_group
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Implements `CommunicationBackend.all_reduce_short` over the host group. For a tensor on a
-        device, waits for the tensor and copies it to the host and back."""
+        """Implements `CommunicationBackend.all_reduce_short` over the host group. A tensor on a
+        device is copied to the host, which waits for the device, and back."""
         here = tensor.cpu()
         self._host.all_reduce_short(here)
         if here is not tensor:
@@ -229,8 +230,8 @@ class NCCLBackend(CommunicationBackend):
             return False
 
     def finalize(self) -> Callable[[], None]:
-        """Implements `CommunicationBackend.finalize`. The host group remains open meanwhile: a rank
-        may not know yet that all ranks leave."""
+        """Implements `CommunicationBackend.finalize`. The host group remains open during the
+        finalization, because a rank may not know yet that all ranks leave."""
         self._ending.finalize()
         return self._ending.wait
 
@@ -258,11 +259,11 @@ def within(
     *,
     given_up: Callable[[], str | None],
 ) -> dist.ProcessGroup:
-    """Runs `connect` in its own thread and returns its result.
+    """Runs `connect` on a separate thread and returns its result.
 
     Raises MembershipChanged if the attempt was abandoned or failed, ConfigurationError if the
-    library reports that it cannot work, DeadlineError after `limit`, and other errors of `connect`.
-    A later result is dropped.
+    library reports a permanent problem, DeadlineError after `limit`, and other errors of `connect`.
+    A result that arrives later is dropped.
     """
     answers: queue.SimpleQueue[tuple[dist.ProcessGroup | None, Exception | None]] = (
         queue.SimpleQueue()
@@ -290,7 +291,7 @@ def within(
         if connected is not None:
             return connected
         if given_up() is not None:
-            break  # for which the library raises its own error
+            break  # the library then raises its own error
         if isinstance(error, dist.DistError) and is_refusal(error):
             raise ConfigurationError(
                 f"backend='nccl' cannot connect these ranks: {error}", reason="NCCL_REFUSED"

@@ -1,16 +1,16 @@
 """The CUDA device of this process and torch's ProcessGroupNCCL: this package calls CUDA and NCCL
 only here.
 
-torch gives each ProcessGroupNCCL a watchdog thread. By default the watchdog ends the process on an
-error or a timeout, or sleeps for a minute with a lock that the next collective needs. Shoal
-enforces the time limits itself. It disables the watchdog's actions by environment variables, which
-torch reads when a group is created, and by a timeout that never expires. Comments beside each
-variable cite torch 2.13's source (ProcessGroupNCCL.cpp).
+torch gives each ProcessGroupNCCL a watchdog thread. By default, the watchdog terminates the process
+on an error or a timeout, or sleeps for a minute while holding a lock that the next collective
+needs. Shoal enforces the time limits itself. It disables the watchdog's actions with environment
+variables, which torch reads when a group is created, and with a timeout that never expires.
+Comments beside each variable cite torch 2.13's source (ProcessGroupNCCL.cpp).
 
-Communicators do not block unless SHOAL_NCCL_BLOCKING is set: a blocking communicator cannot be
-aborted until all ranks have connected, since torch has no handle of it before. torch itself has
-used blocking communicators by default since 2.7.1 (pytorch#153960), so most of its users never use
-non-blocking ones; hence the setting.
+Communicators are non-blocking unless SHOAL_NCCL_BLOCKING is set: a blocking communicator cannot be
+aborted until all ranks have connected, because torch has no handle of it before. The setting exists
+because torch itself has used blocking communicators by default since 2.7.1 (pytorch#153960), so
+non-blocking ones are rarely used.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from shoal_worker.settings import WorkerSettings, force_environment
 _log = logging.getLogger(__name__)
 
 WATCHDOG: Final = {
-    # The watchdog's action after an error or a timeout: 0 is nothing; 3, the default, ends the
+    # The watchdog's action after an error or a timeout. 0: none; 3, the default: terminate the
     # process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # Waits would block in C++, and without a watchdog, an abort could not end them.
+    # Otherwise, waits would block in C++, where an abort could not end them without the watchdog.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     # Would set the first variable back to 3, and write each collective into the store.
     "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # A second thread would end the process when the watchdog stalls, or when a rank requests a dump
-    # from all ranks.
+    # A second thread would terminate the process when the watchdog stalls, or when a rank requests
+    # a dump from all ranks.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
-    # After an error the watchdog would sleep four times as long, with the lock that the next
+    # After an error, the watchdog would sleep four times as long, holding the lock that the next
     # collective needs.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # An error of one group must not affect all groups, and CUDA errors are detected by the waits.
@@ -54,45 +54,46 @@ WATCHDOG: Final = {
 }
 """Variables that ProcessGroupNCCL reads when a group is created, with their required values."""
 QUIET: Final = {
-    # Would warn at the first message: torch runs messages in the order of the group's collectives,
-    # which Shoal's schedules take into account.
+    # Would log a warning at the first message that torch runs messages in the order of the group's
+    # collectives. Shoal's schedules take this into account.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 """Variables that silence warnings that users cannot act on."""
 _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-"""Variables that torchrun, and `shoal run` for plain scripts, set for all workers."""
+"""Variable, with its value, that torchrun, and `shoal run` for plain scripts, set for all
+workers."""
 _NEVER: Final = timedelta(days=3650)
 """A timeout that never expires. torch counts it in nanoseconds, which overflow after 292 years."""
 _LOOK_S: Final = 0.002
 _SPLITS: Final = (2, 18, 0)
-"""The first version of NCCL with ncclCommSplit."""
+"""First version of NCCL that has ncclCommSplit."""
 
 
 class Native(Protocol):
-    """Interface of ProcessGroupNCCL that is needed to end a group."""
+    """Part of ProcessGroupNCCL's interface that is needed to abort or finalize a group."""
 
     def abort(self) -> None:
-        """Ends the group's kernels and blocks until they have ended. May be called while the group
-        connects; it then blocks until the attempt has been abandoned."""
+        """Aborts the group's kernels and blocks until they have ended. If called while the group is
+        connecting, blocks until that attempt has been abandoned."""
         ...
 
     def shutdown(self) -> None:
-        """Finalizes and destroys the communicator, and waits until all ranks do so. Nothing can
-        interrupt this wait, and no abort may follow."""
+        """Finalizes and destroys the communicator, and waits until all ranks do so. This wait
+        cannot be interrupted, and `abort` must not be called afterwards."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One part of a division of a group: the group `whole` that is divided, and the number of the
-    new part. All ranks of `whole` split at the same time."""
+    """One part of a division of the group `whole`, with its number. All ranks of `whole` must split
+    it at the same time."""
 
     whole: Native
     part: int
 
 
 class Life(Protocol):
-    """Subset of the interface of `ending.Ending` that a device needs while it connects a native
+    """Part of the interface of `ending.Ending` that a device needs while it connects a native
     group."""
 
     def covers(self, native: Native) -> None:
@@ -101,18 +102,18 @@ class Life(Protocol):
         ...
 
     def check_wanted(self, native: Native) -> None:
-        """Aborts `native` and raises GroupEndedError if the end of the group began while `native`
-        connected."""
+        """Aborts `native` and raises GroupEndedError if the group began to end while `native` was
+        connecting."""
         ...
 
     def has_ended(self, work: Work) -> bool:
-        """Returns whether a work has completed or failed, or the end of the group has begun. Does
-        not block."""
+        """Returns whether a work has completed or failed, or the group has begun to end. Does not
+        block."""
         ...
 
 
 class Device(Protocol):
-    """A device on which collectives are queued: the host continues before they have run."""
+    """A device that runs queued collectives, while the host continues."""
 
     @property
     def kind(self) -> str:
@@ -125,14 +126,14 @@ class Device(Protocol):
         ...
 
     def identity(self) -> str:
-        """Returns the identity of the device, which is equal for two processes if and only if they
-        use the same device."""
+        """Returns the identity of the device, which is the same for two processes if and only if
+        they use the same device."""
         ...
 
     @property
     def splits(self) -> bool:
-        """True if new groups should be split off existing ones and the library supports that. The
-        same on all ranks with the same environment."""
+        """True if new groups should be split off existing ones and the library supports that. It is
+        the same on all ranks that have the same environment."""
         ...
 
     @property
@@ -149,7 +150,7 @@ class Device(Protocol):
         life: Life,
         split: Split | None = None,
     ) -> dist.ProcessGroup:
-        """Connects a native group; blocks. With `split`, the attempt cannot be aborted for up to
+        """Connects a native group; blocks. With `split`, the attempt cannot be aborted until
         `timeout`.
 
         Raises DeadlineError or RuntimeError if a rank does not connect within `timeout`, and
@@ -169,8 +170,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """Implements `Device` for the calling thread's current CUDA device. Call torch.cuda.set_device
-    first."""
+    """Implements `Device` for the calling thread's current CUDA device (torch.cuda.set_device)."""
 
     kind: ClassVar[str] = "cuda"
 
@@ -200,8 +200,8 @@ class CudaDevice:
 
     @property
     def splits(self) -> bool:
-        """True if communicators can be split; see `Device`. NCCL supports splitting since 2.18, and
-        torch since it has a private attribute for it."""
+        """True if communicators can be split; see `Device`. This needs NCCL 2.18, and a torch that
+        has a private attribute for splitting."""
         return (
             WorkerSettings.load().nccl_split
             and self._library().get_runtime_nccl_version() >= _SPLITS
@@ -256,8 +256,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def has_failed(self, error: RuntimeError) -> bool:
-        """Implements `Device.has_failed`. After a lasting failure every later call raises the
-        error. Other errors, such as a kernel that could not be launched, do not recur."""
+        """Implements `Device.has_failed`. After a permanent failure, every later call raises the
+        error. Other errors, such as a failed kernel launch, do not recur."""
         if not isinstance(error, torch.AcceleratorError | dist.DistError):
             # for a DistError, NCCL has detected the failure
             return False
@@ -268,7 +268,8 @@ class CudaDevice:
         return False
 
     def _library(self) -> Any:
-        """Returns the class ProcessGroupNCCL, which builds of torch without CUDA lack."""
+        """Returns the class ProcessGroupNCCL, which does not exist in builds of torch without
+        CUDA."""
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
         return ProcessGroupNCCL
@@ -285,7 +286,8 @@ class CudaDevice:
 
 
 def keep_watchdog_still(connect_timeout: timedelta) -> None:
-    """Sets the environment variables of ProcessGroupNCCL, overriding the user's values.
+    """Sets the environment variables that keep ProcessGroupNCCL's watchdog inactive and limit the
+    time to connect, overriding the user's values.
 
     Raises:
         ConfigurationError: TORCH_DISTRIBUTED_DEBUG, which torch reads at import, is DETAIL.

@@ -1,28 +1,29 @@
-"""The end of a group on a device: an abort, or a finalization if all ranks leave, until the device
-is idle.
+"""Ends a group on a device: aborts it, or finalizes it if all ranks leave, and waits until the
+device is idle.
 
-Requesting an abort does not yet end anything: kernels read and write their tensors until the device
-has noticed the abort. If these tensors were reused, or a new group were formed meanwhile, later
-computations would use results of an aborted collective. So a group ends in two phases. First, any
-thread marks the group as ended at once. Second, the thread that raises the error, or forms the next
-group, waits here until the abort has returned and the device has finished all queued operations. If
-that takes too long, or the device has failed, no later result could be trusted and no new group
-would connect. The process then ends, and its launcher replaces it. A separate thread enforces this
-time limit, because the issuing thread may be in CUDA, waiting for the kernel that does not end.
+After an abort has been requested, kernels continue to read and write their tensors until the device
+notices the abort. If these tensors were reused, or a new group formed, before that, later
+computations would use results of an aborted collective. A group therefore ends in two phases.
+First, any thread marks the group as ended, which takes effect immediately. Second, the thread that
+raises the error, or forms the next group, waits here until the abort has returned and the device
+has finished all queued operations. If that takes too long, or the device has failed, no later
+result could be trusted and no new group would connect. The process then exits, and its launcher
+replaces it. A separate thread enforces this time limit, because the issuing thread may be in CUDA,
+waiting for a kernel that does not end.
 
 torch has one mutex per communicator. An abort holds the mutex until NCCL has returned; a
 finalization and a split hold it until all ranks have joined. `Work.is_completed()` takes the mutex
-too (torch 2.11: NCCLComm::isAborted) and keeps the GIL. Called meanwhile, it would stop all Python
-threads for as long as NCCL takes, including heartbeats and the clock of this module. So only this
-module queries works (`has_ended`). It does so under the lock that is held when an end begins, and
-never after an end has begun.
+too (torch 2.11: NCCLComm::isAborted) while it holds the GIL. Called at such a time, it would block
+all Python threads until NCCL returns, including heartbeats and this module's time limit. Therefore,
+only this module queries works (`has_ended`): under a lock that is also held when the end begins,
+and never after the end has begun.
 
-If all ranks leave at once, which their hosts agree on first, communicators are finalized instead:
-NCCL closes its connections while all ranks are present. Meanwhile torch holds the locks that an
-abort needs (2.13: ProcessGroupNCCL::shutdown, NCCLComm::waitReady, NCCLComm::destroy), so a rank
-whose peer dies at that moment cannot be freed. After a time limit the rank abandons the
-communicator. Nothing is queued on the communicator then, so it keeps one of NCCL's threads and some
-memory but writes nothing.
+If all ranks leave together, which their hosts agree on first, communicators are finalized instead:
+NCCL closes its connections while all ranks are present. During that time, torch holds the locks
+that an abort needs (2.13: ProcessGroupNCCL::shutdown, NCCLComm::waitReady, NCCLComm::destroy), so a
+rank whose peer dies at that moment cannot be released. After a time limit, the rank abandons the
+communicator. No operations are queued on it, so it keeps one of NCCL's threads and some memory, but
+does not write to memory.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from shoal_worker.backends.process_end import end_now
 _log = logging.getLogger(__name__)
 
 LIMIT: Final = timedelta(seconds=30)
-"""Time limit of an abort and of the kernels after it."""
+"""Time limit for an abort, and for the kernels that are still running after it."""
 FINALIZE_LIMIT: Final = timedelta(seconds=10)
 """Time limit of a finalization once all ranks leave."""
 
 
 class Ending:
-    """The end of one native group. Any thread may call `begin`; the thread that issues collectives
-    calls `finalize` and `wait`."""
+    """Ends one native group. Any thread may call `begin`; the thread that issues collectives calls
+    `finalize` and `wait`."""
 
     def __init__(
         self,
@@ -65,20 +66,19 @@ class Ending:
         self._device = device
         self._limit_s = limit.total_seconds()
         self._held_s = 0.0
-        """Additional time in seconds that an abort may currently take, because torch holds a mutex
-        that it needs.
+        """Additional time, in seconds, that an abort may currently take because torch holds a mutex
+        that the abort needs.
         """
         self._finalize_limit_s = finalize_limit.total_seconds()
         self._end_process = end_process
         self._lock = threading.Lock()
         self._natives: list[Native] = []
-        """Groups to be aborted or finalized. The lock guards this list and the next two
+        """Native groups to abort or finalize. The lock guards this list and the next two
         attributes."""
         self._began = False
-        """True once an abort or a finalization has begun. After one of them has begun, the other
-        never begins."""
+        """True once an abort or a finalization has begun. Only one of the two ever begins."""
         self._splits = False
-        """True while the library splits parts off the group."""
+        """True while the library is splitting parts off the group."""
         self._over = threading.Event()
         """Set once nothing reads or writes the group's memory, or the device has failed."""
         self._failure: str | None = None
@@ -91,7 +91,7 @@ class Ending:
             self._held_s, self._splits = at_most.total_seconds(), True
 
     def has_split(self) -> None:
-        """Records that the split is over and torch has released the mutex that an abort needs.
+        """Records that the split has ended and torch has released the mutex that an abort needs.
         Callable from any thread."""
         with self._lock:
             self._held_s, self._splits = 0.0, False
@@ -103,20 +103,20 @@ class Ending:
             self._held_s = at_most.total_seconds()
 
     def has_connected(self) -> None:
-        """Records that the attempt to connect is over. Callable from any thread."""
+        """Records that the attempt to connect has ended. Callable from any thread."""
         with self._lock:
             self._held_s = 0.0
 
     def has_ended(self, work: Work) -> bool:
-        """Returns whether a work has completed or failed, or the end of the group has begun. Does
-        not block. Callable from any thread. Raises RuntimeError for errors that the library has
+        """Returns whether a work has completed or failed, or the group has begun to end. Does not
+        block. Callable from any thread. Raises RuntimeError for errors that the library has
         detected."""
         with self._lock:
             return self._began or (not self._splits and bool(work.is_completed()))
 
     def covers(self, native: Native) -> None:
-        """Registers `native` once it has been created. The end of the group aborts `native`, or
-        does so at once if it has begun."""
+        """Registers `native` once it has been created, so that it is aborted with the group:
+        immediately, if the group has already begun to end."""
         with self._lock:
             self._natives.append(native)
             late = self._began
@@ -125,14 +125,13 @@ class Ending:
 
     @property
     def native(self) -> Native | None:
-        """The native group, or None before it has been created."""
+        """The native group; None before it has been created."""
         with self._lock:
             return self._natives[-1] if self._natives else None
 
     def check_wanted(self, native: Native) -> None:
-        """Aborts `native` if the end began while its blocking communicator connected, because torch
-        had nothing that could be aborted earlier. Raises GroupEndedError once the abort has
-        returned.
+        """Aborts `native` if the group began to end while the blocking communicator was connecting,
+        when torch had nothing to abort. Raises GroupEndedError once the abort has returned.
         """
         with self._lock:
             wanted = not self._began
@@ -141,7 +140,7 @@ class Ending:
             raise GroupEndedError("the group was ended while it was connecting")
 
     def begin(self) -> None:
-        """Starts aborting the group and returns at once. Idempotent."""
+        """Starts aborting the group and returns immediately. Idempotent."""
         with self._lock:
             if self._began:
                 return
@@ -153,9 +152,9 @@ class Ending:
         )
 
     def finalize(self) -> None:
-        """Starts finalizing the group, as all ranks do at about the same time. Nothing may be
-        queued on the group. Returns at once; `wait` blocks until the finalization is complete or
-        given up. Does nothing if an abort has begun."""
+        """Starts finalizing the group, as all ranks do at about the same time. No operations may be
+        queued on the group. Returns immediately; `wait` blocks until the finalization is complete
+        or has been abandoned. Does nothing if an abort has begun."""
         with self._lock:
             if self._began:
                 return
@@ -172,11 +171,11 @@ class Ending:
         )
 
     def at_rest(self, within: timedelta) -> bool:
-        """Waits for at most `within` until the device has finished all queued operations, of any
-        group. Returns whether it has.
+        """Waits for at most `within` until the device has finished all queued operations of all
+        groups. Returns whether it has.
 
-        Only then may a group be finalized: only an abort ends a kernel that waits for a lost peer,
-        and no abort can follow a finalization.
+        A group may be finalized only after that: a kernel that waits for a lost peer can be ended
+        only by an abort, which is impossible after a finalization.
         """
         done = threading.Event()
 
@@ -191,8 +190,8 @@ class Ending:
         return done.wait(within.total_seconds())
 
     def wait(self) -> None:
-        """Blocks until the group's memory can be reused. Ends the process if the device has failed
-        or does not become idle within the limit."""
+        """Blocks until the group's memory can be reused. Exits the process if the device has failed
+        or does not become idle within the time limit."""
         self._keep_limit(self._limit_s + self._held_s)
         if self._failure is not None:
             self.failed(self._failure)
@@ -207,7 +206,7 @@ class Ending:
             )
 
     def failed(self, cause: str) -> NoReturn:
-        """Ends the process because the device has failed."""
+        """Exits the process because the device has failed."""
         self._end_process(
             PUT_OUT,
             f"{self._device.where} failed ({cause}). This worker exits with status {PUT_OUT} for "
@@ -219,8 +218,8 @@ class Ending:
             try:
                 native.shutdown()
             except RuntimeError as error:
-                # No abort may follow, since the communicator may be half destroyed. The destructor
-                # would abort it, so it must not run either.
+                # The communicator may be half destroyed, so it must not be aborted any more. Its
+                # destructor would abort it, so it must not run either.
                 native_threads.keep(native)
                 _log.warning(
                     "could not shut down an NCCL group on %s in order: %s",

@@ -1,21 +1,23 @@
 """Process group whose collectives run on a device's streams. It ensures that a step is committed
-only if all of its collectives have really completed.
+only if all of its collectives have completed on the device.
 
 NCCL's `wait` returns when the kernel is queued, not when it has run, and an abort ends kernels
-without an error: what they leave in their tensors looks like a result. A step may be applied only
-if all its collectives completed. So `wait` here blocks until the device has finished and then
-checks whether the group was ended meanwhile. If the group has ended, it raises only once none of
-the group's kernels is left (ending.py), so the caller may reuse the memory.
+without an error, so that the values in their tensors look like results. A step may be applied only
+if all its collectives have completed. Therefore, `wait` here blocks until the device has finished,
+and then checks whether the group has ended. If it has, `wait` raises an error only once none of the
+group's kernels is running (ending.py), so that the caller may reuse the memory.
 
-If every collective of a step waited in this way, the host would stop at every block. So there is a
-second way: with `order` only the device waits, and before the step is prepared, `settle` waits once
-for all ordered works. Values computed from a lost collective's result are discarded with the step.
-ordered.py enforces the time limit of ordered works, for a host that cannot call `settle`.
+If every collective of a step waited in this way, the host would stop at every block of the model.
+Therefore, there is a second way: with `order`, only the device waits, and before the step is
+prepared, `settle` waits once for all ordered works. Values computed from a failed collective's
+result are discarded with the step. ordered.py enforces the time limit of ordered works, for a host
+that cannot call `settle`.
 
-The type of an error and the place where it is raised determine its meaning, not its text. torch
-checks arguments before it calls NCCL, and raises ValueError, TypeError or RuntimeError: these are
-the caller's errors, and the group continues. DistBackendError is NCCL's: the group has ended. If
-CUDA raises an error again at every later call, the device has failed and the process ends.
+Errors are classified by their type and by where they are raised, not by their text. torch checks
+arguments before it calls NCCL, and raises ValueError, TypeError or RuntimeError: these are the
+caller's errors, and the group remains usable. DistBackendError comes from NCCL: the group has
+ended. If CUDA raises an error again at every later call, the device has failed and the process
+exits.
 
 Threads: one thread issues collectives and waits; any thread may call `abort` and `overdue`.
 """
@@ -42,20 +44,19 @@ from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 _PAUSE_S: Final = 20e-6
 _REFUSALS: Final = ("ncclInvalidArgument", "ncclInvalidUsage")
-"""NCCL's result names for invalid calls; torch includes them in the message of its
+"""Names of NCCL's results for invalid calls, which torch includes in the message of its
 DistBackendError."""
 
 
 def is_refusal(error: Exception) -> bool:
-    """Returns whether `error`, raised by a call of the library, means that the call can never
-    work."""
+    """Returns whether `error`, raised by a call of the library, means that the call is invalid."""
     if isinstance(error, dist.DistError):
         return any(name in str(error) for name in _REFUSALS)
     return True
 
 
 class DeviceWork(Work):
-    """A collective on a device."""
+    """Work of a collective on a device."""
 
     def __init__(self, name: str, native: Work, group: DeviceGroup) -> None:
         super().__init__()
@@ -65,8 +66,8 @@ class DeviceWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the device has written the result. `timeout` None or 0: the group's timeout.
-        Raises GroupEndedError if the group has ended; none of its kernels runs then. Exceeding the
-        timeout also ends the group."""
+        Raises GroupEndedError if the group has ended, once none of its kernels is running.
+        Exceeding the timeout aborts the group."""
         self._group.raise_if_ended()
         if not self._has_ended():
             self._await(timeout or self._group.timeout)
@@ -75,9 +76,9 @@ class DeviceWork(Work):
         return True
 
     def order(self) -> None:
-        """Orders the caller's stream after the collective and returns at once. `DeviceGroup.settle`
-        reports the outcome of the collective. Like `wait`, raises GroupEndedError if the group has
-        already ended."""
+        """Makes the caller's stream wait for the collective, and returns immediately.
+        `DeviceGroup.settle` later reports whether the collective has failed. Like `wait`, raises
+        GroupEndedError if the group has already ended."""
         self._group.raise_if_ended()
         self._group.ordered.add(self)
         self._follow()
@@ -89,7 +90,7 @@ class DeviceWork(Work):
 
     @property
     def ended(self) -> bool:
-        """True if the kernel has run or failed, or the group has ended. Readable from any
+        """True if the kernel has run or failed, or the group has ended. May be read from any
         thread."""
         try:
             return self._group.ending.has_ended(self._native)
@@ -107,7 +108,7 @@ class DeviceWork(Work):
                 time.sleep(_PAUSE_S)
 
     def _follow(self) -> None:
-        """Orders the caller's stream after the collective, and raises known errors."""
+        """Makes the caller's stream wait for the collective, and raises known errors."""
         self._group.raise_if_ended()
         try:
             self._native.wait()
@@ -115,7 +116,7 @@ class DeviceWork(Work):
             self._group.lost(self._name, error)
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, soon."""
+        """Returns whether `wait` would return or raise soon."""
         return self._group.reason is not None or self._has_ended()
 
     def synchronize(self) -> None:
@@ -127,8 +128,8 @@ class DeviceWork(Work):
         return self._native.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future of the output tensors in the device's stream order. The future does not
-        report that the group was ended; `wait` does."""
+        """Returns a future of the output tensors, in the order of the device's streams. Unlike
+        `wait`, the future does not report that the group has ended."""
         return self._native.get_future()
 
     def source_rank(self) -> int:
@@ -146,8 +147,8 @@ class DeviceWork(Work):
 
 
 class SparseWork(Work):
-    """An all-reduce of a sparse tensor: indices and values are gathered from all ranks, and `wait`
-    adds them."""
+    """Work of an all-reduce of a sparse tensor: indices and values are gathered from all ranks, and
+    `wait` adds them."""
 
     def __init__(
         self,
@@ -156,8 +157,8 @@ class SparseWork(Work):
         works: list[Work],
         counts: list[int],
     ) -> None:
-        """`gathered`: indices and values of each rank, padded to the longest.
-        `counts`: number of valid entries of each rank.
+        """`gathered`: indices and values of each rank, padded to the same length. `counts`: number
+        of valid entries of each rank.
         """
         super().__init__()
         self._tensor = tensor
@@ -166,7 +167,7 @@ class SparseWork(Work):
         self._counts = counts
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the sum has been written. Takes a timeout and raises errors like
+        """Blocks until the sum has been written. For the timeout and the errors, see
         `DeviceWork.wait`."""
         works, self._works = self._works, []
         for work in works:
@@ -193,7 +194,7 @@ class SparseWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, soon."""
+        """Returns whether `wait` would return or raise soon."""
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> Any:
@@ -202,10 +203,10 @@ class SparseWork(Work):
 
 
 class DeviceGroup(ForwardingGroup):
-    """Issues collectives on a `native` group.
+    """Process group that issues collectives on a `native` group.
 
-    `ended`: function called once with the reason, from any thread, when the group ends; it begins
-    the group's `ending`.
+    `ended`: function called once with the reason, from any thread, when the group ends; it must
+    call `ending.begin`.
     """
 
     backend_name: ClassVar[str] = "shoal_nccl"
@@ -221,56 +222,56 @@ class DeviceGroup(ForwardingGroup):
         ended: Callable[[str], None],
         waits: Waits | None = None,
     ) -> None:
-        """`timeout`: time limit of a collective.
-        `waits`: recorder of the waits for the group's works.
-        """
+        """`timeout`: time limit of a collective. `waits`: records the waits for the group's
+        works."""
         super().__init__(native.rank(), native.size(), name)
         self.waits = waits or Waits()
         self.timeout = timeout
         self.reason: str | None = None
-        """Reason why the group has ended; None while it has not."""
+        """Reason why the group has ended; None while it is usable."""
         self._native: dist.ProcessGroup | None = native
         self._device = device
         self.ending: Final = ending
         self._ended = ended
         self.ordered: Final = OrderedWorks(timeout, self.overdue)
-        """Works passed to `order`: streams wait for them, but the host has not waited yet."""
+        """Works passed to `order`, which streams wait for but the host has not checked yet."""
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends the group: pending and later works raise GroupEndedError(reason). Later calls do not
-        change the reason. Callable from any thread."""
+        """Aborts the group: pending and later works raise GroupEndedError(reason). Later calls do
+        not change the reason. Callable from any thread."""
         if self.reason is None:
             self.reason = reason
             self._ended(reason)
             self.ordered.close()
 
     def overdue(self, name: str, allowed: timedelta) -> None:
-        """Ends the group because a collective exceeded its time limit. Callable from any thread."""
+        """Aborts the group because a collective has exceeded its time limit. Callable from any
+        thread."""
         self.abort(f"{name} on rank {self.rank()} of {self.size()} took longer than {allowed}")
 
     def settle(self) -> None:
-        """Blocks until all ordered works have completed. Raises GroupEndedError if one failed; none
-        of the group's kernels runs then."""
+        """Blocks until all ordered works have completed. Raises GroupEndedError if one has failed,
+        once none of the group's kernels is running."""
         for work in self.ordered.take():
             work.wait()
         self.raise_if_ended()
 
     def shutdown(self) -> None:
-        """Ends the group, waits until none of its kernels runs, and releases the native group.
-        Idempotent."""
+        """Aborts the group, waits until none of its kernels is running, and releases the native
+        group. Idempotent."""
         self.abort("the process group was shut down")
         self.ending.wait()
         self._native = None
 
     def raise_if_ended(self) -> None:
-        """Raises GroupEndedError if the group has ended, once none of its kernels runs."""
+        """Raises GroupEndedError if the group has ended, once none of its kernels is running."""
         if self.reason is not None:
             self.ending.wait()
             raise GroupEndedError(self.reason)
 
     def lost(self, name: str, error: RuntimeError) -> NoReturn:
-        """Ends the group because a collective failed, and raises GroupEndedError. Ends the process
-        if the device has failed."""
+        """Aborts the group because a collective has failed, and raises GroupEndedError. Exits the
+        process if the device has failed."""
         if self._device.has_failed(error):
             self.ending.failed(cause_of(error))
         self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
@@ -293,9 +294,9 @@ class DeviceGroup(ForwardingGroup):
     ) -> Work:
         """Implements `ProcessGroup.all_to_all_single` with explicit sizes even for equal parts.
 
-        For parts without sizes torch calls ncclAlltoAll (2.11: all2all_single_equal_split). torch
-        then treats ncclInProgress, which a non-blocking communicator may return, as an error. Nor
-        does it compare the tensors: NCCL would write past the end of a shorter `output`.
+        Without sizes, torch calls ncclAlltoAll (2.11: all2all_single_equal_split), and treats
+        ncclInProgress, which a non-blocking communicator may return, as an error. It also does not
+        compare the tensors, so NCCL would write past the end of a shorter `output`.
         """
         if not output_sizes and not input_sizes:
             parts = self.size()

@@ -1,10 +1,10 @@
-"""Keeps the works for which a device's streams wait but the host has not waited yet, and enforces
-their time limit.
+"""Keeps works that a device's streams wait for but the host has not checked yet, and enforces their
+time limit.
 
 The host may check late or be blocked: reading a loss waits in CUDA for all operations queued before
-it, including a collective of a stalled rank. So a thread watches the oldest unfinished work and
-reports when it exceeds its time limit. The thread starts with the first work and ends with the
-group.
+it, including a collective that waits for a stalled rank. A thread therefore watches the oldest
+unfinished work and reports when it exceeds its time limit. The thread starts with the first work
+and stops with the group.
 
 Threads: the issuing thread adds and takes works, the watching thread reads them, and any thread may
 call `close`. The lock guards the works."""
@@ -33,21 +33,21 @@ class OrderedWork(Protocol):
 
     @property
     def ended(self) -> bool:
-        """True if the work has run or failed; does not block."""
+        """True if the work has completed or failed. Does not block."""
         ...
 
     def wait(self) -> bool:
-        """Blocks until the result has arrived. Raises if the collective failed."""
+        """Blocks until the result has arrived. Raises an error if the collective has failed."""
         ...
 
 
 class OrderedWorks:
-    """Works of one group that the host has yet to check, in the order in which the device runs
-    them."""
+    """Works of one group that the host has not checked yet, in the order of their execution on the
+    device."""
 
     def __init__(self, allowed: timedelta, overdue: Callable[[str, timedelta], None]) -> None:
-        """`overdue`: function called with the name and the limit, on the watching thread, when a
-        work has not ended within the limit after its predecessors."""
+        """`overdue`: function called with the work's name and the limit, on the watching thread,
+        when a work has not ended within the limit `allowed` after its predecessors."""
         self._allowed = allowed
         self._overdue = overdue
         self._lock = threading.Lock()
@@ -57,11 +57,11 @@ class OrderedWorks:
 
     @property
     def any_left(self) -> bool:
-        """True if there are works that the host has yet to check."""
+        """True if there are works that the host has not checked yet."""
         return bool(self._works)
 
     def add(self, work: OrderedWork) -> None:
-        """Adds a work for which a stream waits. Also checks and removes earlier works that have
+        """Adds a work that a stream waits for. Also checks and removes earlier works that have
         already run, and raises their errors."""
         while self._works and self._works[0].ended:
             with self._lock:

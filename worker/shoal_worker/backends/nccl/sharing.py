@@ -1,4 +1,5 @@
-"""Refuses devices or settings that would make NCCL fail on some ranks and leave others waiting."""
+"""Checks for devices and settings that would make NCCL fail on some ranks and leave others
+waiting."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from shoal_worker.backends.nccl.device import Device
 
 
 def check_own_device(device: Device, store: Store, rank: int, size: int) -> None:
-    """Publishes this rank's device and waits for all ranks. If two ranks use the same device, or
-    only some ranks would split groups, all ranks raise an error.
+    """Publishes this rank's device and waits for all ranks. All ranks raise an error if two of them
+    use the same device, or if only some would split groups.
 
     Raises:
         ConfigurationError: two ranks use one device (DEVICE_SHARED), or ranks differ in

@@ -1,7 +1,7 @@
-"""Streams: their sources, and the ways to deal their items to ranks.
+"""Streams: how they are read, and how their items are dealt to ranks.
 
-`stream` defines the supported kinds, and `reader` reads a stream from any position, in this process
-or in data workers (`sources`). `fingerprints` detect whether a stream repeats its items.
+`stream` defines the supported kinds. `reader` reads a stream from any position, in this process or
+in data workers (`sources`). `fingerprints` are used to check that a stream repeats its items.
 `position_supply` deals a stream's steps by position, and `shard_supply` deals them by `lanes`;
 `supply` contains their common code. `evaluation` deals a stream for evaluation.
 """

@@ -1,10 +1,10 @@
 """Deals the batches of a stream to ranks for evaluation. The number of batches is known only at the
 end of the stream.
 
-A batch belongs to one source: the stream, or a shard of a `ShardedStream`. With at least as many
-sources as ranks, one rank reads each source. With fewer sources, several ranks read the same
-source, and each computes its part of the batches. A batch is the same on every rank, and its number
-encodes its location, so that batches computed before a fault count.
+A batch belongs to one source: the stream, or a shard of a `ShardedStream`. If there are at least as
+many sources as ranks, each source is read by one rank. Otherwise several ranks read the same
+source, and each computes a part of its batches. A batch is the same on every rank, and its number
+encodes its location, so batches computed before a fault still count.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from shoal_worker.data.streaming.reader import Mark, Reader
 from shoal_worker.data.streaming.sources import Sources
 
 _SHIFT: Final = 32
-"""Number of bits by which a source's number is shifted in the numbers of its batches; the lower
-bits are the batch's index in the source."""
+"""Number of low bits of a batch's number that contain its index in the source. The bits above them
+contain the number of the source."""
 _FIRST: Final = -1
-"""Key under which the first item of the first source is reported, next to the keys of fully read
-sources."""
+"""Key used to report the first item of the first source, among the keys of sources that were read
+to the end."""
 
 
 class Part(NamedTuple):
-    """A rank's part of one source. Of the required batches, numbered 0, 1, 2, ..., the part
-    consists of those whose number is `place` modulo `sharing`."""
+    """A rank's part of one source: of the batches still to be computed, numbered 0, 1, 2, ..., the
+    batches whose number modulo `sharing` is `place`."""
 
     source: int
     place: int
     sharing: int
     held: Collection[int]
-    """Numbers of batches that need not be computed."""
+    """Numbers of batches that have already been computed."""
     first_only: bool = False
     """True if the rank reads only the first item, for comparison with the other ranks."""
 
 
 class StreamedEvaluation:
-    """The batches of a stream, for evaluation. Used by one thread at a time."""
+    """Batches of a stream, for evaluation. Must be used by one thread at a time."""
 
     def __init__(
         self,
@@ -53,12 +53,11 @@ class StreamedEvaluation:
         seed: int,
         dealing: str,
     ) -> None:
-        """Creates the batches.
+        """Prepares the batches; reading begins later.
 
-        `sources`: function that opens the sources again.
-        `names`: names of the sources, for errors.
-        `size`: number of items in a batch.
-        `dealing`: values that determine the batches; the same on all ranks.
+        `sources`: function that opens the stream's sources. `names`: names of the sources, for
+        errors. `size`: number of items in a batch. `dealing`: values that determine the batches;
+        the same on all ranks.
         """
         self._sources = sources
         self._names = names
@@ -67,10 +66,11 @@ class StreamedEvaluation:
         self._seed = seed
         self.dealing = dealing
         self._ends: dict[int, tuple[int, int]] = {}
-        """Number and fingerprint of the items of each fully read source."""
+        """Number of items, and fingerprint of all items, of each source that was read to the
+        end."""
         self._first: int | None = None
-        """Fingerprint of the first source's first item, if it had to be compared with other
-        ranks'."""
+        """Fingerprint of the first source's first item, if it is compared across ranks; otherwise
+        None."""
 
     @property
     def ended(self) -> str:
@@ -85,7 +85,7 @@ class StreamedEvaluation:
         return json.dumps(counts)
 
     def anew(self) -> StreamedEvaluation:
-        """Returns a new object for the same batches, which has read nothing yet."""
+        """Returns a new object for the same batches that has not read anything yet."""
         other = copy.copy(self)
         other._ends, other._first = {}, None
         return other
@@ -93,11 +93,12 @@ class StreamedEvaluation:
     def deal(
         self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int
     ) -> list[Part]:
-        """Returns the parts that `rank` computes, for `read`. `held`: numbers of batches that some
-        rank has already computed. `ended`: the ranks' reports of fully read sources.
+        """Returns the parts that `rank` computes, as arguments for `read`. `held`: numbers of the
+        batches that any rank has already computed. `ended`: the ranks' reports of the sources that
+        they have read to the end.
 
-        With several sources, all ranks read the first item of the first source. This detects a
-        `read` function that depends on the rank.
+        If there are several sources, all ranks also read the first item of the first source, to
+        detect a `read` function that depends on the rank.
         """
         ends = {
             int(source): items for each in ended for source, (items, _) in json.loads(each).items()
@@ -127,7 +128,7 @@ class StreamedEvaluation:
         return (batch for _, batch in self.read(self.deal((), (), 0, 1)))
 
     def read(self, parts: Iterable[Part]) -> Iterator[tuple[int, Any]]:
-        """Yields (number, batch) for all batches of these parts, in ascending order."""
+        """Yields (number, batch) for all batches in `parts`; numbers ascend within each part."""
         coming = iter(parts)
         opened: deque[tuple[Part, Reader]] = deque()
         sources = self._sources()
@@ -165,7 +166,7 @@ class StreamedEvaluation:
             missing += number not in part.held
             key = (self._seed, 0, part.source, place)
             with seeded(key):
-                # and one more item, so that a worker knows how far it may read ahead
+                # one item more, so that a worker knows how far it may read ahead
                 reader.fill(start + self._size + 1)
                 stop = min(start + self._size, reader.stop)
                 if wanted and stop > start:

@@ -1,17 +1,17 @@
-"""Fingerprints of a stream's items. They show whether the stream gives the same items when it is
-iterated again, or on another rank.
+"""Fingerprints of a stream's items. They show whether the stream yields the same items when it is
+iterated again, or on a different rank.
 
 A fingerprint covers an item's structure, strings, bytes, integers and booleans, and the dtype,
 shape and integers of tensors and arrays. Of long values it covers the head and the length.
-Floating-point numbers are excluded, since machines round them differently. Mapping entries whose
-names begin with two underscores, except `__key__`, are excluded as well (webdataset's `__url__`,
-where the same shard has a different path on each machine). Objects of other types contribute only
-their type.
+Floating-point numbers are excluded, because machines round them differently. Mapping entries whose
+names begin with two underscores, except `__key__`, are excluded as well, such as webdataset's
+`__url__`, because the same shard may have a different path on each machine. Objects of other types
+contribute only their type.
 
-For floating-point numbers, `Probe` determines whether they are nearly equal on all ranks.
+`Probe` determines whether an item's floating-point numbers are nearly the same on all ranks.
 
-A fingerprint has 48 bits, so that it can be sent in a float64 sum over ranks, to which all other
-ranks contribute 0, without rounding.
+A fingerprint has 48 bits, so that one rank can send it without rounding in a float64 all-reduce,
+while all other ranks contribute 0.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import xxhash
 
 _BITS: Final = 48
 _HEAD: Final = 4096
-"""Maximum number of bytes of one string or array, and maximum number of items of one container,
-that a fingerprint covers."""
+"""Maximum number of bytes of a string or array, and of items of a container, that a fingerprint
+covers."""
 _DEEPEST: Final = 16
 
 
@@ -103,17 +103,17 @@ def _add_array(state: Any, array: np.ndarray[Any, Any]) -> None:
 
 _SIGNS: Final = np.random.default_rng(0).choice([-1.0, 1.0], size=(3, _HEAD))
 _NEARLY: Final = 0.01
-"""Maximum relative difference between the numbers that ranks have for the same item. It is far
-larger than rounding errors, and far smaller than differences between items."""
+"""Maximum relative difference between the ranks' numbers for the same item. Far larger than
+rounding errors, and far smaller than differences between items."""
 
 
 class Probe:
-    """Statistics of the floating-point numbers of one item, which are summed over the ranks."""
+    """Statistics of one item's floating-point numbers, which are summed across ranks."""
 
     @staticmethod
     def of(item: Any) -> list[float]:
-        """Computes this rank's contribution to the sum: sums of the numbers with random signs, the
-        magnitude of the numbers, and the squares of these values."""
+        """Returns this rank's contribution to the sum: sums of the item's numbers with random
+        signs, the magnitude of the numbers, and the squares of these values."""
         values = np.zeros(0)
         for each in _fractions(item, 0):
             values = np.concatenate(
@@ -137,7 +137,7 @@ class Probe:
 
 
 def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
-    """Yields the floating-point numbers within an item, in order."""
+    """Yields the floating-point numbers in an item, in order."""
     match value:
         case float():
             yield np.array([value])
@@ -162,7 +162,7 @@ def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
-    """Returns the members of a collection that its fingerprint covers."""
+    """Returns the members of a collection that are part of its fingerprint."""
     if not isinstance(value, Mapping):
         return list(value[:_HEAD])
     return [
@@ -173,8 +173,8 @@ def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
 
 
 def tells_apart(value: Any, depth: int = 0) -> bool:
-    """Returns whether the item contains strings, bytes or integers, which make its fingerprint
-    differ from the fingerprints of other items."""
+    """Returns whether the item contains strings, bytes or integers, so that its fingerprint differs
+    from the fingerprints of other items."""
     match value:
         case str() | bytes() | bool() | int():
             return True

@@ -1,5 +1,5 @@
-"""Divides a list of shards into steps: assigns shards to lanes, and items of each lane to a step.
-Everything here is a pure function of its arguments.
+"""Divides a list of shards into steps: assigns shards to lanes, and each lane's items to steps.
+Everything here depends only on the arguments.
 
 A step's global batch is divided into *lanes*, whose number follows from the sizes alone. A lane
 reads one shard after another. At any time a rank owns some lanes and reads only their shards. A
@@ -7,9 +7,10 @@ lane that needs a shard gets the next unread one. When no shards are left and so
 exhausted, the remaining lanes contribute more, so that every step but the last is complete.
 
 The number of items in a shard is known only after reading it. A step is therefore determined in
-rounds (`Allotment`): each owner reads what its lanes need, all owners exchange the results, and
-every rank makes the same decision about what is read next. One round is usually sufficient; another
-round is needed where a shard ends. The result depends on the shards and sizes, not on the ranks."""
+rounds (`Allotment`): each rank reads the items that its lanes need, all ranks exchange their
+results, and every rank makes the same decision about what to read next. One round is usually
+sufficient; when a shard ends, another round is needed. The result depends on the shards and sizes,
+not on the ranks."""
 
 from __future__ import annotations
 
@@ -26,24 +27,24 @@ class Place(NamedTuple):
     shard: int
     """Index of the shard in the epoch's order of shards."""
     offset: int
-    """Number of items of the shard that were taken."""
+    """Number of items of the shard that have been taken."""
     fingerprint: int
-    """Fingerprint of the items that were taken."""
+    """Fingerprint of the items that have been taken."""
     following: int | None = None
     """Fingerprint of the next item; None if unknown."""
     state: str | None = None
-    """State of the shard's reader after these items; None if the reader has no state."""
+    """State of the shard's reader after these items; None if it has none."""
 
 
 class Report(NamedTuple):
-    """Report of a lane's owner after a round."""
+    """One lane's results of a round, reported by the rank that owns the lane."""
 
     items: int
     """Number of items read; at most the number requested."""
     more: bool
     """True if the shard has further items."""
     fingerprint: int
-    """Fingerprint of the shard's items up to the last item read."""
+    """Fingerprint of the shard's items up to and including the last item read."""
     following: int = 0
     """Fingerprint of the next item; 0 if there is none."""
     state_bytes: int = 0
@@ -61,22 +62,22 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsRead:
-    """Committed position within an epoch: the reading position in each shard."""
+    """Committed position in an epoch: the reading position in each shard."""
 
     lanes: tuple[Place | None, ...]
-    """Position of each lane in its shard; None: the lane has read its last shard to the end."""
+    """Position of each lane in its shard; None if the lane has read its last shard to the end."""
     next_shard: int = 0
-    """First shard, in the epoch's order, that was not assigned to a lane yet."""
+    """First shard, in the epoch's order, that has not been assigned to a lane yet."""
     waiting: tuple[Place, ...] = ()
-    """Partially read shards that belong to no lane, because the run continued with fewer lanes."""
+    """Partially read shards without a lane, because the run has continued with fewer lanes."""
 
     def is_over(self, shards: int) -> bool:
-        """Returns whether none of the epoch's shards is left, as far as is known without opening a
-        shard. `shards`: number of shards in the epoch."""
+        """Returns whether all of the epoch's shards have been read, as far as is known without
+        opening a shard. `shards`: number of shards in the epoch."""
         return self.next_shard >= shards and not self.waiting and not any(self.lanes)
 
     def with_lanes(self, lanes: int) -> ShardsRead:
-        """Converts the position to another number of lanes."""
+        """Converts the position to a different number of lanes."""
         kept, given_up = (
             self.lanes[:lanes],
             [place for place in self.lanes[lanes:] if place is not None],
@@ -113,7 +114,7 @@ class ShardsRead:
 
 def _place(values: Sequence[Any]) -> Place:
     shard, offset, fingerprint = map(_count, values[:3])
-    following, state = values[3:] or (None, None)  # earlier releases did not save these values
+    following, state = values[3:] or (None, None)  # earlier releases did not save them
     if not isinstance(state, (str, type(None))):
         raise ValueError(f"got {state!r}, but expected the state of a reader")
     return Place(
@@ -123,7 +124,7 @@ def _place(values: Sequence[Any]) -> Place:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"got {value!r}, but expected a whole number of at least 0")
+        raise ValueError(f"got {value!r}, but expected a non-negative integer")
     return value
 
 
@@ -144,11 +145,11 @@ class _Lane:
 
 
 class Allotment:
-    """Determines the items of one step, round by round. Every rank keeps an identical copy."""
+    """Determines the items of one step, round by round. Every rank has an identical copy."""
 
     def __init__(self, read: ShardsRead, *, shards: int, sizes: Sequence[int]) -> None:
         """Starts a step. `shards`: number of shards in the epoch. `sizes`: number of items that
-        each lane contributes, as long as enough items are left."""
+        each lane contributes while enough items are left."""
         self.settled = False
         """True if the step has all its items: as many as requested, or all remaining items."""
         self._shards = shards
@@ -161,10 +162,10 @@ class Allotment:
         self._advance()
 
     def to_read(self, lane: int) -> tuple[Place, int] | None:
-        """Returns the position from which the lane's owner reads in this round, and the maximum
-        number of items. Returns None if the lane has nothing to read.
+        """Returns the shard position where the lane's owner must start reading in this round, and
+        the maximum number of items. Returns None if the lane has nothing to read.
 
-        A maximum of 0 items asks only whether further items exist.
+        If the maximum is 0, the owner only checks whether there are further items.
         """
         one = self._lanes[lane]
         return (
@@ -197,19 +198,18 @@ class Allotment:
         return self._lanes[lane].at
 
     def hear_states(self, states: Sequence[str | None]) -> None:
-        """Records for each lane the state of its shard's reader at the position after the step.
-        Called once `settled` is True."""
+        """Records, for each lane, the state of its shard's reader at the position after the step.
+        Must not be called before `settled` is True."""
         for one, state in zip(self._lanes, states, strict=True):
             if one.at is not None:
                 one.at = one.at._replace(state=state)
 
     def segments(self, lane: int) -> list[Segment]:
-        """Returns the lane's items, in order."""
+        """Returns the lane's items in this step, in order: ranges of items, each from one shard."""
         return self._lanes[lane].segments
 
     def counts(self) -> list[int]:
-        """Returns the items of a lane in this step, in order: runs of items, each from one
-        shard."""
+        """Returns the number of items that each lane contributes to this step."""
         return [lane.have for lane in self._lanes]
 
     @property
@@ -222,7 +222,7 @@ class Allotment:
         )
 
     def _advance(self) -> None:
-        """Decides what is read in the next round. Sets `settled` if no further round is needed."""
+        """Decides what to read in the next round. Sets `settled` if no further round is needed."""
         for lane in self._lanes:
             if lane.lacks and lane.at is None:
                 self._give_shard(lane)

@@ -1,9 +1,10 @@
-"""Deals a stream by position: every rank reads the whole stream and skips the items of other ranks.
+"""Deals a stream by position: every rank reads the entire stream and skips other ranks' items.
 
-A step is the next `global_batch_size` items after the cursor. Every rank reads one item beyond the
-step, and so knows without communication whether the step is incomplete and whether the epoch ends
-with this step. In each step the ranks compare the items that they read (`Supply.dealing`). A source
-that differs by rank, or ends at another position, is thus detected before anything is applied.
+A step is the next `global_batch_size` items after the cursor. Every rank also reads the item after
+the step, so it knows without communication whether the step is incomplete and whether the epoch
+ends with this step. In each step, the ranks compare the items that they have read
+(`Supply.dealing`). A source that yields different items on some rank, or ends at a different
+position, is thus detected before the step is applied.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from shoal_worker.state.digest import STREAMED
 
 
 class PositionSupply(StreamSupply):
-    """Supply of a stream's steps by position: every rank reads the whole stream and skips the items
-    of other ranks."""
+    """Supply of a stream's steps by position: every rank reads the entire stream and skips other
+    ranks' items."""
 
     def __init__(
         self, stream: Any, progress: LoaderProgress, *, balance: Balance, **sizes: Any
@@ -42,9 +43,9 @@ class PositionSupply(StreamSupply):
         super().__init__(stream, progress, **sizes)
         self._balance = balance
         self._epoch = -1
-        """Epoch to which the mark and the reader belong."""
+        """Epoch of the mark and the reader."""
         self._mark = Mark()
-        """Mark at the position of the cursor."""
+        """Mark at the cursor's position."""
         self._started_epoch = -1
         """Epoch that was passed to the stream's `set_epoch` last."""
         self._reader: Reader | None = None
@@ -60,8 +61,8 @@ class PositionSupply(StreamSupply):
         """Implements `Supply.take`.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than before.
-            ConfigurationError: the source gave no items.
+            PreconditionError (STREAM_NOT_REPEATED): the source yielded different items than before.
+            ConfigurationError: the source yielded no items.
         """
         cursor = self._progress.cursor
         try:
@@ -72,7 +73,7 @@ class PositionSupply(StreamSupply):
                 states_at=range(cursor.samples, NO_END, self._batch_size),
             )
         except BaseException:
-            # Also for Ctrl-C: an iterator that raised an error cannot continue, and the next one
+            # Also on Ctrl-C: an iterator that raised an error cannot continue, so the next one
             # begins at the mark.
             self._close_readers()
             raise
@@ -95,7 +96,7 @@ class PositionSupply(StreamSupply):
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
         """Implements `Supply.account`. Until the end of the stream is known, `expected` is the
-        number of samples that were dealt."""
+        number of samples dealt so far."""
         plan = self.plan(dealt.epoch)
         expected = dealt.positions.stop if plan.length == NO_END else plan.counted
         return {
@@ -179,8 +180,8 @@ class PositionSupply(StreamSupply):
         self._epoch, self._mark = state["epoch"], mark
 
     def _committed_mark(self) -> Mark:
-        """Returns the mark at the position of the cursor. The script may have moved the cursor to
-        the beginning of another epoch."""
+        """Returns the mark at the cursor's position. The script may have moved the cursor to the
+        beginning of a different epoch."""
         cursor = self._progress.cursor
         return (
             self._mark
@@ -199,7 +200,7 @@ class PositionSupply(StreamSupply):
             return reader
         self._close()
         if self._started_epoch != epoch:
-            self._sources.close()  # a data worker has a copy of the stream from its start
+            self._sources.close()  # a data worker's copy of the stream dates from its start
             self._started_epoch = epoch
         set_epoch_of(self._stream, epoch)
         self._reader = self._sources.open(

@@ -1,17 +1,17 @@
 """Reads one source in order from any committed position. A source is a stream, or one shard of a
-list.
+`ShardedStream`.
 
-Items are kept until the caller drops them, so that a lost step can be repeated without reading them
-again. A reader opened within a source seeks if the source (or its iterator) has `state_dict` and
-`load_state_dict` and its state at that position was saved. Otherwise the reader iterates from the
-source's beginning and skips earlier items. Fingerprints verify both: if a seek leads to another
-item, the reader skips instead, and if a source gives other items than before, the reader raises an
-error, since samples would be lost or seen twice.
+Items are kept until the caller drops them, so that an aborted step can be repeated without reading
+them again. A reader that starts in the middle of a source seeks if the source (or its iterator) has
+`state_dict` and `load_state_dict`, and its state at that position was saved. Otherwise the reader
+iterates from the beginning of the source and skips earlier items. Fingerprints verify both: if a
+seek leads to the wrong item, the reader skips instead; if a source yields different items than
+before, the reader raises an error, because samples would be lost or seen twice.
 
 The random generators of torch, NumPy and Python are seeded before each item by its position. The
 random numbers drawn by a source therefore do not depend on how the reader reached the position.
 
-This module does not depend on ranks and steps. Used by one thread."""
+This module does not depend on ranks and steps. Must be used by one thread."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _UNCHANGING: Final = frozenset({int, float, complex, bool, str, bytes, type(None
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Position in a source, with the data that are needed to return to it and to verify it."""
+    """Position in a source, with the data needed to return to it and to verify it."""
 
     position: int = 0
     """Number of items before the position."""
@@ -52,13 +52,13 @@ class Mark:
     following: int | None = None
     """Fingerprint of the item at the position; -1: the source ends there; None: unknown."""
     state: str | None = None
-    """The source's own state at the position; None if the source has no state, or none that can be
+    """The source's own state at the position; None if it has no state, or its state cannot be
     saved."""
 
 
 class Reader(abc.ABC):
-    """Interface of a reader, which reads a source from a mark on and keeps the items until they are
-    dropped. The reading takes place in this process or in a data worker."""
+    """Reads a source from a mark on, in this process or in a data worker, and keeps the items until
+    they are dropped."""
 
     def __init__(self, at: Mark) -> None:
         self.first = at.position
@@ -68,7 +68,7 @@ class Reader(abc.ABC):
         self._before = at.fingerprint
         """Fingerprint of all items before `first`."""
         self._prints: deque[int] = deque()
-        """Fingerprints of the available items, from `first` on."""
+        """Fingerprints of the available items, beginning at `first`."""
         self._states: dict[int, str | None] = {}
 
     @property
@@ -78,36 +78,37 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def items(self, positions: Iterable[int]) -> list[Any]:
-        """Returns copies of the items at `positions`, which must be available. In-place changes of
+        """Returns copies of the items at `positions`, which must be available. In-place changes to
         the copies do not affect a repetition of the step."""
 
     def expect(self, upto: int, *, states_at: Container[int] = ()) -> None:  # noqa: B027
         # a reader in this process reads in `fill`
-        """Announces the arguments of the next `fill`, so that a data worker can start reading."""
+        """Announces the arguments of the next `fill`, so that a data worker can start reading. Does
+        nothing if this process reads the source."""
 
     @abc.abstractmethod
     def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
         """Reads until all items before `upto` are available, or the source ends. `states_at`:
-        positions at which the source's state is kept, for `mark`.
+        positions whose states of the source must be kept, for `mark`.
 
-        Raises the source's errors; the reader cannot be used afterwards.
+        Raises the source's errors. The reader cannot be used after an error.
         """
 
     def holds(self, mark: Mark) -> bool:
-        """Returns whether this reader can continue from `mark`: it is at that position, or at an
-        earlier one and has all items up to `mark`."""
+        """Returns whether this reader can continue from `mark`: the available items begin at or
+        before it, and their fingerprint matches the mark's."""
         return (
             self.first <= mark.position <= self.stop
             and self.mark(mark.position).fingerprint == mark.fingerprint
         )
 
     def state_at(self, position: int) -> str | None:
-        """Returns the source's state at a position where `fill` had to keep it; None if the source
-        has no state."""
+        """Returns the source's state at `position`, which was in `states_at` of an earlier `fill`;
+        None if the source has no state."""
         return self._states.get(position)
 
     def mark(self, position: int) -> Mark:
-        """Returns the mark of `position`, which must be between `first` and `stop`."""
+        """Returns the mark at `position`, which must be between `first` and `stop`."""
         before = self._before
         for each in itertools.islice(self._prints, position - self.first):
             before = chained(before, each)
@@ -134,11 +135,11 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the iteration. A generator then closes its files."""
+        """Stops the iteration. If it is a generator, it can then close its files."""
 
 
 class SourceReader(Reader):
-    """Implements `Reader` by reading the source in this process."""
+    """Reader that reads the source in this process."""
 
     def __init__(
         self,
@@ -150,14 +151,12 @@ class SourceReader(Reader):
     ) -> None:
         """Opens a source.
 
-        `make`: function that creates the source, called once for each iteration.
-        `key`: key of the random numbers.
-        `name`: name of the source, for errors.
-        `at`: starting position.
+        `make`: creates the source; called once per iteration. `key`: key of the random numbers.
+        `name`: name of the source, for errors. `at`: starting position.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the source did not repeat the items before
-                `at`.
+            PreconditionError (STREAM_NOT_REPEATED): the source yielded different items before `at`
+                than it did originally.
         """
         at = at or Mark()
         super().__init__(at)
@@ -166,7 +165,7 @@ class SourceReader(Reader):
         self._name = name
         self._items: deque[Any] = deque()
         self._expected = at.following
-        """Expected fingerprint of the item at `stop`, if known."""
+        """Expected fingerprint of the item at `stop`; None if it is not known."""
         self._source, self._iterator = self._open(at)
 
     @override
@@ -174,7 +173,7 @@ class SourceReader(Reader):
         return [_copied(self._items[position - self.first]) for position in positions]
 
     def raw_items(self, positions: Iterable[int]) -> list[Any]:
-        """Returns the items themselves instead of copies, for callers that copy them anyway."""
+        """Returns the items themselves instead of copies, for a caller that copies them anyway."""
         return [self._items[position - self.first] for position in positions]
 
     @override
@@ -186,7 +185,8 @@ class SourceReader(Reader):
 
     def news(self, known: int, upto: int) -> tuple[list[int], dict[int, str | None], int | None]:
         """Returns what `fill(upto)` has added, for a reader in another process that already has the
-        items before `known`: fingerprints, states, and whether the source has ended."""
+        items before `known`: the new fingerprints and states, and the length of the source if it
+        has ended."""
         stop = min(self.stop, max(known, upto))
         prints = list(itertools.islice(self._prints, known - self.first, stop - self.first))
         states = {at: state for at, state in self._states.items() if known <= at <= stop}
@@ -236,12 +236,13 @@ class SourceReader(Reader):
         return source, iterator
 
     def _seek(self, at: Mark, state: str) -> tuple[Any, Iterator[Any]] | None:
-        """Seeks to `at` with the source's own state. Returns None if the seek led to another
+        """Seeks to `at` with the source's own state. Returns None if the seek led to a different
         item."""
         decoded = _decode(state)
         source = self._make()
         if decoded["of"] == "source":
-            # changes that load_state_dict makes to an object may affect its later iterations
+            # on a copy, because changes that load_state_dict makes to an object may affect its
+            # later iterations
             source = _copy(source)
             source.load_state_dict(decoded["state"])
         iterator: Any = iter(source)
@@ -319,15 +320,15 @@ class SourceReader(Reader):
 
 
 def _close(iterator: Iterator[Any]) -> None:
-    """Closes the iterator. A generator then closes its files."""
+    """Closes the iterator. If it is a generator, it can then close its files."""
     close = getattr(iterator, "close", None)
     if callable(close):
         close()
 
 
 def _copied(item: Any) -> Any:
-    """Returns a copy of an item. This is fast for the types that are common in streams: strings,
-    numbers, tensors and arrays, in lists, tuples and dictionaries."""
+    """Returns a copy of an item. Fast for types that are common in streams: strings, numbers,
+    tensors and arrays, in lists, tuples and dictionaries."""
     kind = type(item)
     if kind in _UNCHANGING:
         return item
@@ -341,8 +342,8 @@ def _copied(item: Any) -> Any:
 
 
 def _copy(source: Any) -> Any:
-    """Returns a copy of a source, as deep as the source permits: a source that contains an open
-    file or a lock cannot be copied deeply."""
+    """Returns a deep copy of a source if possible, otherwise a shallow one: a source that contains
+    an open file or a lock cannot be copied deeply."""
     try:
         return copy.deepcopy(source)
     except Exception:  # parts of the source may raise any error

@@ -1,8 +1,9 @@
 """Deals a `ShardedStream`: each rank reads only the shards of its lanes (`lanes.py`).
 
-In each step, all ranks exchange the results of their lanes in one or two short sums before batches
-are passed to the loop. If readers of shards have states, another sum distributes their states at
-the positions after the step: a rank that continues a shard seeks to that position.
+In each step, before batches are passed to the loop, all ranks exchange the results of their lanes
+in one or two short all-reduces. If shards' readers have states, one more all-reduce distributes
+their states at the positions after the step, so that a rank that takes over a shard can seek to its
+position.
 """
 
 from __future__ import annotations
@@ -38,13 +39,12 @@ _log = logging.getLogger(__name__)
 
 _NUMBERS: Final = len(Report._fields)
 _BYTES: Final = 6
-"""Number of bytes that are sent in one float64. It is small enough that the sum with zeros is
-exact."""
+"""Number of bytes sent in one float64. It is small enough that adding zeros does not round them."""
 _LONGEST_STATE: Final = 64 * 1024
 
 
 class ShardSupply(StreamSupply):
-    """Supply of the steps of a `ShardedStream`: each rank reads the shards of its lanes."""
+    """Supply of steps from a `ShardedStream`: each rank reads the shards of its lanes."""
 
     def __init__(
         self, stream: ShardedStream, progress: LoaderProgress, *, shuffle: bool, **sizes: Any
@@ -61,21 +61,21 @@ class ShardSupply(StreamSupply):
         ]
         self._sources.ahead = max(self._sizes)
         self._epoch = -1
-        """Epoch to which the following attributes belong."""
+        """Epoch of the following attributes."""
         self._read_so_far = self._nothing_read
         self._allotment: Allotment | None = None
-        """Allotment of the current step."""
+        """Items of the current step; None if there is no current step."""
         self._order: list[int] = []
-        """Shard at each position of the epoch's order."""
+        """Number of the shard at each position of the epoch's order."""
         self._readers: dict[int, Reader] = {}
-        """Readers of this rank's shards, by position in the order."""
+        """Readers of this rank's shards, by position in `_order`."""
         self._items: dict[int, tuple[int, int]] = {}
         """Origin of this rank's items in the step: position of the item -> (position of its shard
-        in the order, index within the shard)."""
+        in `_order`, index of the item in the shard)."""
         self._started_epoch = -1
         """Epoch that was passed to the stream's `set_epoch` last."""
         self._first: tuple[int, int | None] = -1, None
-        """An epoch, and the fingerprint of the first item in the epoch's first shard, which all
+        """Epoch number, and fingerprint of the first item in that epoch's first shard, which all
         ranks read for comparison."""
         self._sample: Any = None
         """The item that all ranks read for comparison."""
@@ -96,9 +96,9 @@ class ShardSupply(StreamSupply):
         """Implements `Supply.take`.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): a shard gave other items than before.
-            ConfigurationError: the shards gave no items, or the strategy has no common steps of all
-                ranks.
+            PreconditionError (STREAM_NOT_REPEATED): a shard yielded different items than before.
+            ConfigurationError: the shards yielded no items, or under the strategy ranks do not take
+                their steps together.
         """
         cursor = self._progress.cursor
         self._begin_at_cursor()
@@ -135,7 +135,7 @@ class ShardSupply(StreamSupply):
             self._forget()
             self._progress.end_epoch()
             return None
-        # In a step that a fault has already invalidated, these positions do not matter.
+        # If a fault has already invalidated the step, these positions do not matter.
         positions = range(cursor.samples, cursor.samples + max(total, 1))
         lanes = self._blocks_of_lanes(allotment, cursor.samples)
         self._items = {
@@ -168,7 +168,7 @@ class ShardSupply(StreamSupply):
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
         """Implements `Supply.account`. A sample is identified by its shard and its index in the
-        shard, so that a sample that was read twice is detected."""
+        shard, so that the audit can detect a sample that was read twice."""
         samples = [
             (self._order[place] << 32) + offset
             for place, offset in map(self._items.__getitem__, block.positions)
@@ -179,9 +179,9 @@ class ShardSupply(StreamSupply):
         """Implements `Supply.dealing`: describes the position in each shard at the end of the
         current step, and the first item of the epoch's first shard.
 
-        If only one rank reads a shard, another rank might read the shard differently, for example
-        if `read` splits by rank. No rank would then train on the rest. All ranks therefore read one
-        common item.
+        Since only one rank reads each shard, a `read` function that splits items by rank would not
+        be noticed, and some items would not be trained on. All ranks therefore read one common
+        item.
         """
         read, first = self._committed(), None
         if self.current is not None and self._allotment is not None:
@@ -255,7 +255,7 @@ class ShardSupply(StreamSupply):
             self._forget()
             self._epoch, self._order = epoch, self._order_of(epoch)
         if self._started_epoch != epoch:
-            self._sources.close()  # data workers have copies of the stream from their start
+            self._sources.close()  # data workers' copies of the stream date from their start
             self._started_epoch = epoch
             set_epoch_of(self._stream, epoch)
         self._read_so_far = read
@@ -280,8 +280,8 @@ class ShardSupply(StreamSupply):
     def _read_lanes(
         self, wanted: Sequence[tuple[Place, int] | None], loader: str
     ) -> list[Report | None]:
-        """Reads the items that this rank's lanes need in a round. Data workers read concurrently:
-        all requests are sent before the first answer is awaited."""
+        """Reads the items that this rank's lanes need in a round. Data workers read them in
+        parallel: all requests are sent before the first response is awaited."""
         try:
             for at, _ in filter(None, wanted):
                 self._open(at, loader)
@@ -290,7 +290,7 @@ class ShardSupply(StreamSupply):
                     upto, states_at = self._range_of(lane, *one)
                     self._readers[one[0].shard].expect(upto, states_at=states_at)
             return [self._read_lane(lane, one) for lane, one in enumerate(wanted)]
-        except BaseException:  # Ctrl-C too: an iterator that raised cannot continue
+        except BaseException:  # including Ctrl-C: an iterator that raised cannot continue
             self._close_readers()
             raise
 
@@ -320,11 +320,11 @@ class ShardSupply(StreamSupply):
             )
 
     def _range_of(self, lane: int, at: Place, most: int) -> tuple[int, range]:
-        """Returns the limit up to which a lane's shard is read in a round, and the positions where
-        the state of its reader is kept: the probable end of the step, and the positions that a data
-        worker reaches ahead of time."""
+        """Returns the limit for reading a lane's shard in a round, and the positions whose reader
+        states must be kept: the probable end of the step, and later positions that a data worker
+        may reach ahead of time."""
         stop, each = at.offset + most, self._sizes[lane]
-        # no state is needed of a shard that has not been begun
+        # a shard that has not been begun needs no state
         return stop + 1, range(stop or each, NO_END, each)
 
     def _read_lane(self, lane: int, wanted: tuple[Place, int] | None) -> Report | None:
@@ -359,8 +359,8 @@ class ShardSupply(StreamSupply):
         and the step is invalid.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): another rank of this replica read other items
-                in this rank's lanes.
+            PreconditionError (STREAM_NOT_REPEATED): another rank of this replica has read different
+                items in this rank's lanes.
         """
         nothing = (0,) * _NUMBERS
         reports = [
@@ -388,18 +388,18 @@ class ShardSupply(StreamSupply):
         return received
 
     def _state_of(self, place: int, offset: int) -> bytes:
-        """Encodes the state of the reader of one of this rank's shards for the exchange. Returns an
-        empty result if there is no state, or if it is too long."""
+        """Encodes the reader state of one of this rank's shards for the exchange. Returns an empty
+        result if there is no state or it is too long."""
         state = (self._readers[place].state_at(offset) or "").encode()
         if len(state) <= _LONGEST_STATE:
             return state
         if not self._warned_of_length:
             self._warned_of_length = True
             _log.warning(
-                "the state_dict of the reader of shard %r has %d bytes, but at most %d are sent "
-                "to other ranks in each step. A rank that takes over the shard will skip the "
-                "items already trained on one by one; leave items, such as those of a shuffle "
-                "buffer, out of the state",
+                "the state_dict of the reader of shard %r has %d bytes, more than the %d that "
+                "can be sent to other ranks, so it is not sent. A rank that takes over the shard "
+                "must therefore skip, one at a time, the items that were already trained on; do "
+                "not store items, such as those of a shuffle buffer, in the state",
                 self._shards[self._order[place]],
                 len(state),
                 _LONGEST_STATE,
@@ -414,9 +414,8 @@ class ShardSupply(StreamSupply):
         placement: Placement,
         session: LoaderSession,
     ) -> bool:
-        """Exchanges the states of all ranks' shard readers at the positions after the step.
-        `lengths`: size of each state in bytes, by lane. Returns False if a rank failed and the step
-        is invalid."""
+        """Exchanges all ranks' reader states at the positions after the step. `lengths`: size of
+        each state in bytes, by lane. Returns False if a rank failed and the step is invalid."""
         if not any(lengths):
             return True
         own = [b""] * len(lengths)
@@ -457,7 +456,7 @@ class ShardSupply(StreamSupply):
         return range(first, first + counts[lane]), places
 
     def _blocks_of_lanes(self, allotment: Allotment, start: int) -> list[list[Block]]:
-        """Returns each lane's micro-batches, numbered over the step."""
+        """Returns each lane's micro-batches, numbered across all lanes of the step."""
         assert self._micro_batch_size is not None
         lanes: list[list[Block]] = []
         number = 0
@@ -475,7 +474,8 @@ class ShardSupply(StreamSupply):
 
 
 def _as_numbers(data: bytes, room: int) -> list[float]:
-    """Encodes `data` as `room` numbers, for a sum to which all other ranks contribute zeros."""
+    """Encodes `data` as `room` numbers, for an all-reduce in which all other ranks contribute
+    zeros."""
     padded = data.ljust(room * _BYTES, b"\0")
     return [
         float(int.from_bytes(padded[at : at + _BYTES], "little"))
@@ -484,5 +484,5 @@ def _as_numbers(data: bytes, room: int) -> list[float]:
 
 
 def _from_numbers(numbers: Sequence[float], length: int) -> bytes:
-    """Decodes the result of `_as_numbers`. `length`: number of bytes of data."""
+    """Decodes the result of `_as_numbers`. `length`: length of the data in bytes."""
     return b"".join(int(number).to_bytes(_BYTES, "little") for number in numbers)[:length]

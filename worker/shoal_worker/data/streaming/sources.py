@@ -1,14 +1,14 @@
-"""The sources of a stream: one source, or a list of shards. Each is read by this process or by a
-data worker that reads ahead.
+"""The sources of a stream: the stream itself, or its shards. Each source is read by this process or
+by a data worker that reads ahead.
 
 A data worker is a process that only reads some of the sources. Its items depend on the source and
 on the position where the source was opened, not on the worker or on how far it has read ahead. The
 rank requests items and receives no more than it would have read itself. Workers do not depend on
-ranks and steps. They run until the epoch ends or the loop is left, and die with their rank
-(`fetch.py`). If a source raises an error in a worker, the rank raises the error when it reaches
-that item.
+ranks and steps. They run until the epoch ends or the script leaves the loop, and die with their
+rank (`fetch.py`). If a source raises an error in a worker, the rank raises the error when it
+reaches that item.
 
-Used by one thread. The worker's side is used by the only thread of the worker process.
+Must be used by one thread. The worker's side runs on the only thread of the worker process.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from shoal_worker.data.fetch import tie_to_parent
 from shoal_worker.data.streaming.reader import Mark, Reader, SourceReader
 
 _END_WITHIN_S: Final = 2.0
-"""Time that a worker has to exit before it is killed; it may be in the middle of an item."""
+"""Time that a worker has to exit before it is killed, in seconds. The worker may be in the middle
+of an item."""
 
 _SLICE_S: Final = 0.2
-"""Length of one wait. A signal handler runs on the main thread between two instructions, so a
-signal just before a wait does not end the wait."""
+"""Length of one wait, in seconds. A signal handler runs on the main thread between two
+instructions, so a signal that arrives just before a wait does not end the wait."""
 
 _ANSWERED: Final = ("fill", "items")
 """Requests that the worker answers."""
@@ -53,11 +54,11 @@ class Sources:
     def __init__(self, makes: Sequence[Make], *, num_workers: int, ahead: int) -> None:
         """`makes`: functions that create the sources. `num_workers`: number of processes that read
         the sources; 0: this process reads them. `ahead`: number of items that a worker reads beyond
-        the requested items of a source."""
+        the requested items of each source."""
         self._makes = makes
         self.ahead = ahead
-        """Number of items that workers read ahead. A change applies to workers that are started
-        later."""
+        """Number of items that workers read ahead, per source. A change applies only to workers
+        that are started later."""
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
 
@@ -69,8 +70,8 @@ class Sources:
         `at`: starting position.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the source did not repeat the items before
-                `at`. With a data worker, `fill` raises this error.
+            PreconditionError (STREAM_NOT_REPEATED): the source yielded different items before `at`
+                than it did originally. With a data worker, `fill` raises this error instead.
         """
         if not self._num_workers:
             return SourceReader(self._makes[number], key=key, name=name, at=at)
@@ -90,12 +91,12 @@ class Sources:
 
     @property
     def at_once(self) -> int:
-        """Number of sources that are worth opening at the same time."""
+        """Number of sources worth opening at the same time."""
         return max(1, self._num_workers)
 
     def close(self) -> None:
-        """Ends the workers and their readers. The next `open` starts new workers, which see the
-        sources in their current state."""
+        """Stops the workers and their readers. The next `open` starts new workers, which see the
+        sources in their then current state."""
         atexit.unregister(self.close)
         workers, self._workers = self._workers, []
         for worker in workers:
@@ -105,7 +106,7 @@ class Sources:
 
 
 class RemoteReader(Reader):
-    """Reader of a source that is read by a data worker."""
+    """Reads a source by requests to a data worker."""
 
     def __init__(
         self, worker: _Worker, number: int, *, key: Sequence[int], name: str, at: Mark
@@ -114,7 +115,8 @@ class RemoteReader(Reader):
         self._worker = worker
         self._name = name
         self._expected: tuple[int, int] | None = None
-        """Position up to which the worker was asked to read, and the number of the request."""
+        """Position that the worker was asked to read up to, and number of that request; None if no
+        request is pending."""
         self._id = worker.open(number, tuple(key), name, at)
 
     @override
@@ -136,7 +138,8 @@ class RemoteReader(Reader):
         self._states.update(states)
 
     def items(self, positions: Iterable[int]) -> list[Any]:
-        """Implements `Reader.items`. Data from another process is already a copy."""
+        """Implements `Reader.items`. Does not copy again, because data from another process is
+        already a copy."""
         given: list[Any] = self._worker.answer(
             self._worker.ask("items", self._id, list(positions)), self._name
         )
@@ -169,9 +172,9 @@ class _Worker:
         self._questions = itertools.count()
         self._unanswered: set[int] = set()
         self._forgotten: set[int] = set()
-        """Requests whose answers are no longer needed."""
+        """Numbers of requests whose responses are no longer needed."""
         self._answers: dict[int, tuple[Any, tuple[bytes | None, str] | None]] = {}
-        """Answers that arrived before a caller awaited them."""
+        """Responses that arrived before a caller awaited them, by request number."""
         context = multiprocessing.get_context()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, makes, ahead), daemon=True)
@@ -191,7 +194,7 @@ class _Worker:
         return reader
 
     def close(self, reader: int) -> None:
-        """Ends a reader in the worker."""
+        """Closes a reader in the worker."""
         if reader in self._open:
             self._open.discard(reader)
             self.ask("close", reader)
@@ -199,8 +202,8 @@ class _Worker:
     def ask(self, what: str, *arguments: Any) -> int:
         """Sends a request and returns its number. If the worker is dead, `answer` raises the error.
 
-        Several `fill` requests may be pending at once. Any other request first waits until these
-        are answered: otherwise a long request and a long answer would block each other.
+        Several `fill` requests may be pending at the same time. Any other request first waits for
+        their responses; otherwise a long request and a long response would block each other.
         """
         question = next(self._questions)
         with contextlib.suppress(EOFError, OSError):
@@ -212,7 +215,8 @@ class _Worker:
         return question
 
     def answer(self, question: int, name: str) -> Any:
-        """Waits for the answer to a request. `name`: name of the source.
+        """Waits for the response to a request and returns it. `name`: name of the source, for
+        errors.
 
         Raises:
             PreconditionError (DATA_WORKER_DIED): the worker is dead.
@@ -229,12 +233,12 @@ class _Worker:
         return answer_bytes
 
     def forget(self, question: int) -> None:
-        """Discards the answer to a request."""
+        """Discards the response to a request."""
         self._forgotten.add(question)
         self._answers.pop(question, None)
 
     def _hear(self) -> None:
-        """Waits for the next answer. Raises EOFError or OSError if the worker is dead."""
+        """Waits for the next response. Raises EOFError or OSError if the worker is dead."""
         ready: Sequence[object] = ()
         while not ready:
             ready = multiprocessing.connection.wait(
@@ -256,12 +260,12 @@ class _Worker:
         self._connection.close()
 
     def end(self) -> None:
-        """Waits until the worker exits, and kills the worker if that takes too long."""
+        """Waits until the worker exits, and kills it if that takes too long."""
         self._process.join(_END_WITHIN_S)
         if self._process.exitcode is None:
             self._process.kill()
-            # if the kernel keeps the worker in a call that cannot be interrupted, the worker dies
-            # when the call ends
+            # if the kernel keeps the worker in an uninterruptible call, the worker dies when the
+            # call returns
             self._process.join(_END_WITHIN_S)
         with contextlib.suppress(ValueError):
             # another thread has reaped the worker, so multiprocessing considers it alive
@@ -271,7 +275,7 @@ class _Worker:
         self._process.join(_END_WITHIN_S)
         code = self._process.exitcode
         how = "is gone"
-        if code is not None:  # otherwise another thread has waited for the worker
+        if code is not None:  # otherwise another thread has reaped the worker
             how = (
                 f"was killed by {signal.Signals(-code).name}"
                 if code < 0
@@ -286,12 +290,12 @@ class _Worker:
 
 
 class ReadingFailed(Exception):
-    """Cause that is attached to an error raised in a data worker. It shows where in the worker the
-    error was raised."""
+    """Attached as the cause to an error that was raised in a data worker. Shows where in the worker
+    the error was raised."""
 
 
 def _raise(error: tuple[bytes | None, str], name: str) -> None:
-    """Raises an error that a data worker reported."""
+    """Raises an error reported by a data worker."""
     pickled, trace = error
     where = ReadingFailed(f"in the data worker:\n{trace}")
     if pickled is None:
@@ -302,8 +306,8 @@ def _raise(error: tuple[bytes | None, str], name: str) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor as an array of its values. torch's own way would write each tensor to a
-    file."""
+    """Pickles a tensor as an array of its values, because torch's own reducer would write each
+    tensor to a file."""
 
     def reducer_override(self, value: Any) -> Any:
         """Implements `pickle.Pickler.reducer_override`."""
@@ -325,7 +329,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def _loaded(data: bytes) -> Any:
-    # sent between a rank and its own child, over a private pipe
+    # sent between a rank and its own child over a private pipe
     return pickle.loads(data)  # noqa: S301
 
 
@@ -338,11 +342,11 @@ class _Opened:
 
     reader: SourceReader | None = None
     upto: int = 0
-    """Position up to which the worker reads ahead."""
+    """Position where the worker stops reading ahead."""
     states_at: Container[int] = ()
     failed: tuple[bytes | None, str] | None = None
-    """Error that was raised while the source was opened or read ahead. It becomes the answer to the
-    next request."""
+    """Error raised while the source was opened or read ahead. It becomes the response to the next
+    request."""
 
     @property
     def goes_on(self) -> bool:
@@ -358,7 +362,7 @@ class _Opened:
 def _serve(
     connection: multiprocessing.connection.Connection, makes: Sequence[Make], ahead: int
 ) -> None:
-    """Runs a data worker: answers requests, and reads ahead while no request is pending."""
+    """Runs a data worker: responds to requests, and reads ahead while no request is pending."""
     tie_to_parent(0)
     # if Ctrl-C reaches all processes, the rank decides how to handle it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -392,7 +396,7 @@ def _answer(
     reader: int,
     *arguments: Any,
 ) -> tuple[Any, tuple[bytes | None, str] | None]:
-    """Returns the answer to a request about one reader, or the error that occurred."""
+    """Returns the response to a request about one reader, or the error that occurred."""
     if what == "open":
         number, key, name, at = arguments
         one = opened[reader] = _Opened()
@@ -423,7 +427,7 @@ def _answer(
 
 
 def _read(one: _Opened, upto: int) -> None:
-    """Continues to read a source, unless reading has failed before."""
+    """Continues reading a source, unless reading has failed before."""
     assert one.reader is not None
     if one.failed is None:
         try:
@@ -433,7 +437,7 @@ def _read(one: _Opened, upto: int) -> None:
 
 
 def _described(error: Exception) -> tuple[bytes | None, str]:
-    """Returns an error in a form that another process can raise, together with its traceback."""
+    """Encodes an error, with its traceback, so that another process can raise it."""
     trace = "".join(traceback.format_exception(error))
     try:
         pickled = _dumped(error)

@@ -1,5 +1,5 @@
 """The streams that a loader can read: an iterable without positions, or a list of shards
-(`ShardedStream`). Also checks a loader's arguments for streams."""
+(`ShardedStream`). Also checks loader arguments for streams."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class ShardedStream(IterableDataset[Any]):
-    """A stream in shards, such as .tar files. An elastic job reads each shard once per epoch. Use
-    it for sources that are too expensive for every rank to read completely.
+    """A stream that consists of shards, such as .tar files. An elastic job reads each shard once
+    per epoch. Use it for data that would be too expensive for every rank to read completely.
 
-    An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: one data-parallel rank at a
-    time reads a shard, and several shards are read at once. If a shard's reader dies, another rank
-    continues the shard after the last item that a committed step has trained on. The items of a
-    step depend on the shards and the batch sizes, not on the number of ranks or data workers.
-    `shuffle=True` shuffles the order of the shards each epoch. With `train=False` one rank
-    evaluates each shard, if there are at least as many shards as ranks.
+    An `ElasticDataLoader` with `micro_batch_size=` deals entire shards: each shard is read by one
+    data-parallel rank at a time, and several shards are read in parallel. If the rank that reads a
+    shard dies, another rank continues after the last item that a committed step has trained on. The
+    items of a step depend on the shards and the batch sizes, not on the number of ranks or data
+    workers. `shuffle=True` shuffles the order of the shards each epoch. With `train=False`, each
+    shard is evaluated by one rank if there are at least as many shards as ranks.
 
     Iterating over the stream directly yields the items of all shards in order.
     """
@@ -32,11 +32,11 @@ class ShardedStream(IterableDataset[Any]):
         """
         Args:
             shards: arguments for `read`, such as paths; the same on every rank, in the same order.
-            read: function that returns a shard's items. For each shard it must give the same items
-                in the same order in every call, on any rank. It may draw random numbers from the
-                global generators of torch, NumPy and Python, which are seeded. If its result (or
-                the result's iterator) has `state_dict` and `load_state_dict`, a rank that continues
-                a shard seeks instead of skipping items.
+            read: function that returns a shard's items. It must return the same items in the same
+                order in every call, on any rank. It may draw random numbers from the global
+                generators of torch, NumPy and Python, which are seeded. If its result (or the
+                result's iterator) has `state_dict` and `load_state_dict`, a rank that continues a
+                shard seeks instead of skipping items.
 
         Raises:
             ConfigurationError: there is no shard, or `shards` has no length.
@@ -80,14 +80,15 @@ def has_items(dataset: Any) -> bool:
 
 
 def makes_of(stream: Any) -> list[Callable[[], Iterable[Any]]]:
-    """Returns functions that create the sources of a stream: its shards, or the stream itself."""
+    """Returns functions that create the sources of a stream: one per shard, or one for the stream
+    itself."""
     if isinstance(stream, ShardedStream):
         return [functools.partial(stream.read, shard) for shard in stream.shards]
     return [functools.partial(_itself, stream)]
 
 
 def names_of(stream: Any) -> list[str]:
-    """Returns the names of the sources of a stream, for errors."""
+    """Returns the names of a stream's sources, for errors."""
     if isinstance(stream, ShardedStream):
         return [f"shard {shard!r}" for shard in stream.shards]
     return [f"the stream {type(stream).__qualname__}"]
@@ -98,8 +99,8 @@ def _itself(stream: Any) -> Any:
 
 
 def identity_of_stream(stream: Any) -> str:
-    """Returns a digest of the properties of a stream that are known without reading it: the number
-    and the names of its shards. For paths, only the file names are used, not the folders."""
+    """Returns a digest of a stream's properties that are known without reading it: the number and
+    the names of its shards. For paths, only the file names are used, not the folders."""
     if not isinstance(stream, ShardedStream):
         return "a stream"
     names = [
@@ -119,8 +120,8 @@ def check_stream(
     num_workers: int,
     train: bool,
 ) -> None:
-    """Raises ConfigurationError for arguments of a loader that are meaningless or unsupported for a
-    stream, which has its own order."""
+    """Raises ConfigurationError for loader arguments that are meaningless or unsupported for a
+    stream."""
     what = f"dataset={type(stream).__qualname__} is a stream"
     if hasattr(type(stream), "__next__"):
         raise ConfigurationError(

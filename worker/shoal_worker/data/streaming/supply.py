@@ -1,9 +1,10 @@
-"""Common code of both ways to deal a stream: by position, where every rank reads the whole stream
-(`position_supply.py`), and by shards, where each rank reads its own shards (`shard_supply.py`).
+"""Common code of the two ways to deal a stream: by position, where every rank reads the entire
+stream (`position_supply.py`), and by shards, where each rank reads its own shards
+(`shard_supply.py`).
 
-Items read from a source are kept in its reader, here or in a data worker, until the step that
-contains the items is committed. The marks of committed positions are the supply's part of the
-loader's state.
+A source's reader, in this process or in a data worker, keeps items until the step that contains
+them is committed. The supply's part of the loader's state consists of the marks at committed
+positions.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from shoal_worker.elastic.contract.loader_interface import LoaderSession
 _log = logging.getLogger(__name__)
 
 STATE: Final = "stream"
-"""Name of a stream's part of its loader's state."""
+"""Key of a stream's part of its loader's state."""
 NO_END: Final = sys.maxsize
-"""Length of an epoch whose end is not known yet."""
+"""Length of an epoch whose end is not known."""
 
 
 class StreamOrders:
-    """Implements `Orders` for a stream, whose items have the order in which the source yields
-    them."""
+    """Implements `Orders` for a stream: the order of the items is the order in which the source
+    yields them."""
 
     drawn = False
 
@@ -49,7 +50,7 @@ class StreamOrders:
 
 
 class StreamSupply(Supply):
-    """Common code of both ways to deal a stream. `items` serves as the dataset of the `Fetcher`;
+    """Common code of the two ways to deal a stream. `items` serves as the dataset of the `Fetcher`;
     its indices are positions in the epoch."""
 
     def __init__(
@@ -83,14 +84,14 @@ class StreamSupply(Supply):
 
     @abc.abstractmethod
     def _close_readers(self) -> None:
-        """Ends all readers. Their items are read again when needed."""
+        """Closes all readers. Their items are read again when needed."""
 
     @override
     def _steps_until(self, epoch: int) -> int | None:
         return None
 
     def rest(self) -> None:
-        """Implements `Supply.rest`. Sources that this process reads remain open for a loop that
+        """Implements `Supply.rest`. Sources that this process reads remain open, in case the loop
         continues."""
         if self._sources.has_workers:
             self._close_readers()
@@ -106,7 +107,7 @@ class StreamSupply(Supply):
         )
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """Implements `Supply.following`. The items of the next step are read when that step
+        """Implements `Supply.following`. The next step's items are not read before that step
         begins."""
         requests = [self.request(dealt, block) for block in dealt.blocks]
         return iter(requests[requests.index(request) :])
@@ -151,7 +152,7 @@ class _Items(Sequence[Any]):
 
 
 def left_behind() -> PreconditionError:
-    """Returns the error for a loop that requests a batch of a step whose readers are already
+    """Returns the error for a loop that requests a batch of a step whose readers have been
     closed."""
     return PreconditionError(
         "this step's batches are no longer available: the loop over steps() that yielded it has "
@@ -161,10 +162,10 @@ def left_behind() -> PreconditionError:
 
 
 def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
-    """Compares the floating-point numbers of one item between all ranks, because fingerprints
-    exclude these numbers. Called once per epoch, in the epoch's first step. Logs a warning if the
-    numbers differ and the item contains nothing else: the source may split itself by rank, or
-    merely change its items at random."""
+    """Compares the floating-point numbers of one item across all ranks, because fingerprints
+    exclude these numbers. Must be called on all ranks, once per epoch, in the epoch's first step.
+    Logs a warning if the numbers differ and the item contains nothing else: the source may split
+    its items by rank, or may merely augment them at random."""
     summed = session.sum_numbers(Probe.of(item), or_own=True)
     if summed is not None and not Probe.alike(summed) and not tells_apart(item):
         _log.warning(
@@ -179,7 +180,7 @@ def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
 
 
 def set_epoch_of(stream: Any, epoch: int) -> None:
-    """Passes the epoch that begins to a stream that shuffles itself."""
+    """Passes the epoch to the stream's `set_epoch`, if it has one."""
     set_epoch = getattr(stream, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -187,7 +188,7 @@ def set_epoch_of(stream: Any, epoch: int) -> None:
 
 def part_of_stream(state: Mapping[str, Any], loader: str) -> Mapping[str, Any]:
     """Returns the stream's part of a loader's state. Raises ConfigurationError if the state comes
-    from a loader of an indexed dataset."""
+    from a loader of a dataset that is accessed by index."""
     of_stream = state.get(STATE)
     if not isinstance(of_stream, Mapping):
         raise ConfigurationError(

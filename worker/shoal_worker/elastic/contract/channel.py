@@ -1,5 +1,5 @@
-"""Byte exchange between ranks for operations between steps, either over a generation's group or in
-a world of one."""
+"""Byte exchange between ranks, for operations between steps: over a generation's group, or in a
+world of one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Protocol
 
 
 class Channel(Protocol):
-    """Interface of byte exchange for operations between steps; implemented by `Group` and
-    `LocalChannel`."""
+    """Interface for exchanging bytes with all ranks in operations between steps; implemented by
+    `Group` and `LocalChannel`."""
 
     @property
     def rank(self) -> int: ...

@@ -1,8 +1,9 @@
 """A generation from a member's perspective: one agreed list of members with their ranks.
 
 In a small world, a member receives the full table of ranks. In a large world, it receives only its
-rank, the world size, the distribution over hosts, and the ranks without state. It requests details
-of other ranks on demand. Once it has the full table, later generations contain only the changes.
+rank, the world size, the distribution across hosts, and the ranks without state. It requests
+details of other ranks on demand. Once a member has the full table, it receives only the changes of
+later generations.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ class Peer:
     member_id: str
     host: str
     donor_address: str
-    """host:port at which this rank sends its state to others."""
+    """host:port where other ranks can fetch this rank's state."""
     joining: bool
-    """True if this member had no rank in the previous generation, so that it has no state yet."""
+    """True if this member had no rank in the previous generation and therefore has no state yet."""
     donor_key: str = ""
-    """Key with which other ranks may fetch state from this rank's `StateDonor` between generations;
+    """Key that lets other ranks fetch state from this rank's `StateDonor` between generations;
     empty: no access."""
 
     @cached_property
     def line(self) -> str:
-        """This rank as one line of text, from which the digest of the rank table is computed."""
+        """This rank as one line of text, for the digest of the rank table."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Distribution of ranks over hosts. The ranks of one host are adjacent."""
+    """Distribution of ranks across hosts. The ranks of one host are adjacent."""
 
     world_size: int
     most_local: int
@@ -52,13 +53,13 @@ class Topology:
 
 
 def topology_of(hosts: Sequence[str]) -> Topology:
-    """Computes the topology. `hosts`: the host of each rank; at least one."""
+    """Computes the topology. `hosts`: the host of each rank; not empty."""
     return Topology(world_size=len(hosts), most_local=max(Counter(hosts).values()))
 
 
 class AskedPeers(Sequence[Peer]):
-    """Sequence of the peers in a large world, which are requested from the coordinator when they
-    are first read. Thread-safe.
+    """All peers of a large world, as a sequence. A peer is requested from the coordinator when it
+    is first read. Thread-safe.
 
     Every read may raise the request's errors: MembershipChanged if there is a newer generation,
     UnavailableError if the coordinator is unavailable.
@@ -74,10 +75,9 @@ class AskedPeers(Sequence[Peer]):
         ask: Callable[[Sequence[int]], list[Peer]],
         follow: Callable[[], Sequence[Peer]] | None = None,
     ) -> None:
-        """`digest`: digest of the full rank table. `ask`: function that requests the peers with the
-        given ranks from the coordinator, or all peers if no ranks are given. `follow`: function
-        that derives all peers from an older table without a request; it raises CorruptDataError if
-        that table does not match."""
+        """`digest`: digest of the full rank table. `ask`: requests the peers with the given ranks
+        from the coordinator, or all peers if no ranks are given. `follow`: derives all peers from
+        an older table without a request; raises CorruptDataError if that table does not match."""
         self.joining = joining
         self._size, self._digest = size, digest
         self._ask, self._follow = ask, follow
@@ -86,8 +86,8 @@ class AskedPeers(Sequence[Peer]):
         self._whole: tuple[Peer, ...] | None = None
 
     def settle(self) -> tuple[Peer, ...] | None:
-        """Returns all peers if they can be determined without a request, otherwise None. Afterwards
-        the older table is no longer kept in memory."""
+        """Returns all peers if they can be determined without a request, otherwise None.
+        Afterwards, the older table is not kept in memory."""
         with self._lock:
             follow, self._follow = self._follow, None
             if self._whole is None and follow is not None:
@@ -95,12 +95,12 @@ class AskedPeers(Sequence[Peer]):
             return self._whole
 
     def of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Returns the peers with these ranks and requests unknown ones."""
+        """Returns the peers with these ranks, after requesting those that are unknown."""
         whole = self.settle()
         if whole is not None:
             return [whole[rank] for rank in ranks]
         missing = [rank for rank in ranks if rank not in self._known]
-        if missing:  # the link's thread must never wait for an answer, so the lock is not held here
+        if missing:  # not under the lock, because the link's thread must never wait
             found = {peer.rank: peer for peer in self._ask(missing)}
             with self._lock:
                 self._known = {**self._known, **found}
@@ -166,7 +166,7 @@ class AskedPeers(Sequence[Peer]):
 
 
 class SomePeers(Sequence[Peer]):
-    """Sequence of selected ranks' peers in a large world, in a given order."""
+    """Peers of selected ranks of a large world, in a given order."""
 
     def __init__(self, peers: AskedPeers, ranks: Sequence[int]) -> None:
         self._peers, self._ranks = peers, ranks
@@ -207,19 +207,20 @@ class Generation:
 
     number: int
     nonce: str
-    """Random text that makes the names of this generation's stores and transfers unique."""
+    """Random text in the names of this generation's stores and transfers, which makes them
+    unique."""
     peers: tuple[Peer, ...] | AskedPeers | SomePeers
     """All ranks' peers, in rank order. In a large world, reading an entry may send a request to the
     coordinator (`AskedPeers`); the length is always known."""
     rank: int
     """Rank of this member."""
     interrupts_below: int
-    """Members that work in a generation with a number below this one must leave that generation at
-    once. Other members leave theirs at the next step boundary."""
+    """Members of a generation with a number below this one must leave that generation immediately.
+    Other members leave theirs at the next step boundary."""
     sent_topology: Topology | None = None
-    """Distribution of the ranks over hosts; None: computed from the peers."""
+    """Distribution of the ranks across hosts; None: it is computed from the peers."""
     begins_run: bool = False
-    """True if this is the first generation of its run. The number does not show that, because
+    """True if this is the first generation of its run. This cannot be seen from `number`, because
     numbers continue across a job's runs."""
 
     @cached_property
@@ -246,7 +247,7 @@ class Generation:
 
     @property
     def topology(self) -> Topology:
-        """Distribution of the ranks over hosts."""
+        """Distribution of the ranks across hosts."""
         return self.sent_topology or topology_of([peer.host for peer in self.peers])
 
     @property
@@ -260,13 +261,13 @@ class Generation:
         )
 
     def peers_of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Returns the peers with these ranks; requests all unknown ones at once."""
+        """Returns the peers with these ranks; requests all unknown ones together."""
         peers = self.peers
         return [peers[rank] for rank in ranks] if isinstance(peers, tuple) else peers.of(ranks)
 
     def part(self, ranks: Sequence[int]) -> Generation:
-        """Returns the generation restricted to these ranks, in this order. `ranks` must include
-        this member's rank."""
+        """Returns the generation reduced to these ranks, in this order. `ranks` must include this
+        member's rank."""
         peers = self.peers
         some = (
             tuple(peers[rank] for rank in ranks) if isinstance(peers, tuple) else peers.part(ranks)
@@ -276,7 +277,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberIdentity:
-    """Information about a member that it sends to the coordinator when it joins."""
+    """Information about a member that the member sends to the coordinator when it joins."""
 
     job_id: str
     member_id: str
@@ -286,8 +287,9 @@ class MemberIdentity:
     """Id of the launcher that reports the end of the member's process; empty if there is none."""
     local_index: int = 0
     donor_address: str = ""
-    """host:port at which the member sends its state to others; empty if it has no state to send."""
+    """host:port where other ranks can fetch this member's state; empty if it has no state to
+    send."""
     donor_key: str = ""
-    """Key with which other ranks may fetch state from this member's `StateDonor` between
-    generations; see `StateDonor.key`."""
+    """Key that lets other ranks fetch state from this member's `StateDonor` between generations;
+    see `StateDonor.key`."""
     metrics_address: str = ""

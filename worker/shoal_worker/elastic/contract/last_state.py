@@ -1,5 +1,5 @@
-"""Digests of the state that a rank had when it ended its loop over a loader. The coordinator
-compares the digests of all ranks."""
+"""Digests of a rank's state at the end of its loop over a loader. The coordinator compares the
+digests of all ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LastState:
-    """Digests of the state that all ranks have in common, computed when the script left its loop
-    over a loader."""
+    """Digests of the state that must be the same on all ranks, computed when the script left its
+    loop over a loader."""
 
     generation: int
-    """Generation in which the rank worked. Digests of sharded state are comparable only within one
-    generation."""
+    """The rank's generation. Digests of sharded state are comparable only within one generation."""
     step: int
     """Number of committed steps."""
     agreed: int
-    """Last step after which all ranks were known to have the same state; 0 if none."""
+    """Last step whose state is known to have been the same on all ranks; 0 if there is none."""
     digests: Mapping[str, int]
-    """Name of a group of tensors -> digest of the group."""
+    """Digest of each group of tensors, by name of the group."""

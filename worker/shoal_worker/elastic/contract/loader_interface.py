@@ -1,9 +1,9 @@
 """Contract between the elastic session and the loaders. The contract with engines is in
 `strategy_interface.py`.
 
-The session owns the generation and decides when a step begins, commits or is lost. Loaders only
-distribute samples and keep a cursor. The protocols below define how both interact. All calls run on
-the thread of the user's training loop.
+The session owns the generation and decides when a step begins, is committed or is aborted. Loaders
+only distribute samples and keep a cursor. The protocols below define how the two interact. All
+calls run on the thread of the user's training loop.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from shoal_common.errors import PreconditionError
 
 
 class StepStatus(enum.Enum):
-    """Outcome of a step, the same on every rank that survives the step. COMMITTED is true and the
-    other members are false, so side effects can follow `if optimizer.step():`."""
+    """Outcome of a step, the same on every rank that survives the step. COMMITTED is true in a
+    condition and the others are false, so side effects can follow `if optimizer.step():`."""
 
     COMMITTED = "committed"
     """All ranks contributed to the step, and every surviving rank has applied it or is about to.
-    Only a return to an older checkpoint undoes it."""
+    Only a return to an older checkpoint can undo it."""
     LOST = "lost"
     """A fault aborted the step: no rank applied it, and the loader repeats the same samples,
     redistributed."""
 
     PENDING = "pending"
-    """One of several models was updated. The outcome is known after the last model's update, or
-    when the next batch is requested."""
+    """One of several models has been updated. The step's outcome will be known after the last
+    model's update, or when the next batch is requested."""
 
     def __bool__(self) -> bool:
         return self is StepStatus.COMMITTED
@@ -37,13 +37,13 @@ class StepStatus(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Generation, and this process's place in it, in which a step is taken."""
+    """Generation of a step, and this process's place in it."""
 
     generation: int
     """Number of the agreed generation; 0 in a world of one without a coordinator."""
     rank: int
     """Data-parallel rank of this process's replica, which determines its samples. It equals the
-    global rank unless a model is split over several ranks."""
+    global rank unless a model is split across several ranks."""
     world_size: int
     """Number of data-parallel replicas."""
     leads_replica: bool = True
@@ -51,31 +51,31 @@ class Placement:
     receive the same samples."""
     least_samples: int = 1
     """Minimum number of samples per rank in a step with fewer samples than usual; a rank gets
-    either none or at least this many. Batch normalization needs two."""
+    either none or at least this number. Batch normalization needs two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """This rank's part of one step's global batch. The loader passes it to the session before it
-    hands out the step's first batch."""
+    """This rank's part of one step's global batch. The loader passes the share to the session
+    before it hands out the step's first batch."""
 
     weight: float
-    """Weight of this rank's samples in the mean over the global batch: their number, unless a
-    `weight_fn` is given. 0 if the rank has no samples and only runs a stand-in batch. With a
-    `weight_fn` and micro-batches it is NaN, because each weight is known only when it is passed to
-    `begin_micro_batch`."""
+    """Weight of this rank's samples in the mean over the global batch: the number of samples,
+    unless a `weight_fn` is given. 0 if the rank has no samples and only processes a placeholder
+    batch. With a `weight_fn` and micro-batches it is NaN, because each weight is known only when it
+    is passed to `begin_micro_batch`."""
     total_weight: float | None
-    """Weight of the entire global batch; None if it can be determined only by communication with
-    the other ranks."""
+    """Weight of the global batch; None if it is known only after communication with the other
+    ranks."""
     micro_batches: int | None
-    """Number of micro-batches of this rank in this step (may be 0); None: one plain batch per
-    rank."""
+    """Number of micro-batches of this rank in this step (may be 0); None: the step has one plain
+    batch per rank."""
     by_speed: float = 0.0
-    """This rank's number of micro-batches divided by the number in an equal distribution, if
+    """This rank's number of micro-batches divided by its number in an even distribution, if
     micro-batches are dealt by speed; otherwise 0."""
     most_micro_batches: int = 0
-    """Maximum number of micro-batches over all ranks. With strategies that communicate in every
-    pass, each rank takes part in this many passes, some without a micro-batch of its own."""
+    """Maximum number of micro-batches over all ranks. If the strategy communicates in every pass,
+    each rank runs this number of passes, some of them without a micro-batch of its own."""
 
 
 WeighRows = Callable[[Sequence[int]], list[float]]
@@ -87,29 +87,30 @@ class LoaderSession(Protocol):
     """Interface of the session, as used by loaders."""
 
     def begin_step(self, source: StepSource) -> Placement:
-        """Starts the next step at a step boundary, where the session handles joins, drains and
+        """Begins the next step at a step boundary, where the session handles joins, drains and
         failures.
 
-        Blocks while the generation re-forms. In a joiner, the first call reports readiness, waits
+        Blocks while a new generation forms. In a joiner, the first call reports readiness, waits
         for a rank and receives the peers' state. The caller must therefore read its own cursor only
         after the call returns. Raises `StopTraining` if the job is stopped or this member has
         drained.
 
-        The step begins to exist with `assign`. Until then, further calls handle the same boundary
-        again. Loaders rely on this while they wait for leases, and when a joiner receives a cursor
-        in a later epoch. A joiner counts as one until its first `assign`."""
+        `assign` creates the step. Until then, further calls handle the same boundary again. Loaders
+        rely on this while they wait for leases, and when a joiner receives a cursor in a later
+        epoch. A joiner counts as a joiner until its first `assign`."""
         ...
 
     def enter_epochs(self, source: StepSource) -> int:
         """Enters `epochs()` and returns the first epoch to hand out. In a joiner, this is a step
         boundary, as in `begin_step`, and the call blocks until the run's position is known. After a
         resume, and in a joiner, other loaders determine their current iteration from this loop's
-        position. Raises `StopTraining`, also if early stopping had ended this loop before a resume.
+        position. Raises `StopTraining`, including when early stopping ended this loop before a
+        resume.
         """
         ...
 
     def epochs_left(self, source: StepSource) -> None:
-        """Notifies the session that the script left the loop over `epochs()` with `break`."""
+        """Notifies the session that the script has left the loop over `epochs()` with `break`."""
         ...
 
     def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
@@ -119,8 +120,8 @@ class LoaderSession(Protocol):
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """Returns whether a joiner's script must skip this iteration, because its peers iterate
-        over another loader or epoch. The answer is known once the joiner has received the state, at
-        its first step boundary."""
+        over a different loader or epoch. The answer is known once the joiner has received the
+        state, at its first step boundary."""
         ...
 
     @property
@@ -139,22 +140,23 @@ class LoaderSession(Protocol):
         ...
 
     def assign(self, share: Share) -> None:
-        """Passes this rank's share of the global batch to the step that has begun."""
+        """Creates the step with this rank's share of the global batch."""
         ...
 
     def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
-        """Sums numbers elementwise over all ranks, in float64. Called on all ranks in a step that
-        has begun, before `assign` or after `finish_batches`. Returns None if a rank failed. If that
-        happens before `assign`, the step is aborted; its batches are still handed out, so that all
-        scripts receive the outcome LOST. After `finish_batches`, None is also returned if this rank
-        learned the step's outcome in a later generation.
+        """Sums numbers elementwise across all ranks, in float64. Must be called on all ranks, after
+        `begin_step` and before `assign`, or after `finish_batches`. Returns None if a rank failed.
+        If that happens before `assign`, the step is aborted; its batches are still handed out, so
+        that all scripts receive the outcome LOST. After `finish_batches`, None is also returned if
+        this rank learned the step's outcome in a later generation.
 
         Args:
-            values: equally many on all ranks.
-            or_own: if ranks take independent steps, return `values`.
+            values: the same number of values on all ranks.
+            or_own: return `values` if ranks take independent steps.
 
         Raises:
-            ConfigurationError: under this strategy ranks take independent steps."""
+            ConfigurationError: under this strategy, ranks take independent steps, and `or_own` is
+                False."""
         ...
 
     def begin_micro_batch(
@@ -162,14 +164,14 @@ class LoaderSession(Protocol):
     ) -> None:
         """Notifies the session that micro-batch `index` is about to be handed out. The index counts
         from 0 over the entire global batch. `key`: seed, epoch, step and micro-batch, which
-        determine its random numbers. `weigh`: weighs parts of the micro-batch, for strategies that
-        split it; None: all samples have the same weight. A step without micro-batches calls this
-        once, with the rank as index."""
+        determine its random numbers. `weigh`: computes the weights of parts of the micro-batch, for
+        strategies that split it; None: all samples have the same weight. In a step without
+        micro-batches, called once, with the rank as index."""
         ...
 
     def end_micro_batch(self) -> None:
-        """Notifies the session that the user's loop has finished the micro-batch, including its
-        backward pass."""
+        """Notifies the session that the user's loop has finished with the micro-batch, including
+        its backward pass."""
         ...
 
     def finish_batches(self) -> None:
@@ -178,15 +180,15 @@ class LoaderSession(Protocol):
         ...
 
     def batch_passed(self, source: StepSource) -> None:
-        """Notifies the session that the loop requests the next batch after a step. With several
-        models, this call ends a step in which some models were not updated."""
+        """Notifies the session that the loop requests the next batch after a step. If there are
+        several models and some were not updated in the step, this call ends the step."""
         ...
 
     def loop_left(self, source: StepSource) -> None:
-        """Notifies the session that the script left an iteration, or began another one inside it.
-        If a batch was handed out and its step is unfinished, `optimizer.step()` may still finish
-        the step. Otherwise the script only looked at the batch, and the next `begin_step` hands out
-        the same samples again."""
+        """Notifies the session that the script has left an iteration, or has begun another one
+        inside it. If a batch was handed out and its step is unfinished, `optimizer.step()` may
+        still finish the step. Otherwise the script only looked at the batch, and the next
+        `begin_step` hands out the same samples again."""
         ...
 
     def loop_ended(self) -> None:
@@ -200,17 +202,17 @@ class LoaderSession(Protocol):
         ...
 
     def end_epoch(self, source: StepSource) -> None:
-        """Ends an epoch of a training loader, after its last step. Returns when every rank has
-        confirmed the last step. Otherwise a rank could evaluate, save or exit while another still
-        repeats that step."""
+        """Ends an epoch of a training loader, after its last step. Returns once every rank has
+        confirmed the last step. Otherwise a rank could evaluate, save or exit while another is
+        still repeating that step."""
         ...
 
     def register_source(self, source: StepSource) -> None:
         """Registers a training loader.
 
-        The loader's constructor calls this once. The loader calls it again before its first
-        `begin_step` under another session. The loader receives the cursor that a checkpoint or a
-        peer stored under its name, if any. The session keeps a weak reference to the loader. Raises
+        Called by the loader's constructor, and again before the loader's first `begin_step` under a
+        different session. The loader receives the cursor stored under its name by a checkpoint or a
+        peer, if there is one. The session keeps a weak reference to the loader. Raises
         ConfigurationError if another live loader has the same name.
         """
         ...
@@ -226,14 +228,15 @@ class LoaderSession(Protocol):
         at_hand: int | None = None,
     ) -> Leases:
         """Leases batches first come, first served (async_sgd), from the coordinator, or locally in
-        a world of one. `want`: number of batches; 0 if the loop was left; all leases are then given
-        back except `at_hand`, the batch whose step `optimizer.step()` may still finish (see
-        `Leases.took_back_at_hand`)."""
+        a world of one. `want`: number of batches. 0 if the script has left the loop: all leases are
+        then returned except that of batch `at_hand`, whose step `optimizer.step()` may still finish
+        (see `Leases.took_back_at_hand`)."""
         ...
 
     def wait_for_others(self, what: str | None) -> None:
-        """Records that this rank now waits for other ranks to do their part of `what`; None: the
-        wait is over. If another rank hangs meanwhile, the coordinator evicts that rank."""
+        """Records that this rank is now waiting for other ranks to do their part of `what`; None:
+        the wait has ended. If another rank hangs during the wait, the coordinator evicts that
+        rank."""
         ...
 
 
@@ -245,8 +248,8 @@ class Leases:
     epoch_done: bool
     retry_after_s: float
     took_back_at_hand: bool = False
-    """True if the loop was left within a round of inner steps. The batch whose step is unfinished
-    was then given back as well."""
+    """True if the script left the loop within a round of inner steps. The lease of the batch whose
+    step is unfinished was then returned as well."""
 
 
 class StepSource(Protocol):
@@ -255,18 +258,18 @@ class StepSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Name that is stable across restarts and unique in the process."""
+        """Name of the loader: stable across restarts, and unique in the process."""
         ...
 
     @property
     def dealing(self) -> str:
-        """Settings that, besides the cursor, determine the loader's batches; the same on all
-        ranks."""
+        """Settings that determine the loader's batches together with the cursor; must be the same
+        on all ranks."""
         ...
 
     @property
     def epoch(self) -> int:
-        """Epoch in which the cursor is."""
+        """Epoch of the cursor."""
         ...
 
     @property
@@ -277,25 +280,25 @@ class StepSource(Protocol):
 
     @property
     def within(self) -> int | None:
-        """Epoch that the loader's `epochs()` handed out last; None outside of that loop."""
+        """Epoch that the loader's `epochs()` has handed out last; None outside of that loop."""
         ...
 
     @property
     def gives_up(self) -> int | None:
-        """Epoch that the script left early, so that its rest is abandoned; None if there is
-        none."""
+        """Epoch whose remaining batches are abandoned because the script left it early; None if
+        there is none."""
         ...
 
     @property
     def repeats(self) -> int | None:
-        """Epoch that a resumed run repeats from its beginning, because the cursor does not show
+        """Epoch that a resumed run repeats from its beginning, because the cursor does not record
         which of its batches were finished; None if there is none."""
         ...
 
     @property
     def next_iteration(self) -> int:
-        """Epoch that the next iteration outside of `epochs()` would cover, judged only by the
-        number of iterations that this process's script has passed."""
+        """Epoch that the next iteration outside of `epochs()` would cover according only to the
+        number of iterations in this process's script so far."""
         ...
 
     @property
@@ -316,7 +319,7 @@ class StepSource(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """True if the loop that reached the step boundary has no further step."""
+        """True if the loop that has reached the step boundary has no further step."""
         ...
 
     @property
@@ -327,12 +330,12 @@ class StepSource(Protocol):
 
     def steps_until(self, epoch: int) -> int | None:
         """Returns the number of steps from the cursor to the start of `epoch`, or to `max_steps` of
-        its `epochs()`, if no loop is left early. Leased steps are counted over all ranks. None if
-        unknown, as for a stream without `max_steps`."""
+        its `epochs()`, assuming that no loop is left early. Leased steps are counted over all
+        ranks. Returns None if the number is unknown, as for a stream without `max_steps`."""
         ...
 
     def count_from(self, epoch: int | None) -> None:
-        """Sets `next_epoch` to `epoch`; None: to the value in the state loaded last."""
+        """Sets `next_epoch` to `epoch`; None: to its value in the last loaded state."""
         ...
 
     @property
@@ -345,8 +348,8 @@ class StepSource(Protocol):
         self, placement: Placement, *, known: bool = False, pushed: Sequence[int] | None = None
     ) -> int:
         """Commits the step that was handed out last, in the generation of `placement`: advances the
-        cursor and writes the record. Returns how many of this rank's samples count. `known`:
-        another member had already pushed this leased batch. `pushed`: see `Step.pushed`."""
+        cursor and writes the record. Returns how many of this rank's samples count. `known`: True
+        if another member had already pushed this leased batch. `pushed`: see `Step.pushed`."""
         ...
 
     def leaving(self) -> None:
@@ -359,7 +362,8 @@ class StepSource(Protocol):
         ...
 
     def cursor_reader(self) -> Callable[[], dict[str, Any]]:
-        """Returns a function that computes `state_dict()` and keeps no reference to the loader."""
+        """Returns a function that computes `state_dict()` without keeping a reference to the
+        loader."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -374,14 +378,14 @@ class StopTraining(Exception):
 
 class Drained(StopTraining):
     """Raised when only this member leaves, because it was asked to drain or received SIGTERM. The
-    process then ends with status 0."""
+    process then exits with status 0."""
 
 
 class LeftOver(StopTraining):
-    """Raised in a spare if all ranks with parts of the model are gone. The process ends, and the
+    """Raised in a spare if no rank with a part of the model remains. The process exits, and the
     launcher restarts it."""
 
 
 class StateLostError(PreconditionError):
-    """Raised on all remaining ranks if they have only part of the state, so that they can continue
-    only from a checkpoint."""
+    """Raised on all remaining ranks if they have only part of the state and must continue from a
+    checkpoint."""

@@ -6,19 +6,19 @@
         |-------------------begin----------------^  |--mend---- TORN     <--tear----- TRAINING
     any --leave--> LEFT
 
-Each transition lists the phases in which it is allowed, including those in which it changes
-nothing; in any other phase it raises InternalError. Between two transitions the following holds:
+Each transition lists the phases where it is allowed, including phases that it does not change; in
+any other phase, it raises InternalError. Between two transitions the following holds:
 
-1. A process in REPLAYING or LEFT sends its state to no peer and takes no part in operations for
-   its peers. In all other phases it has the job's state, which is complete except in TORN.
-2. Only TRAINING begins to change the state. A process in TORN stays there until an update of the
-   state has completed, or until another state has replaced it. A stop, leaving a loop, or a
-   checkpoint that cannot be read does not complete it.
+1. A process in REPLAYING or LEFT does not send its state to peers or take part in their operations.
+   In all other phases it has the job's state, which is complete except in TORN.
+2. A change of the state can begin only in TRAINING. A process in TORN stays there until an update
+   of the state has completed, or until the state has been replaced. Stopping, leaving a loop, or
+   failing to read a checkpoint does not end TORN.
 3. `stopped` has a reason in STOPPED and LEFT, and may have one in TORN; in the other phases steps
-   continue. The reason never changes: a process that was asked to stop never trains again, and one
-   that has left never returns.
-4. A process without the job's state is never STOPPED. It leaves instead, because its script cannot
-   report anything about that state.
+   continue. The reason never changes: a process that was asked to stop never trains again, and a
+   process that has left never returns.
+4. A process without the job's state is never STOPPED. It leaves instead, because its script has no
+   results to report.
 
 The step itself records its progress (`step.py`); the formation records whether the group is
 established. Owned by the training thread.
@@ -34,29 +34,29 @@ from shoal_common.errors import InternalError
 
 
 class Phase(enum.Enum):
-    """Phase of the script relative to its job."""
+    """Phase of a process's script in its job."""
 
-    __hash__ = object.__hash__  # Enum's own is slow Python code, called a dozen times per step
+    __hash__ = object.__hash__  # Enum's own is slow, and is called a dozen times per step
 
     REPLAYING = "replaying"
-    """The process has no state that counts: it is a joiner before it receives the state, or a
-    spare. Its script's requests are answered locally."""
+    """The process does not have the job's state: it is a joiner before it receives the state, or a
+    spare. Its script's calls are answered locally."""
     ARRIVING = "arriving"
     """The process has the job's state, but its script has not reached its peers' position: the
-    script's requests are still answered locally."""
+    script's calls are still answered locally."""
     TRAINING = "training"
     """The process has the job's state and takes its steps, or runs operations between them."""
     TORN = "torn"
-    """An update is in progress, or raised before it was complete. The state must not be sent to any
-    rank."""
+    """An update is in progress, or has raised an exception before it was complete. The state must
+    not be sent to any rank."""
     RETURNED = "returned"
     """The state was restored from an older checkpoint. The scripts of this process and of its peers
-    are ahead of it, at different positions. Until the next step begins, requests are answered
-    locally."""
+    are ahead of the state, at different positions. Until the next step begins, the script's calls
+    are answered locally."""
     STOPPED = "stopped"
     """No further step begins; operations between steps continue."""
     LEFT = "left"
-    """The process left while the others continue. It takes no part in anything for the job."""
+    """The process left while the others continue. It no longer takes part in the job."""
 
 
 _HOLDING: Final = frozenset(
@@ -65,7 +65,7 @@ _HOLDING: Final = frozenset(
 
 
 class ScriptPhase:
-    """Phase of one process's script."""
+    """State machine for the phase of one process's script."""
 
     def __init__(self, *, live: bool) -> None:
         """`live`: True if this process has the job's state from the start."""
@@ -81,7 +81,7 @@ class ScriptPhase:
     @property
     def replaying(self) -> bool:
         """True if this process's script has not reached its peers' position, so that the script's
-        requests are answered locally."""
+        calls are answered locally."""
         return self.now in (Phase.REPLAYING, Phase.ARRIVING)
 
     def begin(self) -> None:
@@ -90,7 +90,7 @@ class ScriptPhase:
 
     def be_alone(self) -> None:
         """Continues in a world of one after this process has left its job: there are no peers to
-        catch up with. The phases TORN, STOPPED and LEFT do not change."""
+        catch up with. Does not change the phases TORN, STOPPED and LEFT."""
         onward = (Phase.REPLAYING, Phase.ARRIVING, Phase.TRAINING, Phase.RETURNED)
         self._move(
             "be_alone",
@@ -100,18 +100,19 @@ class ScriptPhase:
 
     def sync(self) -> None:
         """Enters ARRIVING after the job's state was received at a step boundary. Changes nothing in
-        a process that had the state. Such a process may be in any phase, because a joiner may also
-        enter a run that was stopped or has gone back."""
+        a process that had the state already. Such a process may be in any phase, because a joiner
+        may also enter a run that was stopped or has returned to a checkpoint."""
         self._move("sync", {Phase.REPLAYING: Phase.ARRIVING}, unchanged=_HOLDING)
 
     def arrive(self) -> None:
-        """Enters TRAINING when the script reaches its first live batch, or has no peers ahead of
+        """Enters TRAINING when the script reaches its first live batch, or if no peer is ahead of
         it."""
         self._move("arrive", {Phase.ARRIVING: Phase.TRAINING})
 
     def fall_behind(self) -> None:
-        """Returns to ARRIVING, because the script only looked at a batch and has not yet begun its
-        training loop. Does nothing in TORN, which follows an error in the middle of an update."""
+        """Returns to ARRIVING, because the script has only looked at a batch and has not begun its
+        training loop yet. Does nothing in TORN, which follows an error in the middle of an
+        update."""
         self._move("fall_behind", {Phase.TRAINING: Phase.ARRIVING}, unchanged=(Phase.TORN,))
 
     def set_aside(self) -> None:
@@ -123,11 +124,11 @@ class ScriptPhase:
         )
 
     def tear(self) -> None:
-        """Enters TORN, because a change of the state begins."""
+        """Enters TORN, because a change of the state is beginning."""
         self._move("tear", {Phase.TRAINING: Phase.TORN})
 
     def mend(self) -> None:
-        """Leaves TORN, because the change is finished and the state is complete."""
+        """Leaves TORN, because the change has finished and the state is complete."""
         self._move("mend", {Phase.TORN: self._whole})
 
     def replace(self) -> None:
@@ -141,9 +142,9 @@ class ScriptPhase:
 
     def go_back(self) -> None:
         """Records that the ranks returned to a checkpoint because their state was lost. If this
-        process's state was replaced (`replace`), its script is ahead of the state from now on. If
-        it was not replaced, there was no checkpoint, and TORN does not change. ARRIVING and STOPPED
-        do not change either, because the script then has no steps to repeat."""
+        process's state was replaced (`replace`), its script is now ahead of the state. If the state
+        was not replaced, there was no checkpoint, and TORN does not change. ARRIVING and STOPPED do
+        not change either, because in these phases the script has no steps to repeat."""
         self._move(
             "go_back",
             {Phase.TRAINING: Phase.RETURNED},
@@ -151,8 +152,8 @@ class ScriptPhase:
         )
 
     def resume(self) -> None:
-        """Records that the next step begins. A joiner's script may only look at the step's batch.
-        In TORN, the step will not be applied."""
+        """Records that the next step begins. In ARRIVING, a joiner's script may merely look at the
+        step's batch. In TORN, the step will not be applied."""
         self._move(
             "resume",
             {Phase.RETURNED: Phase.TRAINING},
@@ -179,8 +180,8 @@ class ScriptPhase:
     def _move(
         self, name: str, onward: Mapping[Phase, Phase], *, unchanged: Collection[Phase] = ()
     ) -> None:
-        """Moves from each phase in `onward` to its value, and changes nothing in the phases of
-        `unchanged`. Raises InternalError in any other phase."""
+        """Performs the transition `name`: changes a phase in `onward` to its value there, and does
+        not change a phase in `unchanged`. Raises InternalError in any other phase."""
         if self.now in unchanged:
             return
         if self.now not in onward:

@@ -5,10 +5,10 @@ Each rank of a new generation sends its `RankStatus` to all others (one all-gath
 computes the same `Reconciliation` from the same list. No I/O, no torch.
 
 A generation is established only when all its members have the same state and their scripts have
-received equally many step outcomes. Until then some scripts must advance first. A rank in doubt
-that learns that its step counts has to apply it. A rank whose peers already lost a step that it has
-not begun has to begin that step and lose it too. Every survivor's script therefore receives the
-same outcomes in the same order, and reaches the same decisions from them."""
+received the same number of step outcomes. Until then, some scripts must advance. A rank in doubt
+that learns that its step counts must apply the step. A rank that has not begun a step which its
+peers have already aborted must begin and abort that step too. Every survivor's script therefore
+receives the same outcomes in the same order, and makes the same decisions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 
 class StateName(NamedTuple):
-    """Name of a committed state: the generation that committed it and the step, compared in this
-    order.
+    """Name of a committed state: the generation that committed it, and the step. Names are compared
+    in this order.
 
-    Ranks with equal names have equal states. A repeated step gets a higher name than the aborted
-    attempt could have had, because its generation is later. So a rank that was cut off with a state
-    of its own can never override the other ranks' newer state.
+    Ranks whose states have the same name have the same state. A repeated step gets a higher name
+    than the aborted attempt could have had, because its generation is later. A rank that was cut
+    off with a different state can therefore never override the other ranks' newer state.
     """
 
     generation: int
@@ -31,7 +31,7 @@ class StateName(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """Position and activity of a rank when its group failed."""
+    """Generation and activity of a rank when its group failed."""
 
     generation: int
     in_operation: bool
@@ -43,30 +43,29 @@ class RankStatus:
     """Status of one rank when a generation forms."""
 
     state: StateName | None
-    """Name of the newest state that this rank has in common with other ranks; None if its state
-    does not count, as in a fresh process."""
+    """Name of this rank's newest committed state; None if its state does not count, as in a fresh
+    process."""
     doubt: StateName | None = None
-    """Name of the state after the current step, if the step counted. This rank has prepared the
-    step without knowing its outcome. None if there is no such step."""
+    """Name that the state after the current step would have. This rank has prepared the step and
+    does not know its outcome. None if there is no such step."""
     outcomes: int = 0
     """Number of step outcomes received by the rank's script, including the current step's."""
     attached: bool
     """True if the rank has a model, so that it can receive a state."""
     learner: bool
-    """True if the rank is a learner: a joiner that replays its script. It receives its state only
-    at the next step boundary, where the scripts of all ranks are at the same line."""
+    """True if the rank is a learner: a joiner that is replaying its script. It receives its state
+    only at the next step boundary, where the scripts of all ranks are at the same position."""
     poisoned: bool
-    """True if an update raised before it was complete, so that this rank must not send its
-    state."""
+    """True if an update raised an exception before it was complete, so that this rank must not send
+    its state."""
     operations: int
-    """Number of operations between steps that the rank has finished since its state was
-    committed."""
+    """Number of operations between steps that the rank has finished since the last commit."""
     rewinds: bool = False
-    """True if the rank's current step was undone together with its whole round, so that the
-    operations between the round's steps will be repeated."""
+    """True if the rank's current step was undone together with all other steps of its round, so
+    that the operations between these steps will be repeated."""
     interrupted: Interrupted | None = None
-    """Activity of the rank when its group failed. None if it was idle, or if it has since
-    received a state or results and its script is therefore at the senders' position."""
+    """Activity of the rank when its group failed. None if it was idle, or if it has since received
+    a state or results, so that its script is at the senders' position."""
 
     def encode(self) -> list[int]:
         """Returns the status as integers, for an all-gather of int64."""
@@ -114,45 +113,45 @@ class Reconciliation:
     """Decision about what each rank of a new generation does."""
 
     newest: StateName | None
-    """State from which all ranks continue; None if no rank has one."""
+    """State that all ranks continue from; None if no rank has one."""
     donors: tuple[int, ...]
     """Ranks that have the newest state and may send it, ascending."""
     decided: tuple[int, ...]
     """Ranks in doubt about the step that led to `newest`. They must apply it, because it counts."""
     behind: tuple[int, ...]
-    """Ranks that must receive the state now: their state is older or missing, and applying their
-    current step would not produce the newest state."""
+    """Ranks that must receive the newest state now: their state is older or missing, and applying
+    their current step would not produce it."""
     overtaken: tuple[int, ...]
     """Ranks whose peers took steps without them. Their state is older or missing, and they have
-    received fewer outcomes. They could receive a newer state, but their scripts cannot catch up.
-    Their processes therefore end and are replaced."""
+    received fewer outcomes. They could receive the newest state, but their scripts cannot catch up.
+    Their processes therefore exit and are replaced."""
     moving: tuple[int, ...]
-    """Ranks whose scripts must advance before the generation can be established; empty if it can be
-    now."""
+    """Ranks whose scripts must advance before the generation can be established; empty if the
+    generation can be established now."""
     outcomes: int
     """Number of outcomes that all members must have received."""
     learners: tuple[int, ...]
     """Ranks that receive the state at the next step boundary."""
     results_from: int | None
     """Rank that sends the results of the operations finished since `newest` was committed; None if
-    no rank lacks any."""
+    no rank lacks results."""
     results_to: tuple[int, ...]
     """Ranks with the newest state that lack some of these results."""
     apart: tuple[int, ...]
-    """Ranks that were in an operation while other ranks with the same state, after the same number
-    of operations, were in a step. Their scripts have diverged, and would also wait for each other
-    in the next generation. Empty if there are none."""
+    """Ranks that were in an operation while other ranks with the same state and the same number of
+    finished operations were in a step. Their scripts have diverged, so the ranks would wait for
+    each other again in the next generation. Empty if there are none."""
 
     @property
     def state_lost(self) -> bool:
-        """True if a state existed, but no rank with the newest one may send it. The remaining ranks
-        must restore a checkpoint."""
+        """True if a state existed, but no rank with the newest state may send it. The remaining
+        ranks must restore a checkpoint."""
         return self.newest is not None and not self.donors
 
 
 def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
-    """Decides what each rank does, from the status of all ranks in rank order. Every rank must pass
-    the same list."""
+    """Decides what each rank does, from the status of all ranks in rank order. Must be called on
+    every rank, with the same list."""
     members = [r for r, s in enumerate(statuses) if not s.learner]
     newest = max((state for r in members if (state := statuses[r].state) is not None), default=None)
     current = tuple(r for r in members if newest is not None and statuses[r].state == newest)
@@ -194,9 +193,9 @@ def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
 def _lacking(
     statuses: Sequence[RankStatus], donors: Sequence[int], furthest: int | None
 ) -> tuple[int, ...]:
-    """Returns the ranks that have finished fewer operations than `furthest`, among ranks with the
-    same state. If `furthest` undoes its round, ranks that have already undone theirs lack nothing;
-    only ranks that have yet to reach the same step need the results."""
+    """Returns the ranks among `donors` that have finished fewer operations than rank `furthest`. If
+    `furthest` undoes its round, ranks that have already undone theirs lack nothing; only ranks that
+    have not reached the same step yet need the results."""
     if furthest is None:
         return ()
     most = statuses[furthest]
@@ -209,8 +208,8 @@ def _lacking(
 
 
 def _apart(holders: Mapping[int, RankStatus], operations: int) -> tuple[int, ...]:
-    """Returns the ranks that are in an operation although another rank with the same state went on
-    to the next step without this operation."""
+    """Returns the ranks that are in an operation although another rank with the same state has
+    begun the next step without this operation."""
     interrupted = {
         r: s.interrupted
         for r, s in holders.items()

@@ -1,5 +1,5 @@
-"""Numbers that a training loop reports (`ReportedLoss`), and losses of steps that are read when
-they are needed (`read_later`)."""
+"""Numbers reported by a training loop (`ReportedLoss`), and losses that are read from the device
+only when they are needed (`read_later`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 
 class ReportedLoss:
-    """Latest value of a number that the training loop reports under one name, usually the loss.
-    Written by the training thread and read by any thread."""
+    """Latest value of one number that the training loop reports, usually the loss. Written by the
+    training thread and read by any thread."""
 
     def __init__(self, name: str = "loss") -> None:
         self._name = name
@@ -23,8 +23,8 @@ class ReportedLoss:
         self._count = 0
         self._newest = (0, math.nan)
         self._on_their_way: deque[tuple[int, torch.Tensor, torch.Event]] = deque()
-        """Losses reported after `_newest` that are being copied to the host: index, copy, and the
-        CUDA event that marks the copy as complete."""
+        """Losses reported after `_newest` that are still being copied to the host, as (index, copy,
+        CUDA event recorded after the copy)."""
 
     def tell(self, loss: float | torch.Tensor) -> None:
         """Records a loss. Raises ConfigurationError unless it is a single number on this rank."""
@@ -67,7 +67,7 @@ class ReportedLoss:
 
 
 class LossOnItsWay:
-    """A loss that the device may still be computing. `float()` of it waits for the device."""
+    """Loss that the device may still be computing. `float()` waits for the device."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         self._copy, self._arrival = _sent_to_host(loss)
@@ -78,7 +78,7 @@ class LossOnItsWay:
 
 
 class MeanLoss:
-    """Weighted mean of losses; 0 if all weights are 0. `float()` of it waits until all losses are
+    """Weighted mean of losses; 0 if all weights are 0. `float()` waits until all losses are
     computed."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class MeanLoss:
 
 def read_later(loss: torch.Tensor) -> SupportsFloat:
     """Returns the loss as a number. A loss on a device is read only when `float()` is called on the
-    result, so that the caller does not wait for the device here."""
+    result, so this function does not wait for the device."""
     value = loss.detach()
     return (
         float(value)

@@ -1,9 +1,8 @@
 """Interfaces for saving and restoring the rows of sparse tables. The rows are on parameter servers,
 in buckets that are read and replaced as a unit.
 
-The two protocols connect the servers' client (`sparse_tables/server_rows.py`) and the code for
-files (`checkpoint/rows.py`). The order of calls, and the ranks that make them, are documented in
-`checkpoint/saving.py`.
+The protocols connect the servers' client (`sparse_tables/server_rows.py`) with the code for files
+(`checkpoint/rows.py`). `checkpoint/saving.py` documents which ranks call what, and in which order.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class StoredBucket(Protocol):
         """xxh3-64 digest of the file's bytes."""
 
     def chunks(self) -> Iterator[memoryview]:
-        """Yields the file's bytes in pieces of at most 1 MiB; may be called repeatedly."""
+        """Yields the file's bytes in pieces of at most 1 MiB; may be called more than once."""
 
 
 class StoredRows(Protocol):
@@ -47,36 +46,36 @@ class StoredRows(Protocol):
 
 
 class RowStore(Protocol):
-    """Rows of the model's sparse tables on the servers that train them. Used by one thread at a
-    time."""
+    """Rows of the model's sparse tables on the servers that train them. Must be used by one thread
+    at a time."""
 
     @property
     def steady(self) -> bool:
-        """True if the rows change only in steps that all ranks take together, so that all ranks can
-        share the reading between steps. If False, rows may change at any time, and each bucket has
-        the values of the moment at which it was read."""
+        """True if rows change only in steps that all ranks take together, so that all ranks can
+        read their shares of the rows between steps. If False, rows may change at any time, and each
+        bucket has its values at the time when it is read."""
 
     def declared(self) -> Mapping[str, Mapping[str, Any]]:
         """Returns the declarations of all tables: table name -> JSON object with num_embeddings,
         embedding_dim and spec."""
 
     def settle(self) -> None:
-        """Blocks until the servers have received everything that the last step pushes."""
+        """Blocks until the servers have received all pushes of the last step."""
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: Event) -> int:
         """Writes a bucket to `file` and returns the bucket's version.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for too long.
-            MembershipChanged: the caller has set `given_up` to abort the read."""
+            MembershipChanged: the caller has set `given_up`, which aborts the read."""
 
     def lacks(self, stored: StoredRows) -> bool:
         """Returns whether the servers lack rows that `begin_with` would send. Allowed only if
         `steady` is False. Raises the same errors as `fetch`."""
 
     def begin_with(self, stored: StoredRows) -> None:
-        """Sends the stored rows to servers on which the table is still untrained. Allowed only if
-        `steady` is False. Called on all ranks. Blocks until the servers have the rows.
+        """Sends the stored rows to servers that have not trained the table yet. Allowed only if
+        `steady` is False. Must be called on all ranks. Blocks until the servers have the rows.
 
         Raises:
             CorruptDataError: files are damaged, and nothing was sent.
@@ -84,16 +83,16 @@ class RowStore(Protocol):
         """
 
     def expected(self, stored: StoredRows, captured: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the state that the engine captures under the key "tables", with the values that
-        it will have after these rows are restored. Allowed only if `steady` is True. `captured`:
-        that state now."""
+        """Returns the state that the engine will capture under the key "tables" once these rows are
+        restored. Allowed only if `steady` is True. `captured`: that state now."""
 
     def next_restoration(self) -> int:
-        """Returns a number above those of all earlier restorations. Raises the same errors as
-        `fetch`."""
+        """Returns a number for a new restoration, above the numbers of all earlier ones. Raises the
+        same errors as `fetch`."""
 
     def put(
         self, stored: StoredRows, share: tuple[int, int], restoration: int, given_up: Event
     ) -> None:
         """Restores this rank's share of all buckets on the servers. `share`: this rank, and the
-        number of ranks. Raises the same errors as `fetch`."""
+        number of ranks. `restoration`: result of `next_restoration`. Raises the same errors as
+        `fetch`."""

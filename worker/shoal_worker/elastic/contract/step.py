@@ -1,14 +1,14 @@
 """The step in progress, the trace of its collectives, and the step vote that its commit all-reduce
 sums.
 
-A step ends in the same way under every strategy. First the gradients are summed. A rank that has
-everything it needs to apply the step has *prepared* it. A small commit all-reduce follows. A rank
-that receives its sum knows that every rank has prepared the step, so the step counts, whatever
-fails afterwards. If the commit all-reduce fails on a prepared rank, that rank is in doubt until a
-peer in the next generation reports whether it saw the result.
+A step ends in the same way under every strategy. First, the gradients are summed. A rank that has
+everything it needs to apply the step has *prepared* it. Then follows a small commit all-reduce. A
+rank that receives its sum knows that every rank has prepared the step, so the step counts,
+regardless of later failures. If the commit all-reduce fails on a prepared rank, that rank is in
+doubt until a peer in the next generation reports whether it received the result.
 
 The training thread owns a step. While it waits for a collective, the collective's callback may mark
-the step as lost, on a thread of the process group.
+the step as failed, on a thread of the process group.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_worker.elastic.contract.loader_interface import Placement, Share, StepSource, WeighRows
 
 _BASE = 1 << 20
-"""Base of the digits into which numbers are split for a step vote. Each digit and its square are
-sent; their sums over up to 8192 ranks are exact in float64."""
+"""Base of the digits of numbers in a step vote. Each digit and its square are sent; their sums over
+up to 8192 ranks are exact in float64."""
 _DEALING = 2
-"""Number of digits sent of `ScriptPosition.dealing`. Two different values collide once in 2^40."""
+"""Number of digits of `ScriptPosition.dealing` that are sent. Two different values collide with
+probability 2^-40."""
 
 PLACE_WORD_LENGTH = 1 + 2 * (3 + _DEALING)
 """Number of values in a step vote that encode a position."""
@@ -36,25 +37,25 @@ class ScriptPosition(NamedTuple):
     """Position of the user's script in its training loops: loader, epoch and step.
 
     All ranks must be at the same position, with the same samples, when they take a step together.
-    The step vote therefore includes the position. A joiner also receives its peers' position
-    together with the state, so that its script skips the loops before it. Without a Shoal loader:
-    no name, and zeros.
+    The step vote therefore includes the position. A joiner receives its peers' position together
+    with the state, so that its script skips earlier loops. Without a Shoal loader, the name is
+    empty and the numbers are 0.
     """
 
     loader: str
     """Name of the loader; empty for the user's own loop."""
     number: int
-    """Number of the loader, from 1 in the order in which the script created its loaders."""
+    """Number of the loader, from 1 in order of creation."""
     epoch: int
     step: int
     """Step in the epoch."""
     dealing: int = 0
-    """Digest of the loader's distribution of samples, and of the step. Digests of different
-    distributions may be equal by chance; those of the next step then reveal the difference."""
+    """Digest of the loader's distribution of samples, and of the step. If digests of different
+    distributions are equal by chance, the digests of the next step reveal the difference."""
 
     def word(self) -> list[float]:
-        """Encodes the position as numbers for the step vote. After the sum over the ranks, `agree`
-        shows whether all ranks passed the same position."""
+        """Encodes the position as numbers for the step vote. From the sum over all ranks, `agree`
+        determines whether all ranks passed the same position."""
         values = (
             self.number % _BASE,
             self.epoch % _BASE,
@@ -65,9 +66,9 @@ class ScriptPosition(NamedTuple):
 
 
 def agree(summed: Sequence[float]) -> bool:
-    """Returns whether all ranks passed the same numbers. The argument is the sum over all ranks of
-    encoded values (such as `ScriptPosition.word`). It contains the sum of each number and of its
-    square: the mean of the squares equals the square of the mean only if all numbers are equal."""
+    """Returns whether all ranks passed the same numbers. `summed`: sum over all ranks of encoded
+    values (such as `ScriptPosition.word`), which contains the sum of each number and of its square.
+    The mean of the squares equals the square of the mean only if all numbers are equal."""
     count, *numbers = map(int, summed)  # only products of integers are exact
     half = len(numbers) // 2
     return all(
@@ -77,20 +78,21 @@ def agree(summed: Sequence[float]) -> bool:
 
 
 def _digits(value: int, count: int) -> list[int]:
-    """Returns the last `count` digits of `value` in base `_BASE`, the last digit first."""
+    """Returns the `count` least significant digits of `value` in base `_BASE`, least significant
+    first."""
     return [value // _BASE**index % _BASE for index in range(count)]
 
 
 # ------------------------------------------------------------------- the trace of its collectives
 #
-# When ranks wait, the traces of their collectives in a step are compared. All ranks issue the same
-# collectives, so of two ranks' traces one is a prefix of the other. If two traces differ at one
-# position, the scripts diverged: for example, one rank called an optimizer's `step` while another
-# omitted it and continued with the next pass. Each rank then waits in a collective that the other
-# rank never issues.
+# When ranks wait, the traces of their collectives in a step are compared. All ranks must issue the
+# same collectives, so one of two traces must be a prefix of the other. If they differ at some
+# position, the scripts have diverged: for example, one rank has called an optimizer's `step` while
+# another has omitted it and continued with the next pass. Each rank then waits in a collective that
+# the other rank never issues.
 #
-# The training thread writes the trace, and so do the threads of backward passes while the training
-# thread waits. The desync detector's thread reads it.
+# The training thread writes the trace or, while it waits, the thread of a backward pass. The desync
+# detector's thread reads it.
 
 GRADIENTS = "reduces gradients of a backward pass"
 FORWARD = "runs a forward pass of the model"
@@ -104,27 +106,27 @@ BATCH = "ends the batch (steps the last of all optimizers, or requests the next 
 
 
 class CollectiveTrace:
-    """Collectives that this rank has issued in the current step of one generation."""
+    """Trace of the collectives that this rank has issued in the current step."""
 
     def __init__(self) -> None:
         self._place: tuple[int, ...] = ()
         self._issued: list[str] = []
 
     def begin(self, *place: int) -> None:
-        """Begins the trace of a step at `place`. If a step that began at the same place was
-        abandoned, its trace is continued."""
+        """Begins the trace of a step at `place`. If a step at the same place was abandoned,
+        continues its trace."""
         if place != self._place:
             self._place, self._issued = place, []
 
     def add(self, what: str, of: str = "") -> None:
-        """Adds a collective that is about to be issued. `what`: the action, starting with a verb.
+        """Adds a collective that is about to be issued. `what`: the action, beginning with a verb.
         `of`: name of the model, if there are several."""
         self._issued.append(f"{what}, of {of}" if of else what)
 
     def encode(self, *, passes: bool) -> dict[str, Any]:
         """Returns the trace as JSON, for `apart` on another rank. Each distinct text is included
-        once. `passes`: include the forward passes, which the ranks of one replica have in
-        common."""
+        once. `passes`: whether to include forward passes, which are the same for all ranks of one
+        replica."""
         issued = [each for each in list(self._issued) if passes or not each.startswith(FORWARD)]
         texts = list(dict.fromkeys(issued))
         numbers = {text: number for number, text in enumerate(texts)}
@@ -132,8 +134,8 @@ class CollectiveTrace:
 
 
 def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Compares two ranks' traces (results of `CollectiveTrace.encode`). Returns both actions at the
-    first position with different collectives, or None if the ranks did not diverge."""
+    """Compares two ranks' traces (results of `CollectiveTrace.encode`). Returns the two actions at
+    the first position where the traces differ, or None if the ranks did not diverge."""
     lists = ([each["texts"][number] for number in each["issued"]] for each in (one, other))
     return next(
         ((mine, theirs) for mine, theirs in zip(*lists, strict=False) if mine != theirs), None
@@ -143,11 +145,11 @@ def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] |
 # ----------------------------------------------------------------------------- the step in progress
 
 _BOUNDARY, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
-"""Indices of values in a step vote; see `Step.step_vote`."""
+"""Indices of the first values in a step vote; see `Step.step_vote`."""
 _OWN: Final = 5
-"""Number of a step vote's values that belong to the step itself. The other values show whether the
-ranks agree in settings, in writes within passes and between steps, in evaluations, and in their
-scripts' positions."""
+"""Number of values in a step vote before the digests. The digests show whether the ranks agree in
+settings, in writes within passes and between steps, in evaluations, and in their scripts'
+positions."""
 _DIGEST: Final = 4
 """Number of values that encode one digest: two digits and their squares."""
 _SETTINGS: Final = _OWN
@@ -165,13 +167,13 @@ def _digest_word(digest: int) -> list[float]:
 
 
 class Requests(NamedTuple):
-    """Requests of the ranks for the next step boundary, from a summed step vote."""
+    """Requests for the next step boundary that ranks have made in a step vote."""
 
     boundary: bool
-    """True if a rank wants a membership change."""
+    """True if a rank has requested a membership change."""
     stop: bool
-    """True if a rank knows that the job stops. All ranks stop at the next boundary, including those
-    that learn of the stop later."""
+    """True if a rank knows that the job is stopping. All ranks stop at the next boundary, including
+    ranks that have not learned of the stop yet."""
     all_leave: bool
     """True if every rank was asked to leave, for example because an allocation is reclaimed. All
     ranks stop together at the next boundary."""
@@ -187,7 +189,7 @@ class Difference(enum.Enum):
     WRITES = "writes"
     """The ranks' passes made different writes to parameters."""
     WRITES_BETWEEN = "writes between steps"
-    """The ranks made different writes between steps. Their values may still be equal."""
+    """The ranks made different writes between steps. The resulting values may still be the same."""
 
 
 class StepPhase(enum.Enum):
@@ -196,12 +198,13 @@ class StepPhase(enum.Enum):
     OPEN = "open"
     """Some gradients are not yet summed: no rank can have seen the commit all-reduce."""
     PREPARED = "prepared"
-    """This rank has everything needed to apply the step. Only the commit all-reduce reveals whether
+    """This rank has everything needed to apply the step. The commit all-reduce will reveal whether
     every rank has."""
     COMMITTED = "committed"
-    """This rank or a surviving peer saw the commit all-reduce: the step counts."""
+    """This rank or a surviving peer received the result of the commit all-reduce: the step
+    counts."""
     ABORTED = "aborted"
-    """No survivor saw the commit all-reduce: no rank applies it."""
+    """No survivor received the result of the commit all-reduce: no rank applies the step."""
 
 
 @dataclasses.dataclass
@@ -213,9 +216,10 @@ class Step:
     """Loader of the step's samples; None: the user's own loop without a Shoal loader."""
     of: str = ""
     """Name of the step's model, or names of the models that the step has updated, if there are
-    several models; the same on all ranks. Empty for a single model."""
+    several models; the same on all ranks. Empty if there is only one model."""
     trace: CollectiveTrace = dataclasses.field(default_factory=CollectiveTrace)
-    """Trace of this rank's collectives in the step, and in an abandoned step before it."""
+    """Trace of this rank's collectives in the step, and in an abandoned attempt at the same
+    position."""
     share: Share | None = None
     in_micro_batches: bool = dataclasses.field(init=False, default=False)
     """True if the step is split into micro-batches instead of one plain batch per rank."""
@@ -223,44 +227,42 @@ class Step:
     touched: bool = False
     """True if the script has called the model in this step."""
     left: bool = False
-    """True if the script left the loop over the loader before the step was finished."""
+    """True if the script has left the loop over the loader before the step was finished."""
     first_live: bool = False
-    """True if the replay of a joiner's script ended with the first batch of this step."""
+    """True if a joiner's script finished its replay by receiving the first batch of this step."""
     micro_batch: float | None = None
     """Weight of the current micro-batch."""
     micro_batch_index: int | None = None
-    """Index of the current micro-batch over the entire global batch, from 0; the rank for a plain
-    batch."""
+    """Index of the current micro-batch in the global batch, from 0; for a plain batch, the rank."""
     weigh: WeighRows | None = None
-    """Function that weighs parts of the micro-batch; None: a part's weight is its number of
-    samples."""
+    """Function that computes the weights of parts of the micro-batch; None: a part's weight is its
+    number of samples."""
     taken: int = 0
     """Number of this rank's batches that the user's loop has received."""
     micro_batches_weight: float = 0.0
     """Total weight of this rank's finished micro-batches."""
     phase: StepPhase = StepPhase.OPEN
     lost: str | None = None
-    """Reason why the step's group has ended; this step then sends nothing more. None while the
-    group works, and for a committed step."""
+    """Reason why the step's group has failed. The step then starts no further collectives. None
+    while the group works, and in a committed step."""
     control: list[float] | None = None
     """Step vote summed over all ranks; None if not reduced yet."""
     loss: SupportsFloat | None = None
-    """This rank's mean loss, if reported. Conversion to float waits for the device that computes
-    it."""
+    """This rank's mean loss, if reported. `float()` waits for the device that computes it."""
     known: bool = False
     """True if another member had pushed the step's batch to the servers and died before it could
-    report that (async_sgd)."""
+    report the push (async_sgd)."""
     refused: ShoalError | None = None
-    """Reason why the step's gradients cannot be used, the same on all ranks. `optimizer.step()`
-    raises this error until the script clears the gradients."""
+    """Error if the step's gradients cannot be used; the same on all ranks. `optimizer.step()`
+    raises it until the script clears the gradients."""
     writes: int = 0
     """Digest of the values that forward and backward passes wrote to parameters; 0 if they wrote
     none."""
     written_between: int = 0
     """Digest of the values that the script wrote to parameters and buffers between the previous
-    step and this one; 0 if none."""
+    step and this one; 0 if it wrote none."""
     evaluated: int = 0
-    """Digest of the inputs on which the model was evaluated since the last step; see
+    """Digest of the inputs that the model was evaluated on since the last step; see
     `EvaluationComparison`."""
     pushed: Sequence[int] | None = None
     """Numbers of the leased batches that count with this step: in the last step of a round, all
@@ -281,8 +283,8 @@ class Step:
             self.trace.add(what, self.of)
 
     def check_whole(self) -> None:
-        """Raises PreconditionError unless the script's inner loop received all micro-batches of
-        this rank. A commit counts all of them as trained on, so none may be left out."""
+        """Raises PreconditionError unless the script's inner loop has received all micro-batches of
+        this rank. A commit counts all of them as trained on, so none may be skipped."""
         due = self.share.micro_batches if self.share is not None else None
         if due is not None and self.taken < due:
             raise PreconditionError(
@@ -302,10 +304,11 @@ class Step:
         settings: int,
         place: ScriptPosition,
     ) -> list[float]:
-        """Returns the numbers that this rank contributes to the step vote: a request for a
-        membership change, loss times weight, the weight if a loss was reported, a known stop of the
-        job, and a request to leave. Digests of optimizer settings, of writes in passes and between
-        steps, and of evaluations follow, then the script's position."""
+        """Returns the numbers that this rank contributes to the step vote. These are, in order:
+        whether a membership change is requested, loss times weight, the weight (0 without a loss),
+        whether the job is known to be stopping, whether this rank has to leave, digests of
+        optimizer settings, of writes in passes, of writes between steps and of evaluations, and the
+        script's position."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
@@ -320,8 +323,8 @@ class Step:
         return [*own, *digits, *place.word()]
 
     def fail(self, reason: str) -> None:
-        """Marks the step as lost because one of its collectives failed. Changes nothing if the
-        outcome is known."""
+        """Marks the step as failed because one of its collectives has failed. Changes nothing if
+        the outcome is known."""
         if self.phase in (StepPhase.OPEN, StepPhase.PREPARED) and self.lost is None:
             self.lost = reason
 
@@ -332,17 +335,17 @@ class Step:
             self.phase = StepPhase.PREPARED
 
     def decide(self, summed: Sequence[float]) -> None:
-        """Commits the step, because this rank or a surviving peer saw the commit all-reduce.
-        `summed`: the step vote summed over all ranks."""
+        """Commits the step, because this rank or a surviving peer received the result of the commit
+        all-reduce. `summed`: the step vote summed over all ranks."""
         self.control, self.phase, self.lost = list(summed), StepPhase.COMMITTED, None
 
     def abort(self) -> None:
-        """Aborts the step, since no survivor saw the commit all-reduce."""
+        """Aborts the step, because no survivor received the result of the commit all-reduce."""
         self.phase, self.lost = StepPhase.ABORTED, self.lost or "aborted"
 
     @property
     def unresolved(self) -> bool:
-        """True if the step's group has ended and this rank does not know the outcome."""
+        """True if the step's group has failed and this rank does not know the step's outcome."""
         return self.lost is not None and self.phase is not StepPhase.ABORTED
 
     @property
@@ -352,7 +355,7 @@ class Step:
 
     @property
     def requests(self) -> Requests:
-        """Requests of the ranks in the summed step vote, for the next step boundary."""
+        """All ranks' requests for the next step boundary, from the summed step vote."""
         if self.control is None:
             return Requests(boundary=False, stop=False, all_leave=False)
         return Requests(
@@ -363,8 +366,8 @@ class Step:
 
     @property
     def difference(self) -> Difference | None:
-        """First kind of difference between the ranks that the summed step vote shows; None if the
-        participating ranks agree in all respects."""
+        """First kind of difference between the ranks that the summed step vote shows; None if it
+        shows no difference."""
         if self.control is None:
             return None
         if not agree(self.control[_PLACE:]):
@@ -378,8 +381,7 @@ class Step:
 
     @property
     def evaluated_alike(self) -> bool:
-        """True if all participating ranks, including this rank, evaluated the model on the same
-        inputs."""
+        """True if all ranks have evaluated the model, on the same inputs, since the last step."""
         return self.evaluated != 0 and self.control is not None and self._agree(_EVALUATED)
 
     def _agree(self, begins: int) -> bool:
@@ -389,31 +391,32 @@ class Step:
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean loss over the entire batch if the ranks reported losses, otherwise this rank's own
-        loss, if reported."""
+        """Mean loss over the global batch if it is known, otherwise this rank's own loss; None if
+        neither is."""
         if self.loss_of_all is not None:
             return self.loss_of_all
         return None if self.loss is None else float(self.loss)
 
     @property
     def weight_of_all(self) -> float | None:
-        """Total weight of the batches with reported losses over all ranks; None if no rank has
-        reported one, or the losses are not summed yet."""
+        """Total weight, over all ranks, of the batches with reported losses; None if no rank has
+        reported a loss, or the step vote has not been summed yet."""
         return None if self.control is None or self.control[_WEIGHT] <= 0 else self.control[_WEIGHT]
 
     @property
     def loss_of_all(self) -> float | None:
-        """Mean loss over the entire batch; None if no rank has reported one, or the losses are not
-        summed yet."""
+        """Mean loss over the global batch; None if no rank has reported a loss, or the step vote
+        has not been summed yet."""
         if self.control is None or self.control[_WEIGHT] <= 0:
             return None
         return self.control[_LOSS] / self.control[_WEIGHT]
 
 
 def not_finished(*, elsewhere: bool, asynchronous: bool) -> PreconditionError:
-    """Returns the error for a script that requests a batch before it finished the last step.
-    `elsewhere`: the batch belongs to another loader, and the unfinished step has updated only some
-    of several models. `asynchronous`: workers take steps independently (async_sgd)."""
+    """Returns the error for a script that requests a batch before it has finished the last step.
+    `elsewhere`: True if the batch belongs to a different loader, and the unfinished step has
+    updated only some of several models. `asynchronous`: True if workers take steps independently
+    (async_sgd)."""
     accumulate = (
         "which is one step of this worker. To accumulate gradients over several backward passes, "
         "pass a larger batch_size= to the loader and run a pass on each part of the batch"

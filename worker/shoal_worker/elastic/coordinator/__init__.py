@@ -5,6 +5,6 @@
 - `link`: the stream to the coordinator. `outbox`: outgoing messages. `coordinator_messages`:
   conversion of messages from and to protobuf.
 - `progress`: figures in heartbeats and metrics. `stall_watch`: reports unreachable peers.
-  `script_lines`: finds the line of the script in which a worker hangs. `hang_report`: stacks for
-  the explanation of a stalled step.
+  `script_lines`: finds the line of the script where a worker hangs. `hang_report`: collects stacks
+  that explain a stalled step.
 """

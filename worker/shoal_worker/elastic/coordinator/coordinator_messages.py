@@ -32,7 +32,7 @@ def run_message(text: str) -> pb.RunId | None:
     worker then joins the newest run.
 
     Raises:
-        ConfigurationError: not in the format written by launchers.
+        ConfigurationError: `text` does not have the format written by launchers.
     """
     if not text:
         return None
@@ -41,15 +41,15 @@ def run_message(text: str) -> pb.RunId | None:
 
 
 Ask = Callable[[int, str, Sequence[int]], list[Peer]]
-"""Function that requests ranks of the generation with the given number and nonce from the
-coordinator; all ranks if none are given."""
+"""Function that requests ranks of a generation from the coordinator. Its arguments are the
+generation's number and nonce, and the ranks; if the ranks are empty, it requests all."""
 
 
 def parse_generation(
     directive: pb.MemberDirective, mine: Peer, before: Generation | None, ask: Ask
 ) -> Generation:
-    """Parses a generation as received by the member `mine`, and sets that member's rank. `before`:
-    the newest generation known before. `ask`: function that requests details of ranks."""
+    """Parses a generation that the member `mine` has received, and sets that member's rank.
+    `before`: the newest generation known so far. `ask`: function that requests details of ranks."""
     message = directive.generation
     return (
         _parse_whole(message, mine.member_id)
@@ -59,7 +59,7 @@ def parse_generation(
 
 
 def parse_ranks(message: pb.GetRanksResponse) -> list[Peer]:
-    """Parses the answer to a request for ranks."""
+    """Parses the response to a request for ranks."""
     return [_parse_rank(rank) for rank in message.ranks]
 
 
@@ -158,14 +158,14 @@ def leave_message(
 
 
 def observed_message(seen: Neighbour) -> pb.ObservedStacks:
-    """Returns the part of a heartbeat with the stacks of another member."""
+    """Returns the part of a heartbeat that contains another member's stacks."""
     return pb.ObservedStacks(
         member_id=seen.member_id, script_line=seen.script_line, stacks=seen.stacks
     )
 
 
 def progress_message(progress: Progress) -> pb.Progress:
-    """Returns the progress part of a heartbeat."""
+    """Returns the part of a heartbeat that contains this worker's progress."""
     busy = progress.busy_link
     return pb.Progress(
         step=progress.step,

@@ -1,10 +1,10 @@
 """Membership of a rank of `shoal.launch` or `mpiexec`. The ranks are known from the start and never
 change.
 
-The launch assigns the ranks itself, so it needs neither a coordinator nor Redis. The session, its
-steps, operations and checkpoints run the same code as in a job, with a single generation. The
-coordinator's other functions are not needed: no rank fails alone, and none can join later. The
-ranks are threads of one process, or MPI ends all of them with the first.
+The launch assigns the ranks itself, so it needs neither a coordinator nor Redis. Session, steps,
+operations and checkpoints run the same code as in a job, with a single generation. The
+coordinator's other functions are not needed, because no rank fails alone and none can join later:
+the ranks are threads of one process, or MPI terminates all of them when one fails.
 
 Used only by the rank's thread, except `has_left`. Ranks that are threads access the registry of
 trained modules in turns."""
@@ -55,8 +55,8 @@ def check_own(model: nn.Module) -> None:
 
 
 class FixedLink:
-    """Implementation of `Notices` without a coordinator: there is one generation, and no notice
-    ever arrives."""
+    """Implementation of `Notices` without a coordinator: there is only one generation, and no
+    notice arrives."""
 
     newest = 1
     refused = None
@@ -88,12 +88,12 @@ class FixedMembership:
         self._host = host
         self._turns = own_turns()
         self.group: Group | None = None
-        """The group formed last; None before the first and after `leave_group`."""
+        """The last group that was formed; None before the first and after `leave_group`."""
         self.link = FixedLink(self._generation("", [("", "")] * seat.world_size))
 
     @property
     def only_backend(self) -> str:
-        """Backend with which the ranks were started."""
+        """Backend of the launch that started the ranks."""
         return self._seat.backend
 
     def observe(self, progress: ProgressMeter) -> None:
@@ -158,12 +158,12 @@ class FixedMembership:
         """Does nothing, because no rank is evicted."""
 
     def has_left(self, member_id: str) -> bool:
-        """Returns whether the launch is over. Once a rank has failed, all ranks count as having
+        """Returns whether the launch has ended. Once a rank has failed, all ranks count as having
         left."""
         return self._turns is not None and self._turns.over is not None
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """Returns True. No rank fails alone, so none is ever in doubt about a step."""
+        """Returns True. No rank fails alone, so no rank can be in doubt about a step."""
         return True
 
     def last_departures(self) -> Sequence[str]:
@@ -171,7 +171,8 @@ class FixedMembership:
         return ()
 
     def leave_group(self, reason: str) -> None:
-        """Releases the group. The other ranks fail only in a collective that needs this rank."""
+        """Releases the group. The other ranks fail only if they run a collective that needs this
+        rank."""
         group, self.group = self.group, None
         if group is not None:
             group.leave()
@@ -186,16 +187,16 @@ class FixedMembership:
         held: LastState | None = None,
     ) -> str:
         """Ends this rank's part in the launch. Returns a description of how its last state differs
-        from that of a rank that finished before; empty if it does not. MPI ranks share no store and
-        therefore do not compare."""
+        from the last state of a rank that has already finished; empty if it does not differ. MPI
+        ranks have no shared store, so they do not compare states."""
         if reason == LeaveReason.FINISHED and self.group is not None:
             self.group.all_leave()
         self.leave_group("this rank has ended")
         return "" if held is None or reason != LeaveReason.FINISHED else self._compare(held)
 
     def _compare(self, held: LastState) -> str:
-        """Compares the digests `held` with those that the first rank to leave has put into the
-        store. Returns a description of the difference; empty if there is none."""
+        """Compares the digests `held` with the digests that the first rank to leave has put into
+        the store. Returns a description of the difference; empty if there is none."""
         mine, said = str(self._seat.rank), {}
         for group, digest in held.digests.items():
             key = f"shoal-session/held/{held.step}/{group}"

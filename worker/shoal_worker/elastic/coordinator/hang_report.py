@@ -1,12 +1,12 @@
-"""Collects stack traces that explain a stalled step: those of this process while it makes no
-progress, and those of processes on this machine that cannot report their own.
+"""Collects stack traces that explain a stalled step: of this process while it makes no progress,
+and of other processes on this machine that cannot report their own.
 
-The stacks of this process come from Python. Those of its data workers, and of other members, come
-from faulthandler in the other process (`shoal_common.system.stacks`), which also works while a call
-holds Python's lock. If a hung process's heartbeats have stopped, the coordinator asks a member on
-the same machine to read its stacks (`NeighbourStacks`).
+This process reads its own stacks in Python. The stacks of its data workers and of other members
+come from faulthandler in the other process (`shoal_common.system.stacks`), which works even while a
+call holds Python's global lock. If a hung process's heartbeats have stopped, the coordinator asks a
+member on the same machine to read its stacks (`NeighbourStacks`).
 
-Runs on the thread of the stall watch. Each look takes at most a second."""
+Runs on the stall watch's thread. Each check takes at most a second."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LONGEST: Final = 4096
 _AGAIN_S: Final = 10.0
 """Interval at which the stacks of a process that makes no progress are read again."""
 _BUDGET_S: Final = 1.0
-"""Time for reading the stacks of other processes."""
+"""Time limit for reading the stacks of other processes, in seconds."""
 _MOST_CHILDREN: Final = 8
 _STOPPED: Final = ("T ", "t ")
 _MAIN: Final = "training thread"
@@ -48,8 +48,8 @@ _MULTIPROCESSING: Final = "/multiprocessing/"
 
 
 class HangReport:
-    """Latest stacks of this process. They are due for a heartbeat each time they have been read
-    again."""
+    """Latest stacks of this process. Each time they have been read, they are due to be sent with a
+    heartbeat."""
 
     def __init__(self, progress: ProgressMeter) -> None:
         self._progress = progress
@@ -59,8 +59,8 @@ class HangReport:
         reading."""
 
     def look(self) -> None:
-        """Reads the stacks if this process makes no progress and they are due. Called once a
-        second."""
+        """Reads the stacks if this process makes no progress and they have not been read recently.
+        Called once a second."""
         progress = self._progress
         sequence, now = progress.sequence, time.monotonic()
         if progress.still_s < LOCATE_AFTER_S:
@@ -71,7 +71,7 @@ class HangReport:
         self._read = sequence, now
         calls = calls_of(progress.thread)
         parts = [(_MAIN, folded(calls))]
-        if not progress.waits.now[0]:  # if this process waits for others, they are the cause
+        if not progress.waits.now[0]:  # if this process is waiting for others, they are the cause
             parts += _other_threads(progress.thread)
             # no process receives a signal unnecessarily
             if script_line(calls).endswith(DATA_WORKER):
@@ -105,7 +105,7 @@ class Neighbour:
 
 def neighbour_stacks(member_id: str, pid: int) -> Neighbour | None:
     """Returns the stacks of another member on this machine. Returns None if this process cannot see
-    the other one, for example because it runs in another container."""
+    the other process, for example because it runs in a different container."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -132,7 +132,8 @@ class _Seen:
     calls: Sequence[Call]
     line: str
     stopped: str
-    """Empty unless the process is stopped, or does not answer."""
+    """Reason why the stack could not be read: the process is stopped, or does not respond. Empty if
+    it was read."""
 
     @property
     def remark(self) -> str:
@@ -140,7 +141,7 @@ class _Seen:
 
 
 def _look_at(pid: int, until: float) -> _Seen:
-    """Reads the stack of another process until the time `until` at the latest."""
+    """Reads the stack of another process by the time `until`."""
     state = process_state(pid)
     if state.startswith(_STOPPED):
         what = "stopped" if state.startswith("T") else "stopped by a debugger"
@@ -157,8 +158,8 @@ def _look_at(pid: int, until: float) -> _Seen:
 
 
 def _since_fork(calls: Sequence[Call]) -> Sequence[Call]:
-    """Returns the calls of a process forked by multiprocessing, without the calls of its parent at
-    the time of the fork."""
+    """Returns the calls without those that the process inherited from its parent, if
+    multiprocessing has forked it."""
     begins = itertools.takewhile(
         lambda call: not (call.function == "_bootstrap" and _MULTIPROCESSING in call.file), calls
     )
@@ -166,8 +167,8 @@ def _since_fork(calls: Sequence[Call]) -> Sequence[Call]:
 
 
 def _other_threads(training: int) -> list[tuple[str, str]]:
-    """Returns the stacks of other threads that execute the script. Threads with equal stacks share
-    one entry."""
+    """Returns the stacks of other threads that execute the script, as (heading, stack). Threads
+    with the same stack share one entry."""
     names: dict[str, list[str]] = {}
     for thread in threading.enumerate():
         if thread.ident not in (None, training) and thread.name[:6] != "shoal-":
@@ -184,7 +185,7 @@ def _several(names: Sequence[str]) -> str:
 
 def _joined(parts: Sequence[tuple[str, str]]) -> str:
     """Joins stacks into one text of at most `LONGEST` characters. The training thread's stack comes
-    first, without a heading; each of the others has one."""
+    first, without a heading; each other stack has one."""
     text = "\n".join(
         stack if name == _MAIN else f"{name}:\n{stack}".rstrip(":\n") for name, stack in parts
     )

@@ -1,4 +1,4 @@
-"""Connection of a member to the coordinator: one gRPC stream, which a separate thread keeps open.
+"""A member's connection to the coordinator: one gRPC stream, which a separate thread keeps open.
 
 The link's thread reads directives and reconnects. gRPC's own thread pulls the outgoing messages,
 including a heartbeat after each interval without another message. The training thread calls the
@@ -6,9 +6,9 @@ public methods. The condition `_changed` guards all shared fields and is notifie
 Callbacks run on the link's thread and must not block.
 
 While the coordinator is unavailable, training continues, and the link keeps reconnecting with
-backoff. A thread that waits for a generation keeps waiting, and logs this every ten seconds. The
-time during which the coordinator is unavailable does not count against the wait's deadline, but has
-a limit of its own. If the coordinator has lost the job, the link creates the job again.
+backoff. A thread that waits for a generation keeps waiting, and logs this every ten seconds. Time
+without the coordinator does not count against the wait's deadline, but has a limit of its own. If
+the coordinator has lost its records of the job, the link creates the job again.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
-"""Time for which a member that must leave, and whose group has failed, waits for an unavailable
-coordinator. Batch systems kill a process 30 s after SIGTERM.
-"""
+"""Maximum wait for an unavailable coordinator, in seconds, of a member that must leave and whose
+group has failed. Batch systems kill a process 30 s after SIGTERM."""
 _EXPLAIN_AFTER_S = 2.0
-"""Time without acceptance by the coordinator after which the link searches for the cause."""
+"""Time in seconds after which the link looks for the reason why the coordinator has not accepted
+this member."""
 _RETRYABLE = (UnavailableError, DeadlineError)
 
 
@@ -82,8 +82,8 @@ class CoordinatorLink:
         Both callbacks run on the link's thread, before threads that wait for a notice are woken.
         `on_generation`: called for every new generation, to interrupt work in the generations that
         it replaces. `on_stop_now`: called when no further step boundary or generation will follow,
-        to interrupt the formation of a generation. `away_limit`: maximum time for which a wait for
-        a generation continues while the coordinator is unavailable.
+        to interrupt the formation of a generation. `away_limit`: how long a wait for a generation
+        continues while the coordinator is unavailable.
         """
         self.client = client
         """Client for requests to the coordinator, bound to this member's run."""
@@ -97,8 +97,8 @@ class CoordinatorLink:
         self._newest: Generation | None = None
         self._drain: str | None = None
         self._drain_ordered = False
-        """True if the coordinator ordered the drain, and therefore forms a generation without this
-        member."""
+        """True if the coordinator has ordered this member to drain, so that it forms a generation
+        without this member."""
         self._stop: str | None = None
         self._stop_now = False
         self._finished_steps: int | None = None
@@ -121,11 +121,11 @@ class CoordinatorLink:
 
     def connect(self, timeout: timedelta) -> bool:
         """Opens the session with the coordinator. Returns True if the job has already had a
-        generation, so that this member is a joiner.
+        generation, which makes this member a joiner.
 
         Raises:
-            Drained: this process was asked to leave before a coordinator answered.
-            DeadlineError: no coordinator answered in time.
+            Drained: this process was asked to leave before the coordinator responded.
+            DeadlineError: the coordinator did not respond in time.
             ShoalError: the coordinator refused the member.
         """
         self._ended = False
@@ -161,9 +161,9 @@ class CoordinatorLink:
         return self._welcome is not None
 
     def _probe(self) -> queue.SimpleQueue[Obstacle | None]:
-        """Starts a thread that finds out why the coordinator cannot be reached. Returns a queue
-        that receives the result. A name lookup may take half a minute, and SIGTERM must not wait
-        for it.
+        """Starts a thread that determines why the coordinator cannot be reached. Returns a queue
+        that receives the result. (A separate thread, because a name lookup may take half a minute,
+        and SIGTERM must not wait for it.)
         """
         found: queue.SimpleQueue[Obstacle | None] = queue.SimpleQueue()
 
@@ -176,7 +176,7 @@ class CoordinatorLink:
         return found
 
     def _explain_absence(self, obstacle: Obstacle | None, left_s: float) -> str | None:
-        """Logs and returns the reason why the coordinator does not answer. Raises UnavailableError
+        """Logs and returns the reason why the coordinator does not respond. Raises UnavailableError
         if waiting longer cannot help.
         """
         if obstacle is None:
@@ -205,15 +205,15 @@ class CoordinatorLink:
     ) -> Generation:
         """Waits until a generation above `after` is known, and returns the newest generation.
 
-        `mid_step`: this member's group failed within a step, possibly before its peers' groups.
-        Even in a stopping job, the coordinator answers such a failure, with a generation or with
-        the message that none will follow, so that all members stop at the same step boundary. A
-        draining member waits for that answer too, because its peers may need its part of the state.
+        `mid_step`: True if this member's group has failed within a step, possibly before its peers'
+        groups. Even if the job is stopping, the coordinator responds to such a failure, either with
+        a generation or with the message that none will follow, so that all members stop at the same
+        step boundary. A draining member waits for that response too, because its peers may need its
+        part of the state.
 
         Raises:
             StopTraining: the job was stopped (`Drained`: this member must leave).
-            DeadlineError: no generation arrived in time. Time during which the coordinator was
-                unavailable does not count.
+            DeadlineError: no generation arrived in time, not counting time without the coordinator.
             ShoalError: this member was evicted.
         """
         started, away_before_s, lines = time.monotonic(), self.away_s, WaitingLines()
@@ -257,10 +257,10 @@ class CoordinatorLink:
     def failed(
         self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()
     ) -> None:
-        """Reports a failed collective of `generation`, unless a newer generation that interrupts it
-        is already known. A newer generation that members enter only at their next step boundary
-        does not suffice, because this rank cannot reach that boundary. `suspects`: unreachable
-        ranks.
+        """Reports a failed collective of `generation`, unless a newer generation that interrupts
+        `generation` is already known. A newer generation that members enter only at their next step
+        boundary does not suffice, because this rank cannot reach that boundary. `suspects`:
+        unreachable ranks.
         """
         with self._changed:
             if self._newest is None or self._newest.interrupts_below <= generation:
@@ -270,13 +270,13 @@ class CoordinatorLink:
                 self._changed.notify_all()
 
     def entered(self, generation: int) -> None:
-        """Records the generation in which this member now works. Heartbeats report it."""
+        """Records that this member has entered `generation`. Heartbeats report it."""
         with self._changed:
             self._outbox.generation, self._outbox.spare = generation, False
             self._changed.notify_all()
 
     def stands_by(self) -> None:
-        """Records that this member has a rank but no part in the model, until it enters another
+        """Records that this member has a rank but no part of the model, until it enters another
         generation. The run may end without this member.
         """
         with self._changed:
@@ -289,21 +289,21 @@ class CoordinatorLink:
         self._outbox.progress = progress
 
     def has_all(self, step: int) -> None:
-        """Records this member's last step and reports it at once, because peers wait for the
+        """Records this member's last step and reports it immediately, because peers wait for the
         report."""
         with self._changed:
             self._outbox.last_step = step
             self._changed.notify_all()
 
     def cannot_reach(self, ranks: Sequence[int]) -> None:
-        """Records the ranks that accepted no connection when this member probed them during a
+        """Records the ranks that did not accept a connection when this member probed them during a
         stall. Heartbeats report them.
         """
         self._outbox.out_of_reach = tuple(ranks)
 
     def silent_neighbours(self) -> list[tuple[str, int]]:
         """Returns member ids and pids of processes on this machine whose heartbeats have stopped,
-        and whose stacks this member has to read. Each request of the coordinator is returned only
+        and whose stacks the coordinator has asked this member to read. Returns each request only
         once.
         """
         silent, self._silent = self._silent, []
@@ -314,15 +314,15 @@ class CoordinatorLink:
         self._outbox.observed = tuple(neighbours)
 
     def reaches(self, reached: bool) -> None:
-        """Records whether this member can reach the member from which it was separated again.
-        Heartbeats report it.
+        """Records whether this member can again reach the member `apart_from`. Heartbeats report
+        it.
         """
         self._outbox.in_reach = reached
 
     @property
     def apart_from(self) -> str:
-        """Id of the member that this member could not reach, and from which the coordinator
-        therefore keeps it separated; empty if there is none.
+        """Id of the member that this member could not reach, so that the coordinator keeps the two
+        separated; empty if there is none.
         """
         return self._apart_from
 
@@ -335,7 +335,7 @@ class CoordinatorLink:
 
     @property
     def away_s(self) -> float:
-        """Total time in seconds for which the coordinator has been unavailable."""
+        """Total time without the coordinator, in seconds."""
         return self._away_s + self._away_for_s()
 
     def _away_for_s(self) -> float:
@@ -344,7 +344,7 @@ class CoordinatorLink:
 
     @property
     def store_url(self) -> str:
-        """Address of the rendezvous stores, according to the coordinator. The address of an
+        """Redis URL of the rendezvous stores, as sent by the coordinator. The address of an
         embedded store changes when the coordinator restarts.
         """
         welcome = self._welcome
@@ -364,14 +364,12 @@ class CoordinatorLink:
     @property
     def refused(self) -> ShoalError | None:
         """Reason why the coordinator no longer accepts this process as a member, so that it must
-        stop training; None if it does."""
+        stop training; None if it is still a member."""
         return self._fatal
 
     @property
     def put_out(self) -> ShoalError | None:
-        """Reason why the coordinator evicted this process from its job, which went on without it;
-        None if it was not evicted.
-        """
+        """Reason why this process was evicted from its job; None if it was not evicted."""
         error = self._fatal
         return error if self._welcome is not None and isinstance(error, PreconditionError) else None
 
@@ -382,7 +380,8 @@ class CoordinatorLink:
 
     @property
     def excluded(self) -> bool:
-        """True if the coordinator forms a generation without this member, so that it must leave."""
+        """True if the coordinator forms a generation without this member, which must therefore
+        leave."""
         return self._drain_ordered
 
     @property
@@ -393,7 +392,7 @@ class CoordinatorLink:
     @property
     def finished_steps(self) -> int | None:
         """Number of committed steps of a peer whose script has finished, if the coordinator
-        reported it while this member waited for a generation; otherwise None.
+        reported it while this member was waiting for a generation; otherwise None.
         """
         return self._finished_steps
 
@@ -403,13 +402,13 @@ class CoordinatorLink:
         return self._stop_now
 
     def drain(self, reason: str) -> None:
-        """Marks this member as leaving at the next step boundary, after SIGTERM. Async-signal-safe,
-        because it only sets one field."""
+        """Marks this member as leaving at the next step boundary, after SIGTERM. May be called in a
+        signal handler, because it only sets one field."""
         self._drain = reason
 
     def fall_behind(self, why: str) -> None:
-        """Marks this member as unable to continue in its job, for the reason `why`. `put_out`
-        returns that reason from now on, and waiting calls raise it.
+        """Marks this member as unable to continue in its job. `why`: the reason, which `put_out`
+        returns from now on and waiting calls raise.
         """
         self._fail(PreconditionError(why, reason="MEMBER_BEHIND"))
 
@@ -423,9 +422,9 @@ class CoordinatorLink:
         held: LastState | None = None,
         timeout: timedelta = timedelta(seconds=5),
     ) -> str:
-        """Leaves the job and ends the session. Waits at most `timeout` until the coordinator has
+        """Leaves the job and closes the session. Waits at most `timeout` until the coordinator has
         received the message. Does not wait for an unavailable coordinator, because peers may be
-        blocked until this process's group ends. Returns the result of `Member.leave`.
+        blocked until this process closes its group. Returns the result of `Member.leave`.
         """
         with self._changed:
             if self._outbox.leaving is not None:
@@ -446,8 +445,8 @@ class CoordinatorLink:
         try:
             self._hold_session()
         except Exception as error:
-            # Whatever the error: a member that has lost contact with its job must learn of it.
-            # Otherwise it would continue to train after an eviction.
+            # Any error must be reported to the training thread, which would otherwise continue to
+            # train after an eviction.
             _log.exception("the connection to the coordinator failed")
             self._fail(InternalError(f"the connection to the coordinator failed: {error!r}"))
         finally:
@@ -492,7 +491,7 @@ class CoordinatorLink:
                     self._fail(error)
                     return
             except ShoalError as error:
-                if error.reason == "REPLICAS_DIVERGED":  # the answer to this member's leave message
+                if error.reason == "REPLICAS_DIVERGED":  # the response to the leave message
                     self._apart = str(error)
                     return
                 # An evicted member must not exit with success, even if it learns of the eviction
@@ -505,8 +504,8 @@ class CoordinatorLink:
                 self._changed.wait_for(lambda: self._outbox.leaving is not None, backoff.next_s())
 
     def _give_job_again(self, error: UnknownResourceError) -> bool:
-        """Creates the job again if the coordinator has lost its records although this member still
-        trains in the job. Returns whether to reconnect.
+        """Creates the job again if the coordinator has lost its records although this member is
+        still training in the job. Returns whether to reconnect.
         """
         welcome = self._welcome
         if welcome is None or error.reason != "JOB_UNKNOWN":
@@ -517,8 +516,8 @@ class CoordinatorLink:
             return True
         except ShoalError as refused:
             if refused.reason == "RUN_UNKNOWN":
-                # other members have already created it as a new run; joining with this member's
-                # generation restores the original run
+                # another member has already recreated the job, as a new run; joining with this
+                # member's generation restores the original run
                 return True
             _log.warning(
                 "the coordinator has lost its records of job %r and refused to restore them from "
@@ -571,16 +570,16 @@ class CoordinatorLink:
 
     def _drains_now(self, mid_step: bool) -> bool:
         """Returns whether to leave at this step boundary because the coordinator ordered the drain.
-        A process that must leave because of SIGTERM enters the generation that its peers wait for
-        instead. Its peers may have received the signal as well, and then all leave together.
+        A process that must leave because of SIGTERM instead enters the generation that its peers
+        are waiting for: they may have received the signal too, and then all leave together.
         """
         return not mid_step and self._drain_ordered
 
     def _no_generation_comes(self, mid_step: bool) -> bool:
-        """Returns whether this member should stop waiting for a generation: the coordinator said
-        that none will follow, has put the job on hold, or is unavailable. After a failure, this
-        member may have the only copy of a part of the state, so it first waits some time for an
-        unavailable coordinator.
+        """Returns whether this member should stop waiting for a generation: the coordinator has
+        announced that none will follow, has put the job on hold, or is unavailable. After a
+        failure, this member may have the only copy of a part of the state, so it first waits some
+        time for an unavailable coordinator.
         """
         away = self._away_since is not None and (
             not mid_step or self._away_for_s() > _AWAY_BESIDE_A_FAILURE_S
@@ -641,7 +640,7 @@ class CoordinatorLink:
         with self._changed:
             self._changed.notify_all()
         if generation is not None:
-            # applies the changes now, so that the previous table need not be kept
+            # applies the changes now, so that the previous table is not kept in memory
             generation.known  # noqa: B018
 
     def _mine(self) -> Peer:
@@ -661,8 +660,7 @@ class CoordinatorLink:
         Thread-safe.
 
         Raises:
-            MembershipChanged: there is a newer generation, about which this member will be
-                notified.
+            MembershipChanged: there is a newer generation. This member will be notified of it.
             UnavailableError: the coordinator is unreachable, or does not know the job.
         """
         try:
@@ -681,7 +679,7 @@ class CoordinatorLink:
     def _fail(self, error: ShoalError) -> None:
         _log.info(
             "the coordinator ended this worker's membership: %s", error
-        )  # calls that wait will raise it
+        )  # waiting calls will raise it
         with self._changed:
             self._fatal = error
             self._changed.notify_all()

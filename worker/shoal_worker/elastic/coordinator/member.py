@@ -1,8 +1,8 @@
 """Interface of a rank's membership, as used by the session.
 
 There are two implementations. In a job, the coordinator reassigns ranks when members join and leave
-(`membership.py`). In a launch, a rank keeps its place from beginning to end (`fixed.py`). The
-session runs the same code over both.
+(`membership.py`). In a launch, a rank never changes (`fixed.py`). The session runs the same code
+with either.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class LeaveReason(enum.Enum):
     DRAINED = enum.auto()
     """The member was asked to leave, or received SIGTERM, and left at a step boundary."""
     FINISHED = enum.auto()
-    """The member's script finished: the run is over for all members."""
+    """The member's script has finished, which ends the run for all members."""
     FAILED = enum.auto()
     """The member's script raised an exception."""
 
 
 class Notices(Protocol):
-    """Notices about the membership of this rank, and reports from it."""
+    """Notices about this rank's membership, and reports from this rank."""
 
     @property
     def newest(self) -> int:
@@ -63,7 +63,8 @@ class Notices(Protocol):
 
     @property
     def excluded(self) -> bool:
-        """True if the coordinator forms a generation without this member, so that it must leave."""
+        """True if the coordinator forms a generation without this member, which must therefore
+        leave."""
         ...
 
     @property
@@ -76,7 +77,7 @@ class Notices(Protocol):
         ...
 
     def stands_by(self) -> None:
-        """Reports that this rank has no part in the model until it enters another generation. The
+        """Reports that this rank has no part of the model until it enters another generation. The
         run may end without this rank."""
         ...
 
@@ -88,12 +89,14 @@ class Member(Protocol):
     def link(self) -> Notices: ...
 
     def observe(self, progress: ProgressMeter) -> None:
-        """Registers `progress` as the source of this rank's reports. Called before `join`."""
+        """Registers `progress` as the source of this rank's reports. Must be called before
+        `join`."""
         ...
 
     @property
     def group(self) -> Group | None:
-        """Group formed last, possibly failed. None before the first and after `leave_group`."""
+        """The last group that was formed, which may have failed; None before the first and after
+        `leave_group`."""
         ...
 
     @property
@@ -107,13 +110,13 @@ class Member(Protocol):
         ...
 
     def serve(self, engine: TrainingEngine) -> None:
-        """Sets the training engine, which provides the backend for connecting groups. Called before
-        the first `form`."""
+        """Sets the training engine, which provides the backend for connecting groups. Must be
+        called before the first `form`."""
         ...
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
-        """Waits for a generation that this rank has not yet entered and returns it, without
-        connecting to its ranks. `timeout`: None means the timeout for forming a generation."""
+        """Waits for a generation that this rank has not entered yet, and returns it without
+        connecting to its ranks. `timeout`: None: the timeout for forming a generation."""
         ...
 
     def form(self) -> Group:
@@ -121,12 +124,13 @@ class Member(Protocol):
         ...
 
     def failed(self, error: BaseException) -> None:
-        """Reports that a collective failed. Raises an error if no other generation will follow."""
+        """Reports that a collective has failed. Raises an error if no further generation will
+        follow."""
         ...
 
     def give_up_place(self, why: str) -> NoReturn:
-        """Leaves at once, because this rank cannot catch up with its peers. Its process must end
-        and be replaced.
+        """Leaves immediately, because this rank cannot catch up with its peers. Its process must
+        exit and be replaced.
 
         Raises:
             PreconditionError: MEMBER_BEHIND, always.
@@ -134,8 +138,8 @@ class Member(Protocol):
         ...
 
     def check_current(self, generation: int) -> None:
-        """Checks that this rank still belongs to the job in which it worked in `generation`. Raises
-        StaleGenerationError if it has been evicted since then. Thread-safe."""
+        """Checks that this rank still belongs to the job. Raises StaleGenerationError if it has
+        been evicted since `generation`. Thread-safe."""
         ...
 
     def has_left(self, member_id: str) -> bool:
@@ -144,18 +148,17 @@ class Member(Protocol):
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
         """Returns whether all members of `generation` that still belong to the run are known to
-        have committed `step`, except the ranks `apart_from`. This rank must have committed the step
-        itself; the call reports that to the coordinator at once."""
+        have committed `step`, not counting the ranks `apart_from`. This rank must have committed
+        the step; the call reports that to the coordinator immediately."""
         ...
 
     def last_departures(self) -> Sequence[str]:
-        """Returns the members that left or failed last, each with the reason, latest first. Empty
-        if there are none, or if they are unknown."""
+        """Returns the members that have left or failed most recently, with the reasons, latest
+        first. Empty if there are none, or if they are unknown."""
         ...
 
     def leave_group(self, reason: str) -> None:
-        """Releases the group. `reason`: text of the error that peers receive if they wait for this
-        rank."""
+        """Releases the group. `reason`: error message for peers that are waiting for this rank."""
         ...
 
     def leave(
@@ -167,7 +170,8 @@ class Member(Protocol):
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """Leaves the job or launch. `held`: digests for the comparison with other ranks' states.
-        Returns a description of the difference; empty if there is none, or if no other rank has
-        reported the same step yet."""
+        """Leaves the job or launch. `alone`: True if the other members continue. `steps`: number of
+        steps that this process has committed. `held`: digests of this rank's state, for comparison
+        with other ranks. Returns a description of the difference between states; empty if there is
+        none, or if no other rank has reported the same step yet."""
         ...

@@ -2,8 +2,8 @@
 generation, and releases groups that have ended.
 
 The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new
-generation. That call releases the training thread from collectives of a generation that has ended,
-and from forming a superseded generation. `_lock` guards `_group` and `_forming`.
+generation, which aborts the training thread's collectives in a generation that has ended, and its
+attempt to form a superseded generation. `_lock` guards `_group` and `_forming`.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _MOST_NAMED: Final = 5
 
 
 class Forming:
-    """A generation that is being connected. Another thread can abort the attempt."""
+    """Attempt to connect a generation, which another thread can abort."""
 
     def __init__(self, generation: Generation, store: RedisStore | None) -> None:
         self.generation = generation
         self._store = store
 
     def abort(self, reason: str) -> None:
-        """Makes the connecting thread fail at once. Thread-safe."""
+        """Makes the connecting thread fail immediately. Thread-safe."""
         if self._store is not None:
             self._store.abort(reason)
 
@@ -85,12 +85,12 @@ def connect(
     announce: Callable[[Forming], None],
     waits: Waits,
 ) -> Group:
-    """Connects this member to its peers in `generation`, under a fresh prefix in the store.
+    """Connects this member to its peers in `generation`, under a new prefix in the store.
 
     First waits until all members have arrived, because peers may still be building their models or
     finishing a forward pass. Only then connects, with a short deadline. `announce`: called before
-    anything blocks, with a handle by which another thread can abort the attempt. `waits`: records
-    the time that this rank waits. Every ten seconds a log line names the missing ranks.
+    anything blocks, with a handle that lets another thread abort the attempt. `waits`: records how
+    long this rank waits. A log line names the missing ranks every ten seconds.
 
     Raises:
         MembershipChanged: the attempt was aborted, a peer failed, or not all members arrived
@@ -169,8 +169,8 @@ _EVENTS_TIMEOUT = timedelta(seconds=2)
 _DEPARTURES = ("member_lost", "member_left")
 _DEPARTURES_REPORTED = 3
 _MOST_BEHIND: Final = 64
-"""Maximum number of members that the coordinator lists in its answer to shoal.v1.GetJobRequest with
-below_step."""
+"""Maximum number of members that the coordinator lists in its response to shoal.v1.GetJobRequest
+with below_step."""
 _NO_MORE_MEMBERS = "the run has ended, and no more members join this generation"
 
 
@@ -179,7 +179,7 @@ def _holders(generation: Generation, apart_from: Collection[int]) -> set[str]:
 
 
 class Membership:
-    """Membership of this process in its job, with a coordinator. Implements `Member`."""
+    """Membership of this process in a job with a coordinator. Implements `Member`."""
 
     def __init__(
         self,
@@ -214,7 +214,8 @@ class Membership:
         """Creates the backend of the next group; set before the first `form`."""
 
     def join(self) -> bool:
-        """Connects to the coordinator. Returns and raises the same as `CoordinatorLink.connect`."""
+        """Connects to the coordinator. See `CoordinatorLink.connect` for the result and the
+        errors."""
         self._tell_launcher("joined")
         joining = self.link.connect(self._settings.rendezvous_timeout)
         self._watch = StallWatch(self.link, self.waits, lambda: self._group, self._hangs)
@@ -222,8 +223,8 @@ class Membership:
         return joining
 
     def observe(self, progress: ProgressMeter) -> None:
-        """Registers `progress` as the source of what heartbeats report to the coordinator. Called
-        before `join`."""
+        """Registers `progress` as the source of the figures in heartbeats. Must be called before
+        `join`."""
         self.waits = progress.waits
         self._hangs = hangs = HangReport(progress)
         self.link.reports(
@@ -240,18 +241,19 @@ class Membership:
         return None
 
     def serve(self, engine: TrainingEngine) -> None:
-        """Sets the training engine, which provides the backend for connecting groups. Called before
-        the first `form`."""
+        """Sets the training engine, which provides the backend for connecting groups. Must be
+        called before the first `form`."""
         if not engine.asynchronous:
             self.make_backend = backend_class(engine.backend_name)
 
     @property
     def group(self) -> Group | None:
-        """Group formed last, possibly failed. None before the first and after `leave_group`."""
+        """The last group that was formed, which may have failed; None before the first and after
+        `leave_group`."""
         return self._group
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
-        """Waits for a generation that this process has not yet entered, and returns it
+        """Waits for a generation that this process has not entered yet, and returns it
         (`Member.await_generation`)."""
         return self.link.wait_generation(
             after=self._left, timeout=timeout or self._settings.rendezvous_timeout
@@ -261,12 +263,13 @@ class Membership:
         """Leaves the current group, waits for a newer generation and connects it.
 
         Raises:
-            MembershipChanged: the generation did not form. Report it with `failed`, and call again.
-            StopTraining, DeadlineError, ShoalError: as `CoordinatorLink.wait_generation`.
+            MembershipChanged: the generation did not form. The caller must report this with
+                `failed`, and call `form` again. StopTraining, DeadlineError, ShoalError: as in
+                `CoordinatorLink.wait_generation`.
         """
         group = self._group
         if group is not None and group.broken is None:
-            # the group is still needed if a stop arrives instead
+            # the current group is still needed if a stop arrives instead
             generation = self.await_generation()
             self.leave_group("re-forming")
         else:
@@ -314,10 +317,11 @@ class Membership:
 
     def failed(self, error: BaseException) -> None:
         """Reports to the coordinator that a collective of the current generation failed, or that
-        the generation did not form, unless a newer generation shows that it already knows.
+        the generation did not form, unless a newer generation shows that the coordinator already
+        knows.
 
-        After a timeout, a failure to form or a long stall, first probes for at most a second which
-        peers are unreachable.
+        After a timeout, a failure to form or a long stall, first determines which peers are
+        unreachable, which takes at most a second.
         """
         timed_out = isinstance(error.__cause__, TimeoutError) or "timed out" in str(error).lower()
         stood = self.waits.last_s >= LOOK_AFTER_S
@@ -350,20 +354,20 @@ class Membership:
         raise PreconditionError(why, reason="MEMBER_BEHIND")
 
     def check_current(self, generation: int) -> None:
-        """Asks the coordinator whether this member still belongs to the job in which it worked in
-        `generation`. Thread-safe.
+        """Asks the coordinator whether this member still belongs to the job, and has not been
+        evicted since `generation`. Thread-safe.
 
         Returns normally if the coordinator cannot be reached, because a coordinator that is down
-        evicts no member. If only this process cannot reach the coordinator, it may have been
-        evicted. In that case the published state was committed while this process was a member, but
-        is not the job's newest.
+        does not evict members. If only this process cannot reach the coordinator, it may have been
+        evicted. The state that it then publishes was committed while it was a member, but is not
+        the job's newest.
 
         Raises:
             StaleGenerationError: this member no longer belongs to the job.
         """
         identity = self.link.identity
         if self._drained:
-            return  # it left while the others continued, with the job's state at that time
+            return  # it left while the others continued, with the job's state
         try:
             job = self.link.client.get_job(identity.job_id, member_id=identity.member_id)
         except (UnavailableError, DeadlineError):
@@ -422,8 +426,8 @@ class Membership:
             return False
 
     def last_departures(self) -> Sequence[str]:
-        """Returns the members that left or failed last (`Member.last_departures`). Asks the
-        coordinator for events since the last call, unless it is unavailable."""
+        """Returns the members that have left or failed most recently (`Member.last_departures`).
+        Asks the coordinator for events since the last call, unless it is unavailable."""
         try:
             job_id, after = self.link.identity.job_id, self._events_read
             for event in self.link.client.watch_events(
@@ -438,7 +442,7 @@ class Membership:
                     )
                     self._departures.appendleft(f"{event.member_id} ({why})")
         except (UnavailableError, DeadlineError):
-            pass  # returns the departures that are already known
+            pass  # then only the known departures are returned
         return tuple(self._departures)
 
     def leave_group(self, reason: str) -> None:
@@ -466,9 +470,8 @@ class Membership:
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """Ends the session with the coordinator and releases the group. Idempotent. `alone`: True
-        if the other members of the group continue. `steps`: number of steps that this process has
-        committed. `held`: see `Member.leave`."""
+        """Closes the session with the coordinator and releases the group. Idempotent. For the
+        arguments, see `Member.leave`."""
         self._drained = self._drained or reason == LeaveReason.DRAINED
         if self._watch is not None:
             self._watch.close()
@@ -482,8 +485,8 @@ class Membership:
         return apart
 
     def _tell_launcher(self, what: str) -> None:
-        """Writes this member's state to the launcher's file. The launcher needs it even if the
-        coordinator is unavailable."""
+        """Writes `what` ("joined" or "finished") to the launcher's file, because the launcher needs
+        this information even if the coordinator is unavailable."""
         if self._settings.member_file is not None:
             self._settings.member_file.write_text(what)
 

@@ -1,8 +1,8 @@
-"""Outgoing state: what a member currently has to tell the coordinator, and the messages that send
-it on each stream.
+"""A member's outgoing messages to the coordinator, generated from the member's current state on
+each stream.
 
 The outbox keeps the current state instead of a queue of messages, and sends all of it again on each
-new stream. A message that was lost with a broken stream is therefore repeated on the next one."""
+new stream. A message that was lost with a broken stream is therefore sent again on the next one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Said:
 
 
 class Outbox:
-    """Messages that a member currently has for the coordinator. The condition passed to the
+    """Current state of a member, and its messages to the coordinator. The condition passed to the
     constructor guards all fields and must be notified after a change. gRPC's own thread pulls the
     messages."""
 
@@ -41,23 +41,23 @@ class Outbox:
         self.progress: Callable[[], Progress] = Progress
         """Returns this worker's progress. Called for each heartbeat, on gRPC's thread."""
         self.ready = False
-        """True if the member can work in a generation."""
+        """True if the member is ready for a rank."""
         self.generation = 0
-        """Generation in which the member works; 0 before the first."""
+        """The member's current generation; 0 before the first."""
         self.spare = False
-        """True if the member has a rank but no part in the model."""
+        """True if the member has a rank but no part of the model."""
         self.last_step = 0
         """Last step of the run, once the member has reached it; 0 before that."""
         self.failure: pb.CollectiveFailure | None = None
         self.leaving: pb.Leave | None = None
-        """Final message of the member."""
+        """The member's final message; None until it leaves."""
         self.out_of_reach: tuple[int, ...] = ()
-        """Ranks that accepted no connection when this member probed them."""
+        """Ranks that did not accept a connection when this member probed them."""
         self.observed: tuple[Neighbour, ...] = ()
         """Stacks of other members on this machine, for the next heartbeat."""
         self.in_reach = False
-        """True if the member can again reach the member from which the coordinator keeps it
-        separated."""
+        """True if the member can again reach the member that the coordinator keeps it separated
+        from."""
         self._changed = changed
         self._streams = 0
 
@@ -83,8 +83,8 @@ class Outbox:
     def _next(
         self, said: _Said, heartbeat_interval_s: Callable[[], float]
     ) -> pb.MemberMessage | None:
-        """Returns the next message: at once if one is due, otherwise a heartbeat after an interval
-        of silence. Returns None if something has changed during that interval."""
+        """Returns the next message: immediately if one is due, otherwise a heartbeat after an
+        interval without messages. Returns None if something has changed during that interval."""
         if self.ready and not said.ready:
             said.ready = True
             return pb.MemberMessage(ready=pb.Ready())
@@ -110,9 +110,10 @@ class Outbox:
         return pb.MemberMessage(heartbeat=heartbeat)
 
     def _is_heartbeat_due(self, said: _Said) -> bool:
-        """Returns whether a heartbeat must be sent at once because others wait for it. This is the
-        case after this member entered a generation, because the coordinator requests no step
-        boundary before all members have entered, and after the last step of the run."""
+        """Returns whether a heartbeat must be sent immediately because others are waiting for it.
+        This is the case after this member has entered a generation, because the coordinator does
+        not request a step boundary before all members have entered, and after the last step of the
+        run."""
         return (said.generation, said.spare, said.last_step) != (
             self.generation,
             self.spare,
@@ -132,7 +133,8 @@ class Outbox:
 def failure_message(
     generation: int, *, detail: str, timed_out: bool, suspects: Sequence[int]
 ) -> pb.CollectiveFailure:
-    """Returns the report of a failed collective of `generation`. `suspects`: unreachable ranks."""
+    """Returns the message that reports a failed collective of `generation`. `suspects`: unreachable
+    ranks."""
     return pb.CollectiveFailure(
         generation=generation, suspects=suspects, timed_out=timed_out, detail=detail[:1024]
     )

@@ -1,7 +1,7 @@
 """Progress of this worker, for heartbeats and metrics.
 
-Written by the training thread, and read by the thread of the coordinator link. A lock guards the
-fields that one commit changes together. The other fields are single values.
+Written by the training thread, and read by the coordinator link's thread. A lock guards the fields
+that a commit changes together. All other fields are independent of each other.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _WINDOW_S = 1.0
 _MEDIAN_OF = 31
 _LONGEST_NAME = 64
 LOCATE_AFTER_S = 5.0
-"""Time without progress after which heartbeats contain the line of the script that is being
-executed."""
+"""Time without progress, in seconds, after which heartbeats contain the current line of the
+script."""
 _CPU_OF_CHILDREN_S = 5.0
-"""Interval at which the processor time of child processes is summed. It is long because every
-process must be inspected."""
+"""Interval in seconds between measurements of the child processes' processor time. It is long
+because every process must be inspected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BusyLink:
-    """A connection to a peer on which data was waiting to be sent for most of the last few
+    """Connection to a peer that has had data waiting to be sent for most of the last few
     seconds."""
 
     rank: int
@@ -52,54 +52,54 @@ class Progress:
     step: int = 0
     """Number of committed optimizer steps."""
     steps_in_all: int = 0
-    """Number of steps that the run will have committed at its end. 0 if unknown, or if each rank
-    takes steps of its own."""
+    """Number of steps that the run will have committed at its end. 0 if unknown, or if ranks take
+    steps independently."""
     epoch: int = 0
     sequence: int = 0
-    """Number of step boundaries, steps and operations that the training thread has reached. If it
-    stops growing, the worker is stuck."""
+    """Number of step boundaries, steps and operations that the training thread has reached. If the
+    number stops growing, the worker is stuck."""
     samples_per_s: float = 0.0
     """Samples per second of this rank, over about the last second."""
     loss: float = math.nan
     """Last reported loss; NaN if none was reported."""
     step_time_s: float = 0.0
-    """Median time of the last steps, in seconds."""
+    """Median duration of the last steps, in seconds."""
     samples: int = 0
     """Total number of committed samples of this rank."""
     staleness: float = 0.0
-    """Staleness of the last push (async_sgd): number of versions by which it lagged behind the
-    servers."""
+    """Staleness of the last push (async_sgd), in versions of the servers' values."""
     waiting_s: float = 0.0
-    """Time in seconds for which the training thread has been waiting for its peers without
-    interruption; 0 if it is not waiting."""
+    """Duration of the training thread's current wait for its peers, in seconds; 0 if it is not
+    waiting."""
     waiting_in: str = ""
-    """Human-readable name of the collective, or of the formation of a generation, that the training
-    thread waits for."""
+    """Description, for people, of what the training thread is waiting for: a collective, or the
+    formation of a generation."""
     busy_time_s: float = 0.0
     """Part of `step_time_s` in which this rank did not wait for its peers."""
     cpu_s: float = 0.0
     """Processor time in seconds used by the process and its children."""
     server_wait_s: float = 0.0
-    """Time in seconds for which this worker has been waiting for a parameter server without
-    interruption; 0 if it is not waiting."""
+    """Duration of this worker's current wait for a parameter server, in seconds; 0 if it is not
+    waiting."""
     awaited_server: str = ""
     """Name of the awaited parameter server, for people."""
     busy_link: BusyLink | None = None
     share: float = 0.0
-    """This rank's number of micro-batches divided by the number in an equal distribution, if
+    """This rank's number of micro-batches divided by its number in an even distribution, if
     micro-batches are dealt by speed; otherwise 0."""
     upload_backlog_bytes: int = 0
-    """Bytes of checkpoints on this rank's disk that are not yet in the object storage."""
+    """Size of the checkpoints on this rank's disk that have not been uploaded yet, in bytes."""
     script_line: str = ""
-    """Line of the script that the training thread executes, if it has made no progress for a while;
-    otherwise empty."""
+    """Line of the script that the training thread is executing, if there has been no progress for a
+    while; otherwise empty."""
     last_wait: str = ""
-    """Name of the last collective, or other wait for peers, that the training thread completed."""
+    """Description of the last collective, or other wait for peers, that the training thread has
+    completed."""
     stacks: str = ""
     """Stacks of this process, if it has made no progress for a while and new stacks are due;
     otherwise empty."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers other than the loss that the loop reported last, by name."""
+    """Latest reported numbers other than the loss, by name."""
 
 
 class ProgressMeter:
@@ -109,25 +109,24 @@ class ProgressMeter:
     def __init__(
         self, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock`: function that returns the time in seconds, from an arbitrary origin."""
+        """`clock`: function that returns the time in seconds since an arbitrary moment."""
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.Lock()
         self._sequence = 0
         self._moved_at, self._thread, self._native_id = clock(), 0, 0
-        """Time of the last call of `entered`, and the identifiers of the training thread, which
-        made that call."""
+        """Time of the last call of `entered`, and the identifier and native id of the training
+        thread, which made that call."""
         self._kernel_wait = KernelWait()
         self.data_worker = ""
-        """Line of code that is being executed by the data worker for which the training thread
-        waits, for people; empty if it is unknown. Set by the hang report."""
+        """Line of code, for people, that is being executed by the data worker that the training
+        thread is waiting for; empty if unknown. Set by the hang report."""
         self._steps = 0
         self._samples = 0
         self.loss = ReportedLoss()
         """Losses reported by the loop or by `train_step`."""
         self._reported: dict[str, ReportedLoss] = {}
-        """Other numbers that the loop reports, by name. The dict is replaced when a name is
-        added."""
+        """Other numbers reported by the loop, by name. Adding a name replaces the dict."""
         metrics.loss.set_function(lambda: self.loss.value)
         metrics.share.set_function(lambda: self.share)
         self._staleness = 0.0
@@ -141,38 +140,40 @@ class ProgressMeter:
         self.waits = Waits(clock)
         """Records when this rank waits for its peers."""
         self.server_waits: Callable[[], tuple[float, str]] = lambda: (0.0, "")
-        """Returns for how many seconds this worker has been waiting for a parameter server, and the
-        server's name. Set by the parameter servers' client."""
+        """Function that returns how many seconds this worker has been waiting for a parameter
+        server, and the server's name. Set by the parameter servers' client."""
         self.epoch = 0
         """Epoch of the loader that the script iterates over; set by the session's owner."""
         self.steps_in_all = 0
         """Total number of steps of the run over all ranks; 0 if unknown. Set by the session's
         owner."""
         self.takes_own_steps = False
-        """True if each rank takes steps of its own. Set by the session's owner."""
+        """True if ranks take steps independently. Set by the session's owner."""
         self.share = 0.0
         """Value of `Progress.share`. Set by the session's owner."""
         self.upload_backlog_bytes = 0
         """Value of `Progress.upload_backlog_bytes`. Set by the thread that uploads."""
         self.tally_writer: TallyWriter | None = None
-        """Writer of the file from which the launcher reads this worker's commits; None if the
-        launcher requested none. Set by the session's owner."""
+        """Writes this worker's commits to a file for the launcher; None if the launcher has not
+        requested it. Set by the session's owner."""
         self._before: tuple[int, int] | None = None
-        """Numbers of steps and samples that the run had committed before this process's first
-        commit; None until that commit."""
+        """Numbers of steps and samples committed by the run before this process's first commit;
+        None until that commit."""
         self._losses = (0, 0, 0.0)
-        """Index of the newest loss in the tally, number of finite losses in it, and their sum."""
+        """Index of the newest loss counted in the tally, and the number and sum of its finite
+        losses."""
         self._commits = 0
         self._known = (0, 0)
-        """Numbers of steps and samples that must not count in the tally, because the servers
-        already had their batches from another worker, or because the steps were undone."""
+        """Numbers of steps and samples that the tally must not count, because another worker had
+        already pushed their batches, or because the steps were undone."""
         self._unpushed = (0, 0)
-        """Numbers of inner steps, and of their samples, that the servers have not received yet."""
+        """Numbers of inner steps that have not been pushed to the servers yet, and of their
+        samples."""
         self._counts: Counts | None = None
         """Current values of the tally for the launcher."""
         self._pushing = 0
         self._begun_pushes: set[int] = set()
-        """Keys of batches whose push this process began and has not committed."""
+        """Keys of batches that this process has begun to push and has not committed."""
         self._pushes_again = False
         self.lost_steps = 0
         """Number of steps that this worker aborted because of a fault."""
@@ -195,8 +196,8 @@ class ProgressMeter:
         self._metrics.steps_lost.inc()
 
     def entered(self) -> None:
-        """Records that the training thread reached a step boundary, a step or an operation, which
-        shows that it is not stuck."""
+        """Records that the training thread has reached a step boundary, a step or an operation, and
+        is therefore not stuck."""
         self._sequence += 1
         self._moved_at = self._clock()
         if self._thread != threading.get_ident():
@@ -204,12 +205,12 @@ class ProgressMeter:
 
     @property
     def staleness(self) -> float:
-        """Staleness of the last push: number of versions by which it lagged behind the servers."""
+        """Staleness of the last push: in versions of the servers' values."""
         return self._staleness
 
     def pushed(self, staleness: float) -> None:
-        """Records a push that the servers have applied. `staleness`: number of versions by which
-        the push lagged behind the servers."""
+        """Records a push that the servers have applied. `staleness`: staleness of the push, in
+        versions of the servers' values."""
         self._staleness = staleness
         self._metrics.staleness.observe(staleness)
 
@@ -249,7 +250,7 @@ class ProgressMeter:
             self.tally_writer.pushing(batch)
 
     def round_pushed(self) -> None:
-        """Records that the inner steps since the last push were pushed, between two steps."""
+        """Records that the inner steps since the last push have been pushed, between two steps."""
         self._unpushed = (0, 0)
         if self.tally_writer is not None and self._counts is not None:
             self.tally_writer.recount(self._counts._replace(unpushed_steps=0, unpushed_samples=0))
@@ -272,15 +273,15 @@ class ProgressMeter:
     ) -> None:
         """Writes the last committed step to `tally_writer`, which must be set. `steps`, `samples`:
         totals of the run. `step_samples`: samples of this step. `generation`: the rank's current
-        generation. `known`: the servers already had the step's batch, or the batches of its round.
-        `pushed`: False for an inner step of an unfinished round."""
+        generation. `known`: True if the servers already had the step's batch, or the batches of its
+        round. `pushed`: False for an inner step of an unfinished round."""
         writer = self.tally_writer
         assert writer is not None
         round_steps, round_samples = self._unpushed[0] + 1, self._unpushed[1] + step_samples
         self._unpushed = (0, 0) if pushed else (round_steps, round_samples)
         if pushed:
             self._begun_pushes.discard(self._pushing)
-        if known and not self._pushes_again:  # otherwise this worker may have pushed it itself
+        if known and not self._pushes_again:  # otherwise this worker may have pushed it
             self._known = self._known[0] + round_steps, self._known[1] + round_samples
             writer.known(self._pushing, round_steps, round_samples)
             return
@@ -352,7 +353,7 @@ class ProgressMeter:
     @property
     def still_s(self) -> float:
         """Seconds since the training thread last reached a step boundary, a step or an operation; 0
-        if it has not reached one yet."""
+        before the first."""
         return self._clock() - self._moved_at if self._thread else 0.0
 
     @property
@@ -372,7 +373,7 @@ class ProgressMeter:
         return line
 
     def snapshot(self) -> Progress:
-        """Returns this worker's current progress. While a step takes unusually long, the reported
+        """Returns this worker's current progress. While a step takes unusually long, the returned
         rate falls and the step time grows."""
         waiting_s, waiting_in = self.waits.now
         server_wait_s, awaited_server = self.server_waits()
@@ -387,7 +388,7 @@ class ProgressMeter:
             step_s = statistics.median(times) if times else 0.0
             busy_s = statistics.median(busy_times) if times else 0.0
             if times and running_s > 2 * step_s:
-                # the current, unfinished step is more informative than earlier ones
+                # the unfinished step already takes longer than earlier ones
                 step_s, busy_s = running_s, max(0.0, running_s - waited_s)
             span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
             return Progress(
@@ -415,8 +416,8 @@ class ProgressMeter:
 
 
 class ProcessorTime:
-    """Processor time of this process and its children, such as a loader's workers. A hung process
-    uses none."""
+    """Processor time of this process and its children, such as data workers. A hung process uses
+    none."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,8 +1,8 @@
-"""Finds the line of the script that a thread executes, and what that line waits for, so that
-reports of a stalled step can state the cause. Also shortens stacks for people.
+"""Finds the line of the script that a thread is executing, and what that line is waiting for, so
+that reports of a stalled step can name the cause. Also shortens stacks for people.
 
 A script may hang in a file system. These functions therefore read only /proc; `remember_source`
-loads the main script's lines beforehand."""
+loads the main script's lines in advance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Final, NamedTuple
 
 _OWN = ("shoal", "shoal_worker", "shoal_common", "shoal_protos")
-"""Packages that do not belong to the script, in addition to installed packages."""
+"""Packages that, like all installed packages, do not belong to the script."""
 _LONGEST: Final = 160
 """Maximum length of the result of `script_line` in characters."""
 _MOST_SOURCE: Final = 60
@@ -37,8 +37,8 @@ _WAITS: Final = (
     ("/queue.py", "", "waiting for a queue"),
     ("/threading.py", "", "waiting for a lock or another thread"),
 )
-"""Known waits in libraries: part of the file's path, name of the function (empty: any), and what a
-caller of it waits for. The first entry that matches a frame of a library applies."""
+"""Known waits in libraries: part of the file's path, name of the function (empty: any), and what
+its caller is waiting for. The first entry that matches a library's frame applies."""
 _FRAME: Final = re.compile(r'^\s*File "(.*)", line (\d+) in (.*)$')
 
 
@@ -92,7 +92,8 @@ def parse_calls(stack: str) -> list[Call]:
 def script_line(calls: Sequence[Call], waits_for: str = "") -> str:
     """Returns the innermost line of the script on a stack, for example "train.py:41 in load (batch
     = queue.get()), waiting for a queue"; empty if there is none. Never blocks. `calls`: innermost
-    first. `waits_for`: what the line waits for if the stack does not show it; empty if unknown."""
+    first. `waits_for`: what the line is waiting for, if that is known from elsewhere; otherwise
+    empty."""
     foreign = libraries()
     inside = list(itertools.takewhile(lambda call: call.file.startswith(foreign), calls))
     if len(inside) == len(calls):
@@ -140,15 +141,15 @@ def _source(file: str, line: int) -> str:
 
 
 def _shown(file: str) -> str:
-    """Returns a path relative to the working directory if the file is inside it, otherwise the name
-    of the file."""
+    """Returns a path relative to the working directory if the file is inside it, otherwise its file
+    name."""
     here = f"{_working_directory()}/"
     return file.removeprefix(here) if file.startswith(here) else Path(file).name
 
 
 @cache
 def _working_directory() -> str:
-    """Returns the directory in which the script was started; the root if it was deleted."""
+    """Returns the working directory; the root directory if it was deleted."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:

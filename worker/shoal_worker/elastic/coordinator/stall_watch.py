@@ -1,18 +1,18 @@
-"""Watches the training thread while it waits for its peers, because a waiting collective reports
-nothing and fails late.
+"""Watches the training thread while it waits for its peers, because a waiting collective fails only
+after minutes and reports nothing before that.
 
-After ten seconds in one wait, the watch probes which peers this process cannot reach, reports them
-to the coordinator in heartbeats, and logs the wait every ten seconds. If a peer is unreachable
-twice in a row, the watch ends the group; the collective's own deadline would do so minutes later.
-The coordinator then keeps the two members in different generations, or declares the peer's machine
-lost. The watch also measures which connections are busy all the time.
+Once a wait has lasted ten seconds, the watch probes which peers this process cannot reach, reports
+them to the coordinator in heartbeats, and logs the wait every ten seconds. If a peer is unreachable
+twice in a row, the watch aborts the group, minutes before the collective's own deadline. The
+coordinator then keeps the two members in different generations, or declares the peer's machine
+lost. The watch also determines which connections are constantly busy.
 
 Gloo and NCCL seldom report which peer failed, and two members with a broken link between them would
 form one generation after another. Each member therefore probes its peers itself: here, and after a
-collective reached its deadline or a generation did not form. A hung peer counts as reachable,
-because its kernel accepts connections.
+collective has timed out or a generation did not form. A hung peer counts as reachable, because its
+kernel accepts connections.
 
-Runs on a separate thread, which never blocks for longer than a probe takes.
+Runs on a separate thread, which never blocks longer than a probe takes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from shoal_worker.elastic.group.waiting import WaitingLines
 
 _LOOK_S: Final = 0.05
 GENERATION_OVER_OR_AWAY: Final = (MembershipChanged, UnavailableError)
-"""Errors that may be raised when a generation's peers are read; see `AskedPeers`."""
+"""Errors that reading a generation's peers may raise; see `AskedPeers`."""
 
 
 def unreachable(
     peers: Mapping[int, str], *, timeout: timedelta, given_up: Callable[[], bool]
 ) -> list[int]:
-    """Returns the ranks whose address accepts no connection within `timeout`; an empty list once
-    `given_up` returns True. `peers`: rank -> `donor_address` (host:port)."""
+    """Returns the ranks whose addresses do not accept a connection within `timeout`. Returns an
+    empty list once `given_up` returns True. `peers`: each rank's `donor_address` (host:port)."""
     if given_up():
         return []
     deadline = time.monotonic() + timeout.total_seconds()
@@ -91,19 +91,20 @@ _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 1.0
 LOOK_AFTER_S: Final = 10.0
-"""Duration in seconds after which a wait is investigated."""
+"""Duration of a wait, in seconds, after which the watch probes its peers."""
 _LOOK_AGAIN_S: Final = 5.0
 _REACH_TIMEOUT: Final = timedelta(seconds=1)
 _TRAFFIC_EVERY_S: Final = 5.0
 _MOSTLY: Final = 0.5
 _MOST_PEERS: Final = 16
-"""Number of ranks up to which a rank probes all its peers. In larger worlds, it probes only the
-peers to which ring and halving collectives connect it. A call that holds Python's lock may keep a
-peer from accepting connections; the peer's kernel must then be able to queue all probes."""
+"""Maximum number of ranks for which a rank probes all its peers. In larger worlds, it probes only
+its neighbors in ring and halving collectives. The number is limited because a peer cannot accept
+connections while a call holds Python's global lock: its kernel must then be able to queue all
+probes."""
 
 
 class StallWatch:
-    """Watches the waits of one member, and probes its peers."""
+    """Watches one member's waits, and probes its peers."""
 
     def __init__(
         self,
@@ -112,8 +113,8 @@ class StallWatch:
         group: Callable[[], Group | None],
         hangs: HangReport | None = None,
     ) -> None:
-        """`group`: returns the group formed last. `hangs`: collects the stacks of this process
-        while it makes no progress; None: no stacks are collected."""
+        """`group`: returns the last group that was formed. `hangs`: collects the stacks of this
+        process while it makes no progress; None: no stacks are collected."""
         self._link = link
         self._waits = waits
         self._group, self._hangs = group, hangs
@@ -123,8 +124,8 @@ class StallWatch:
         self._missed: tuple[int, frozenset[int]] = (0, frozenset())
         """Generation of the last probe, and the ranks that were unreachable."""
         self._reached = False
-        """True if the last probe reached the member from which the coordinator keeps this member
-        separated."""
+        """True if the last probe reached the member that the coordinator keeps this member
+        separated from."""
         self._traffic = BusyLinks()
         self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
 
@@ -133,12 +134,12 @@ class StallWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch. Does not wait for a probe in progress."""
+        """Stops watching. Does not wait for a probe in progress."""
         self._closed.set()
 
     @property
     def busy_link(self) -> BusyLink | None:
-        """Connection of this rank on which data was waiting to be sent for most of the last few
+        """Connection of this rank that has had data waiting to be sent for most of the last few
         seconds; None if there is none."""
         return self._traffic.busiest
 
@@ -171,7 +172,8 @@ class StallWatch:
                 self._lines.say(f"peers in {what}", self._why)
 
     def _look_at_neighbours(self) -> None:
-        """Reads the stacks of members on this machine for which the coordinator has asked."""
+        """Reads the stacks of those members on this machine whose stacks the coordinator has
+        requested."""
         if silent := self._link.silent_neighbours():
             found = [neighbour_stacks(member_id, pid) for member_id, pid in silent]
             self._link.observed([each for each in found if each is not None])
@@ -186,8 +188,8 @@ class StallWatch:
         return named_ranks(self._link.newest_generation, sorted(ranks))
 
     def _look_while_kept_out(self) -> None:
-        """Probes whether this member can again reach the member from which the coordinator keeps it
-        separated. Requires two successful probes in a row."""
+        """Probes whether this member can again reach the member that the coordinator keeps it
+        separated from (`apart_from`). Requires two successful probes in a row."""
         generation, other = self._link.newest_generation, self._link.apart_from
         try:
             peers = {
@@ -238,7 +240,7 @@ class StallWatch:
 
 
 class BusyLinks:
-    """Finds the busiest connection of a group from the traffic between two checks."""
+    """Determines the busiest connection of a group from the traffic between two checks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.busiest: BusyLink | None = None
@@ -270,8 +272,8 @@ class BusyLinks:
 
 
 def _ranks_at(generation: Generation, address: str) -> list[int]:
-    """Returns the ranks whose host has this address. If not all ranks of the world are known, only
-    the probed ranks are considered."""
+    """Returns the ranks whose host has this address. Considers only the probed ranks if the peers
+    of other ranks are unknown."""
     try:
         peers = generation.known or generation.peers_of(
             neighbours(generation.rank, generation.world_size)
@@ -286,8 +288,8 @@ def _ranks_at(generation: Generation, address: str) -> list[int]:
 
 
 def looked_at(generation: Generation) -> dict[int, str]:
-    """Returns the addresses to probe after a group has failed: rank -> donor address. Includes all
-    other ranks or, in a large world, only this rank's neighbours. Raises MembershipChanged or
+    """Returns the donor addresses to probe after a group has failed, by rank: of all other ranks
+    or, in a large world, only of this rank's neighbors. Raises MembershipChanged or
     UnavailableError."""
     large = generation.world_size > MOST_SENT_WHOLE
     peers = (

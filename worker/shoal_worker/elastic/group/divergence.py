@@ -1,8 +1,8 @@
-"""Errors for ranks whose scripts diverged (RANKS_DIVERGED), with each rank's position or with the
-difference.
+"""Errors for ranks whose scripts have diverged (RANKS_DIVERGED), with each rank's position or a
+description of the difference.
 
-A step vote only reveals that the ranks diverged (`step.py`). All ranks learn this together and then
-exchange the details here. Used by the training thread.
+A step vote only shows that ranks have diverged (`step.py`), at the same time on all ranks. They
+then exchange the details here. Used by the training thread.
 
 `replicas_compared.py` detects diverging values of parameters and other state.
 """
@@ -44,8 +44,8 @@ def steps_apart(
     place: ScriptPosition, source: StepSource | None, group: Group | None, of: str = ""
 ) -> PreconditionError:
     """Returns the error for ranks whose scripts are at different positions according to the step
-    vote. Called by all ranks of `group`. `place`, `source`: this rank's position and loader. `of`:
-    see `Step.of`."""
+    vote. Must be called on all ranks of `group`. `place`, `source`: this rank's position and
+    loader. `of`: see `Step.of`."""
     report = {
         "place": place[:-1],
         "dealing": json.loads(source.dealing) if source is not None else {},
@@ -57,14 +57,15 @@ def steps_apart(
             if group is not None
             else [report]
         )
-    except MembershipChanged:  # a peer has raised its error and left
+    except MembershipChanged:  # a peer has already raised its error and left
         everyones = [report]
     return PreconditionError(f"ranks diverged: {_difference(everyones)}", reason=REASON)
 
 
 def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError:
-    """Returns the error for ranks that wait for each other in different collectives. Each argument
-    describes one rank by two entries: `rank`, and `what`, the collective in which it waits."""
+    """Returns the error for two ranks that are waiting for each other in different collectives.
+    Each argument describes one of them, with the entries `rank` and `what` (the collective that it
+    is waiting in)."""
     ordered = sorted((one, other), key=lambda each: int(each["rank"]))
     who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
     return PreconditionError(
@@ -78,9 +79,9 @@ def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError
 def traces_apart(
     one: dict[str, Any], other: dict[str, Any], what: tuple[str, str], step: int
 ) -> PreconditionError:
-    """Returns the error for ranks that wait for each other in different collectives of step number
-    `step`. The first two arguments describe the ranks and contain the entry `rank`. `what`: what
-    each of the two ranks is doing."""
+    """Returns the error for two ranks that are waiting for each other in different collectives of
+    step number `step`. The first two arguments describe the ranks, with the entry `rank`. `what`:
+    what each of the two ranks is doing."""
     (first, does), (second, does_) = sorted(
         ((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True))
     )
@@ -94,8 +95,8 @@ def traces_apart(
 
 
 def operations_apart(who: str) -> PreconditionError:
-    """Returns the error for ranks that do different things between two steps. `who`: text that
-    names the ranks and their operations."""
+    """Returns the error for ranks that do different things between two steps. `who`: text with the
+    ranks and their operations."""
     return PreconditionError(
         f"ranks diverged ({who}); every rank must call evaluate, "
         "save_checkpoint, should_early_stop and the loader's iterations in the same order. "
@@ -105,8 +106,8 @@ def operations_apart(who: str) -> PreconditionError:
 
 
 def boundaries_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
-    """Returns the error for ranks that are at different positions when joiners are admitted.
-    `places`: for each rank its loader, the loader's number, epoch and step."""
+    """Returns the error for ranks whose scripts are at different positions when joiners are
+    admitted. `places`: for each rank, the loader, the loader's number, the epoch and the step."""
     return PreconditionError(
         "ranks diverged: their scripts are at different positions (loader, its number in the "
         f"script, epoch, step): {list(places)}; every rank must iterate over the same loaders in "
@@ -116,12 +117,12 @@ def boundaries_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
 
 
 def ends_apart(ended_after: int, step: int) -> PreconditionError:
-    """Returns the error for a rank that takes a step without its peers. `ended_after`: the step
-    after which a peer's script finished."""
+    """Returns the error for a rank that takes a step after a peer's script has finished.
+    `ended_after`: the step after which a peer's script finished."""
     return PreconditionError(
         f"ranks diverged: a peer's script finished after step {ended_after}, but this rank is "
-        f"taking step {step}; every rank must take the same steps: leave the loop by a condition "
-        "that is equal on all ranks, such as loader.global_step or should_early_stop",
+        f"taking step {step}; all ranks must take the same steps: exit the loop on a condition "
+        "that is the same on all ranks, such as loader.global_step or should_early_stop",
         reason=REASON,
     )
 
@@ -131,17 +132,19 @@ def settings_apart(settings: object) -> PreconditionError:
     settings."""
     return PreconditionError(
         f"the ranks' optimizers have different settings; this rank has {settings}. "
-        "Hyper-parameters that change during training must change equally on all ranks, "
-        "including one that joins: use a scheduler, whose state is sent to joiners, or compute "
+        "Hyper-parameters that change during training must change identically on all ranks, "
+        "including ranks that join later: use a scheduler, whose state is sent to joiners, or "
+        "compute "
         "them from loader.global_step. 'parameters' is a digest of the parameter groups and of "
-        "requires_grad: all ranks must freeze the same parameters",
+        "requires_grad; if it differs, use the same groups and freeze the same parameters on all "
+        "ranks",
         reason=REASON,
     )
 
 
 def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
-    """Returns the error for ranks that would evaluate different batches. `dealings`: JSON that
-    determines each rank's batches. At least two of them differ."""
+    """Returns the error for ranks that would evaluate different batches. `dealings`: for each rank,
+    JSON that determines its batches. At least two of them differ."""
     what = _differences([json.loads(dealing) for dealing in dealings])
     return PreconditionError(
         f"ranks diverged: they evaluate different batches {what}",
@@ -170,7 +173,7 @@ def _difference(everyones: Sequence[dict[str, Any]]) -> str:
 
 
 def _differences(dealings: Sequence[dict[str, Any]]) -> str:
-    """Describes how the settings in `dealings` differ between ranks, and how to correct that."""
+    """Describes how the settings in `dealings` differ between ranks, and how to fix that."""
     names = [
         name
         for name in dealings[0]
@@ -190,7 +193,7 @@ def _differences(dealings: Sequence[dict[str, Any]]) -> str:
 
 
 def _compare(values: Sequence[str]) -> str:
-    """Returns text with the value of rank 0, and with the value of the first rank that differs."""
+    """Returns text with rank 0's value, and the value of the first rank that differs."""
     other = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
     return (
         f"rank 0 has {values[0]}, rank {other} has {values[other]}"

@@ -1,14 +1,14 @@
 """Process group of one generation, with the collectives that the session needs.
 
-Every failure of a collective becomes `MembershipChanged`, because a group is discarded at the first
-failure. A world of one has no process group, and its collectives return their inputs.
+Every failure of a collective is raised as `MembershipChanged`, because a group is discarded at the
+first failure. A world of one has no process group, and its collectives return their inputs.
 
-Strategies that split a model along several axes work in parts of the group (`subgroup`). A part is
-a group too. A group and its parts end together, so that no rank waits in one for a rank that has
-left another.
+Strategies that split a model along several axes use parts of the group (`subgroup`), which are
+groups too. A group and its parts are aborted together, so that no rank waits in one of them for a
+rank that has left another.
 
 The training thread issues the collectives. `abort` may be called from any thread, and releases a
-training thread that waits in a collective.
+training thread that is waiting in a collective.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupConfiguration:
-    """Settings with which the groups of one generation are connected."""
+    """Settings for connecting the groups of one generation."""
 
     make_backend: Callable[[], CommunicationBackend]
     store: Callable[[str], Store]
-    """Function that returns a new store with a given name. Ranks that use the same name share a
-    store."""
+    """Returns a new store with the given name. Ranks that use the same name share a store."""
     hostname: str | None
     connect_timeout: timedelta
     collective_timeout: timedelta
@@ -60,8 +59,8 @@ class GroupConfiguration:
         store: Store,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Connects `backend` for a generation. `members`: as in `CommunicationBackend.initialize`,
-        whose errors are raised."""
+        """Connects `backend` for a generation. For `members` and the errors, see
+        `CommunicationBackend.initialize`."""
         backend.initialize(
             rank=generation.rank,
             world_size=generation.world_size,
@@ -76,8 +75,8 @@ class GroupConfiguration:
 def number_of_part(
     members: Sequence[int], division: Sequence[Sequence[int]], world_size: int
 ) -> int | None:
-    """Returns the index, within `division`, of the part that consists of these members. Returns
-    None if the division does not contain every rank exactly once.
+    """Returns the index in `division` of the part that consists of these members. Returns None if
+    the division does not contain every rank exactly once.
 
     Raises:
         ConfigurationError: the division has no part with these members, or its parts differ in
@@ -97,8 +96,8 @@ _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
 """Exceptions raised by c10d, including DistError and DistBackendError."""
 _LEAVE_WITHIN = timedelta(seconds=2)
-"""Time for which a rank that has finished the run waits for the others, so that all can shut down
-together. It is not enough for a rank that still has to write or compute something."""
+"""Maximum time that a rank waits for the others after it has finished the run, so that all can shut
+down together. Not long enough for ranks that still have to write or compute something."""
 
 
 class Group:
@@ -116,11 +115,11 @@ class Group:
         `backend` and `store`. `configuration`: settings for connecting parts of the group."""
         self.generation = generation
         self.rank = generation.rank
-        """This member's rank."""
+        """Rank of this member in the group."""
         self.world_size = generation.world_size
-        """Number of ranks."""
+        """Number of ranks in the group."""
         self.broken: str | None = None
-        """Reason why the group has ended; None while it works."""
+        """Reason why the group has ended; None while it is usable."""
         self._backend = backend
         self._store = store
         self._configuration = configuration
@@ -133,8 +132,8 @@ class Group:
         """Current wait of the training thread in this group."""
         self._parts: list[Group] = []
         self._connections: Counter[str] = Counter()
-        """Name -> number of parts that were connected under this name. The number makes the name of
-        each part's store unique."""
+        """Number of parts connected so far under each name. It makes the names of the parts' stores
+        unique."""
         self._lock = threading.Lock()
         self._guarded: list[socket.socket] = []
 
@@ -150,8 +149,7 @@ class Group:
 
     @property
     def ended(self) -> bool:
-        """True if the group has ended on this rank or on a peer, as far as can be determined
-        without waiting."""
+        """True if the group is known to have ended, on this rank or on a peer. Does not wait."""
         backend = self._backend
         return self.broken is not None or (backend is not None and not backend.is_initialized)
 
@@ -163,8 +161,8 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's process group, for torch's own parallel code. Not available in a world of one. Do
-        not keep a reference after this group has ended.
+        """torch's process group, for torch's own parallel code. Not available in a world of one.
+        The caller must not keep a reference after this group has ended.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -175,26 +173,27 @@ class Group:
     def subgroup(
         self, ranks: Sequence[int], name: str, division: Sequence[Sequence[int]] = ()
     ) -> Group | None:
-        """Connects some of the ranks as a group of their own, in the given order. Returns None on a
+        """Connects some of the ranks as a separate group, in the given order. Returns None on a
         rank that is not in `ranks`.
 
-        All of these ranks must call it. A rank that belongs to several parts must connect them in
-        the same order as its peers. If a rank failed elsewhere, `abort` releases the ranks that
-        wait for it here. Ranks within the part count from 0, and the part's `generation.peers`
-        contains only its ranks. `abort` or `close` of this group ends the part. A failure in the
-        part ends this group and all its parts, on all ranks.
+        Must be called on all of these ranks. A rank that belongs to several parts must connect them
+        in the same order as its peers. If a rank has failed elsewhere, `abort` releases the ranks
+        that are waiting for it here. Ranks within the part count from 0, and the part's
+        `generation.peers` contains only its ranks. Aborting or closing this group also aborts the
+        part. A failure in the part aborts this group and all its parts, on all ranks.
 
         Args:
             ranks: distinct ranks of this group. If they are all ranks in order, this group itself
                 is returned.
-            name: name of the part. No other set of ranks in this group may use it. These ranks may
-                connect several parts under one name, all in the same order.
-            division: parts of equal size, of which `ranks` are one, that all ranks of this group
-                connect at this point; the same on all. If the library can split a group, it does
-                so, provided that the division contains every rank.
+            name: name of the part. No other set of ranks in this group may use the name. The same
+                ranks may connect several parts under one name, if all do so in the same order.
+            division: all parts that the ranks of this group connect at this point, including
+                `ranks`; the parts must have the same size, and the division must be the same on all
+                ranks. If it contains every rank and the library can split a group, the group is
+                split.
 
         Raises:
-            ConfigurationError: ranks outside of this group, or duplicates.
+            ConfigurationError: `ranks` contains ranks outside of this group, or duplicates.
             MembershipChanged: a rank did not arrive, or the group has ended."""
         members = list(ranks)
         if (
@@ -215,9 +214,8 @@ class Group:
         return self._connect_part(members, name, number_of_part(members, division, self.world_size))
 
     def connected_again(self, name: str) -> Group:
-        """Connects all ranks a second time. The new group is for collectives that ranks may issue
-        in a different order relative to the other collectives. Raises the same errors as
-        `subgroup`."""
+        """Connects all ranks a second time, for collectives whose order relative to other
+        collectives may differ between ranks. Raises the same errors as `subgroup`."""
         self._check()
         return self._connect_part(list(range(self.world_size)), name)
 
@@ -242,7 +240,7 @@ class Group:
         return part
 
     def _adopt(self, part: Group) -> Group:
-        """Registers a part before it is connected, so that `abort` of this group also ends the
+        """Registers a part before it is connected, so that `abort` of this group also aborts the
         part."""
         with self._lock:
             self._parts.append(part)
@@ -252,7 +250,7 @@ class Group:
         return part
 
     def all_reduce_async(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Starts to sum `tensor` over all ranks in place. Returns None in a world of one.
+        """Starts an in-place all-reduce (sum) of `tensor`. Returns None in a world of one.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -273,8 +271,8 @@ class Group:
             return self._process_group.all_gather_single(full, shard, AllgatherOptions())
 
     def reduce_scatter_async(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work:
-        """Starts a reduce-scatter: sums the flat `full` over all ranks, and stores this rank's part
-        of the sum in `shard`.
+        """Starts a reduce-scatter: sums the flat `full` across all ranks, and stores this rank's
+        part of the sum in `shard`.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -289,8 +287,8 @@ class Group:
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
     ) -> dist.Work:
-        """Starts to send part j of the flat `tensor` to rank j, and to receive part i of `output`
-        from rank i. The sizes count elements.
+        """Starts an all-to-all: sends part j of the flat `tensor` to rank j, and receives part i of
+        `output` from rank i. Sizes are in elements.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -330,7 +328,7 @@ class Group:
             self._broadcast(lambda: self._process_group, tensor, source)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sums `tensor` over all ranks in place.
+        """Sums `tensor` across all ranks, in place.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -340,8 +338,8 @@ class Group:
             self.wait(work)
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Sums a `tensor` of a few hundred bytes over all ranks in place and waits. Uses the
-        backend's fastest method for short messages.
+        """Sums a `tensor` of a few hundred bytes across all ranks, in place. Uses the backend's
+        fastest method for short messages.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -365,7 +363,7 @@ class Group:
                 raise self._over("all_reduce", error) from error
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Sums a few dozen numbers elementwise over all ranks. Raises the same errors as
+        """Sums a few dozen numbers elementwise across all ranks. Raises the same errors as
         `all_reduce_short`."""
         if self.world_size == 1:
             self._check()
@@ -373,7 +371,7 @@ class Group:
         return self._short(lambda backend: backend.sum_numbers(values))
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a collective that was started.
+        """Waits for a collective that has been started.
 
         Raises:
             MembershipChanged: the collective failed.
@@ -382,8 +380,8 @@ class Group:
             work.wait()
 
     def order(self, work: dist.Work) -> None:
-        """Orders a started collective before all later computation of the calling thread, on a GPU
-        without blocking the host; see `CommunicationBackend.order`.
+        """Makes later computation of the calling thread run after a started collective; on a GPU,
+        without blocking the host. See `CommunicationBackend.order`.
 
         Raises:
             MembershipChanged: the collective failed."""
@@ -394,12 +392,12 @@ class Group:
         """Waits until all collectives passed to `order` have succeeded, in this group, its parts
         and its parent.
 
-        Every sum on the host, including the commit all-reduce, first calls this method. So no rank
-        reports a step as prepared before the step's collectives have succeeded.
+        Every sum on the host, including the commit all-reduce, first calls this method. Therefore,
+        no rank reports a step as prepared before the step's collectives have succeeded.
 
         Raises:
-            MembershipChanged: a collective has failed, or a group has ended. From then on, none of
-                its operations writes into memory."""
+            MembershipChanged: a collective has failed, or a group has ended. No operation of the
+                group writes to memory any more."""
         whole = self
         while whole._parent is not None:
             whole = whole._parent
@@ -415,8 +413,8 @@ class Group:
 
     @contextlib.contextmanager
     def own_collectives(self, what: str) -> Iterator[CommunicationBackend]:
-        """Yields the backend, for callers that issue its collectives, or wait for them, directly.
-        Not for a world of one.
+        """Yields the backend, for callers that issue collectives, or wait for them, directly. Must
+        not be used in a world of one.
 
         Raises:
             MembershipChanged: the group has ended, or a collective within the block has failed."""
@@ -428,14 +426,15 @@ class Group:
                 raise self._over(what, error) from error
 
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Returns every rank's `values`, in rank order. All ranks must pass equally many values."""
+        """Returns every rank's `values`, in rank order. All ranks must pass the same number of
+        values."""
         return [t.tolist() for t in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
     def rendezvous(self) -> None:
-        """Waits until all ranks have called this method. Unlike `all_reduce`, no step issues this
-        barrier. If some ranks are in a step and others are here, they merely wait for each other.
-        In a collective of the same kind they would receive each other's messages, and Gloo ends the
-        processes if message sizes differ."""
+        """Waits until all ranks have called this method. Steps use different collectives, so if
+        some ranks are in a step and others are here, they merely wait for each other. In a
+        collective of the same kind, they would receive each other's messages, and Gloo terminates
+        the processes if message sizes differ."""
         if self.world_size == 1:
             self._check()
             return
@@ -444,8 +443,9 @@ class Group:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Sends `payload` to all ranks and returns every rank's payload, in rank order. Runs two
-        all-gathers: one for the lengths, and one for the bytes. If only few ranks send more than a
-        megabyte, broadcasts replace the second one, which would pad all payloads to the longest."""
+        all-gathers: one for the lengths, and one for the bytes. If only a few ranks send more than
+        a megabyte, broadcasts replace the second all-gather, which would pad all payloads to the
+        longest."""
         lengths = [row[0] for row in self.all_gather_integers([len(payload)])]
         longest = max(lengths)
         if longest == 0:
@@ -469,7 +469,7 @@ class Group:
         return payload if rank == self.rank else bytes(received.numpy())
 
     def abort(self, reason: str) -> None:
-        """Ends the group: current and later collectives fail with `reason`. Thread-safe; does not
+        """Aborts the group: current and later collectives fail with `reason`. Thread-safe; does not
         block."""
         with self._lock:
             if self.broken is not None:
@@ -490,7 +490,7 @@ class Group:
     @contextlib.contextmanager
     def guarding(self) -> Iterator[Callable[[socket.socket], None]]:
         """Yields a function that registers a socket with the group. `abort` shuts down the
-        registered sockets, so that no thread keeps waiting on one."""
+        registered sockets, so that no thread continues to wait on them."""
         own: list[socket.socket] = []
 
         def guard(connection: socket.socket) -> None:
@@ -508,14 +508,15 @@ class Group:
                 self._guarded = [s for s in self._guarded if s not in own]
 
     def close(self) -> None:
-        """Ends the group and releases its sockets and threads."""
+        """Closes the group and releases its sockets and threads."""
         self.abort("the group was closed")
         self.leave()
 
     def all_leave(self, within: timedelta = _LEAVE_WITHIN) -> None:
-        """Lets the communication library shut down this group and its parts in order, before
-        `close` or `leave` at the end of the run. Does nothing if the library cannot do so
-        (`CommunicationBackend.finalize`), or if not all ranks call this within the time `within`.
+        """Lets the communication library shut down this group and its parts in an orderly way.
+        Called before `close` or `leave` at the end of the run. Does nothing if the library cannot
+        do so (`CommunicationBackend.finalize`), or unless all ranks call this method within
+        `within`.
         """
         backend = self._backend
         if self.ended or backend is None or not backend.finalizes or not backend.all_leave(within):
@@ -527,7 +528,7 @@ class Group:
 
     def leave(self) -> None:
         """Closes the group without informing the other ranks, if the backend can do so. The others
-        fail only in a collective that needs this rank."""
+        fail only if they run a collective that needs this rank."""
         with self._lock:
             self.broken = self.broken or "this rank has left the group"
             parts, self._parts = self._parts, []
@@ -577,9 +578,10 @@ class Group:
         return _Failures(self, what)
 
     def _over(self, what: str, error: Exception) -> ShoalError:
-        """Ends the group because of `error` in a collective, and returns the exception to raise."""
+        """Aborts the group because of `error` in a collective, and returns the exception to
+        raise."""
         reason = self.broken or f"{what} failed: {cause_of(error)}"
-        # closes the sockets, so that peers stuck in the same collective are freed as well
+        # closes the sockets, so that peers waiting in the same collective are released too
         self.abort(reason)
         return self._ended(
             MembershipChanged(f"generation {self.generation.number} is over: {reason}")
@@ -587,15 +589,15 @@ class Group:
 
     def _ended(self, error: MembershipChanged) -> ShoalError:
         """Returns the exception to raise for a group that has ended: `error`, or a
-        PreconditionError if a rank found that the scripts have diverged."""
+        PreconditionError if a rank has detected that the scripts have diverged."""
         verdict = self.waiting.verdict
         return error if verdict is None else PreconditionError(verdict, reason="RANKS_DIVERGED")
 
 
 class _Failures:
-    """Context manager around a collective. If the collective fails, ends the group and raises a
-    Shoal error. It is a class because a generator-based context manager takes three times as long,
-    and each step enters several."""
+    """Context manager around a collective. If the collective fails, aborts the group and raises a
+    Shoal error. This is a class because a generator-based context manager takes three times as
+    long, and each step enters several."""
 
     __slots__ = ("_group", "_what")
 
@@ -616,7 +618,7 @@ class _Failures:
             return
         group = self._group
         if isinstance(error, MembershipChanged):
-            # the backend itself has reported the end of its group, so this group ends too
+            # the backend has reported that its group has ended, so this group ends too
             group.abort(str(error))
             if group.waiting.verdict is not None:
                 raise group._ended(error) from error

@@ -1,12 +1,12 @@
 """Joint operations of all ranks between steps: evaluate, decide on early stopping, save a
 checkpoint, confirm the end of an epoch.
 
-Operations are numbered from the last commit, equally on every rank. Their results are kept until
-the next commit. If a fault interrupts an operation that some ranks have finished, these ranks send
-the stored results to the others (see `Session`). No rank repeats an operation whose result is
-known.
+Operations are numbered from the last commit; every rank uses the same numbers. Their results are
+kept until the next commit. If a fault interrupts an operation that some ranks have finished, these
+ranks send the stored results to the others (see `Session`). No rank repeats an operation whose
+result is known.
 
-Results are JSON values, since they are sent between processes. Everything runs on the training
+Results are JSON values, because they are sent between processes. All methods run on the training
 thread.
 """
 
@@ -22,8 +22,8 @@ from shoal_worker.elastic.group.divergence import operations_apart
 from shoal_worker.elastic.group.group import Group
 
 Body = Callable[[Channel], Any]
-"""Function that runs one operation over a channel. It is called again with another channel if the
-membership changes meanwhile.
+"""Function that runs one operation over a channel. It is called again, with a new channel, if the
+membership changes during the call.
 """
 
 _LEARNER = "spectator"
@@ -37,8 +37,8 @@ class Operations:
         self._results: list[Any] = []
         self._position = 0
         self._awaited: list[Any] = []
-        """Results of operations that follow the next commit, received from peers that have already
-        finished those operations.
+        """Results of operations after the next commit, received from peers that have already
+        finished these operations.
         """
         self.running: str | None = None
         """Kind of the operation that this rank is running with its peers; None outside of
@@ -64,8 +64,8 @@ class Operations:
             self.running = None
 
     def take_known(self) -> tuple[bool, Any]:
-        """Returns (True, result) and moves past the next operation if its result is known;
-        otherwise (False, None)."""
+        """Returns (True, result) if the result of the next operation is known, and counts that
+        operation as completed; otherwise returns (False, None)."""
         if self._position < len(self._results):
             self._position += 1
             return True, self._results[self._position - 1]
@@ -77,7 +77,7 @@ class Operations:
         self._position += 1
 
     def committed(self) -> None:
-        """Restarts the numbering of operations after a committed step."""
+        """Restarts the numbering of operations, after a committed step."""
         self._results, self._awaited = self._awaited, []
         self._position = 0
 
@@ -92,8 +92,8 @@ class Operations:
         self._results = json.loads(encoded)
 
     def await_results(self, encoded: bytes) -> None:
-        """Stores results of operations that follow the step about to be committed, from a rank that
-        has already committed the step."""
+        """Stores results of operations after the step that is about to be committed, received from
+        a rank that has already committed the step."""
         self._awaited = json.loads(encoded) if encoded else []
 
     def restart(self, encoded: bytes, *, passed: bool) -> None:
@@ -106,17 +106,17 @@ class Operations:
 
 class GroupChannel:
     """Channel between the ranks of a group, without its learners. Learners take part in the
-    exchanges but send nothing.
+    exchanges but do not send data.
 
-    Each message contains the kind of its operation. Ranks whose scripts diverged therefore receive
-    an error instead of each other's data.
+    Each message contains the kind of its operation. Ranks whose scripts have diverged therefore
+    receive an error instead of each other's data.
     """
 
     def __init__(self, group: Group, kind: str, learners: tuple[int, ...]) -> None:
         self._group = group
         self._kind = kind
         self.members = [r for r in range(group.world_size) if r not in learners]
-        """Ranks of the group that are members of the channel, ascending."""
+        """Group ranks that are members of the channel, ascending."""
 
     @property
     def rank(self) -> int:
@@ -143,8 +143,8 @@ class GroupChannel:
 
 
 def follow_as_learner(group: Group, learners: tuple[int, ...], boundary: str) -> None:
-    """Takes part in the members' exchanges, as a learner that sends nothing, until all members are
-    at the step boundary.
+    """Takes part in the members' exchanges, as a learner that sends no data, until all members are
+    at the step boundary. `boundary`: kind of the exchange that marks the step boundary.
 
     Raises:
         MembershipChanged: the group has ended.

@@ -1,25 +1,25 @@
 """Sends a committed state to peers over TCP, and receives one. A receiver stages and verifies the
-complete state before it uses any of it.
+complete state before using any of it.
 
-Uses plain sockets, because the same bytes over gRPC or Gloo take about twice as long on one host
-while survivors wait.
+Uses plain sockets, because sending the same bytes over gRPC or Gloo takes about twice as long on
+one host, and survivors wait for the transfer.
 
-A donor's `StateDonor` listens on a separate thread from the start of the session. It answers only
-while an offer is open. The training thread opens an offer, waits in a barrier until the receivers
-have what they need, and closes the offer, which ends the remaining connections. The tensors are
-therefore not modified while they are read, and a hung receiver delays no other rank. A receiver
-requests one part of the bytes from each donor, from all donors at once. A request contains the
-generation's nonce, so peers of another generation and strangers are refused. Each block has a
-deadline, but the whole transfer, which may be large, has none: it continues as long as it makes
-progress.
+A donor's `StateDonor` listens on a separate thread from the start of the session. It serves
+requests only while an offer is open. The training thread opens an offer, waits in a barrier until
+the receivers have what they need, and closes the offer, which closes the remaining connections. The
+tensors are therefore not modified while they are read, and a hung receiver delays no other rank. A
+receiver requests one part of the bytes from each donor, from all donors in parallel. A request
+contains the generation's nonce, so peers of a different generation and unrelated clients are
+refused. Each block has a deadline, but the transfer as a whole, which may be large, has none: it
+continues as long as it makes progress.
 
 If the RPCs use TLS, so does the transfer. The donor's key is derived from the secret that the
 coordinator has sent to its peers (shoal_common.security.certificates), and the nonce is sent
 encrypted.
 
-Framing, with big-endian integers. Request: magic, nonce (32 bytes), part, parts (u32 each). Answer:
-header length (u64), header (JSON: structure, tensors, digest), its xxh3-64, then the part's bytes
-in blocks, each followed by its xxh3-64.
+Framing, with big-endian integers. Request: magic, nonce (32 bytes), part, parts (u32 each).
+Response: header length (u64), header (JSON: structure, tensors, digest), its xxh3-64, then the
+part's bytes in blocks, each followed by its xxh3-64.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 _MAGIC = b"SHOALST1"
 _REQUEST = struct.Struct("!32sII")
 PROBE = bytes(len(_MAGIC))
-"""Empty request that only tests whether a donor can be reached. The donor answers by closing the
+"""Empty request that only tests whether a donor can be reached. The donor responds by closing the
 connection."""
 _U64 = struct.Struct("!Q")
 _BLOCK = 4 << 20
@@ -73,7 +73,7 @@ _LARGEST_HEADER = 256 << 20
 _BLOCK_TIMEOUT_S = 30.0
 """Maximum time for one block of 4 MiB. A transfer slower than 0.14 MB/s is therefore abandoned."""
 _REQUEST_TIMEOUT_S = 5.0
-"""Maximum time in which a client must send its request."""
+"""Maximum time that a client may take to send its request, in seconds."""
 _MOST_CONNECTIONS = 256
 """Maximum number of connections served at a time, each by a thread. Further connections wait in the
 listener's queue."""
@@ -89,18 +89,18 @@ class _Offer:
     nonce: bytes
     header: bytes
     pieces: tuple[torch.Tensor, ...]
-    """Bytes of each tensor, in the tensor's own memory, possibly on a device."""
+    """Bytes of each tensor, as a view of the tensor's memory, which may be on a device."""
 
 
 class StateDonor:
-    """Server from which peers fetch this member's state."""
+    """Server that sends this member's state to peers."""
 
     def __init__(self, host: str, *, announced: str = "", secure: bool = False) -> None:
-        """Binds to `host` on a port chosen by the system. `announced`: address for peers, if
+        """Binds to `host` on a port chosen by the system. `announced`: host for peers, if
         different. `secure`: True to require TLS from clients."""
         self.key = secrets.token_hex(16)
-        """Secret that only members of the job know. It serves as the nonce of offers outside of a
-        generation, and as this donor's key for TLS."""
+        """Secret shared with members of the job: the nonce of offers outside of a generation, and
+        this donor's key for TLS."""
         self._tls = PairContexts.listener(self.key) if secure else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
@@ -125,18 +125,17 @@ class StateDonor:
         return self._tls is not None
 
     def expect(self, nonce: str) -> None:
-        """Selects which requests may wait for an offer: from now on, only requests with this
-        `nonce`. All others are refused unless their offer is open. Before the first call, any
-        request may wait."""
+        """From now on, lets only requests with this `nonce` wait for an offer. All others are
+        refused unless their offer is open. Before the first call, any request may wait."""
         with self._changed:
             self._expected = nonce.encode()
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def offering(self, state: object, nonce: str, without: Collection[str] = ()) -> Iterator[None]:
-        """Offers `state` to peers that send `nonce`, within the block. The caller must not change
-        the state's tensors meanwhile. Transfers that are incomplete at the end of the block are cut
-        off. `without`: names of tensors that are not sent because the peers already have them."""
+        """Within the block, offers `state` to peers that send `nonce`. The caller must not change
+        the state's tensors in the block. Transfers that are incomplete at its end are cut off.
+        `without`: names of tensors that are not sent because the peers already have them."""
         structure, tensors = flatten(state)
         resolved = {
             name: t.resolve_conj().resolve_neg().contiguous()
@@ -169,7 +168,7 @@ class StateDonor:
                     )
 
     def close(self) -> None:
-        """Stops listening for peers."""
+        """Stops accepting connections from peers."""
         self._closed.set()
         with contextlib.suppress(OSError):  # the receiver has closed it
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -186,8 +185,8 @@ class StateDonor:
                     target=self._serve, args=(connection,), name="shoal-donate", daemon=True
                 ).start()
             except (OSError, RuntimeError) as error:
-                # the listener is closed; or there are too few file descriptors or threads, which is
-                # temporary
+                # the listener was closed, or there are temporarily too few file descriptors or
+                # threads
                 self._free.release()
                 if not self._closed.wait(0.1) and not complained:
                     complained = True
@@ -202,7 +201,7 @@ class StateDonor:
                     channel.settimeout(_BLOCK_TIMEOUT_S)
                     _send_part(channel, offer, part, parts)
         except _Refused:
-            pass  # a stranger, a probe, or a peer of an earlier generation
+            pass  # an unrelated client, a probe, or a peer of an earlier generation
         except OSError as error:
             _log.warning("lost the connection to a peer that was receiving state: %s", error)
         except RuntimeError as error:
@@ -216,7 +215,7 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _greeted(self, connection: socket.socket) -> Iterator[socket.socket]:
-        """Yields the socket on which to read the peer's request, after the TLS handshake if TLS is
+        """Yields the socket for reading the peer's request, after the TLS handshake if TLS is
         required. Raises _Refused if the handshake fails."""
         if self._tls is None:
             with connection:
@@ -233,8 +232,8 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _entered(self, connection: socket.socket, nonce: bytes) -> Iterator[_Offer]:
-        """Yields the offer of `nonce` and registers `connection` with it within the block. Waits
-        for the offer if it is expected, because a receiver may be faster than the donor.
+        """Yields the offer of `nonce` and registers `connection` with it within the block. If the
+        offer is expected, waits for it, because a receiver may be faster than the donor.
 
         Raises:
             _Refused: there is no offer of `nonce`, and there will be none."""
@@ -274,12 +273,12 @@ def shut_down(connection: socket.socket) -> None:
 
 
 class _Refused(Exception):
-    """Raised when a client's connection is to be closed without an answer."""
+    """Raised to close a client's connection without a response."""
 
 
 def _read_request(connection: socket.socket) -> tuple[bytes, int, int]:
-    """Reads a request and returns (nonce, part, parts). Raises _Refused as soon as the request is
-    invalid, or if it does not arrive in time."""
+    """Reads a request and returns (nonce, part, parts). Raises _Refused if the request is invalid
+    or does not arrive in time."""
     deadline = time.monotonic() + _REQUEST_TIMEOUT_S
     try:
         if _receive(connection, len(_MAGIC), deadline) != _MAGIC:
@@ -306,9 +305,9 @@ def take_state(
     tensors, by name, that the donors do not send.
 
     `keys`: each donor's key (`StateDonor.key`), for TLS; empty: plain text. `guard`: called with
-    each new connection, so that another thread can end the transfer by shutting the connection
-    down. `timeout`: time until all donors have begun to answer; after that, each block has its own
-    deadline.
+    each new connection, so that another thread can abort the transfer by shutting the connection
+    down. `timeout`: time until all donors must have begun to respond; after that, each block has
+    its own deadline.
 
     Raises:
         UnavailableError: a donor failed, or sends too slowly.
@@ -329,8 +328,8 @@ def take_state(
         if len(alike) < len(parts):
             if len(alike) < sum(each.digest[1] == headers[0].digest[1] for each in headers):
                 _log.error(
-                    "ranks that should have the same state offer different contents (%s); using "
-                    "that of the first of them",
+                    "ranks that should have the same state offer different states (digests %s); "
+                    "using the state of the first rank listed",
                     [h.digest[0] for h in headers],
                 )
             stack.close()
@@ -355,7 +354,7 @@ def take_state(
 
 
 class _Part:
-    """Receives one donor's part of a transferred state."""
+    """One donor's part of a transferred state, which a thread receives."""
 
     def __init__(
         self,
@@ -450,18 +449,18 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    """Description of the state, sent before its bytes."""
+    """Description of a transferred state, sent before its bytes."""
 
     structure: Any
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-    """Name, dtype and shape of each tensor, in the order in which the bytes are sent."""
+    """Name, dtype and shape of each tensor, in the order of transmission."""
     digest: tuple[str, str]
     """Digest of the state, and the devices of its tensors. A digest computed on a device differs
-    from one computed on the host, even for equal tensors."""
+    from the digest of the same tensors computed on the host."""
 
     @classmethod
     def parse(cls, raw: bytes | bytearray, address: str) -> _Header:
-        """Parses a header. Raises CorruptDataError if `raw` is not a valid one."""
+        """Parses a header. Raises CorruptDataError if `raw` is not a valid header."""
         try:
             header = json.loads(raw)
             tensors = tuple(
@@ -513,7 +512,7 @@ def _send_part(connection: socket.socket, offer: _Offer, part: int, parts: int) 
 
 def _blocks(pieces: Sequence[torch.Tensor], part: int, parts: int) -> Iterator[torch.Tensor]:
     """Yields every `parts`-th block of all pieces, beginning with block `part`. Sender and receiver
-    divide the bytes into the same blocks."""
+    both use it, so they divide the bytes into the same blocks."""
     index = 0
     for piece in pieces:
         for offset in range(0, len(piece), _BLOCK):
@@ -543,8 +542,8 @@ def _receive(connection: socket.socket, length: int, deadline: float) -> bytearr
 
 
 def _receive_into(connection: socket.socket, target: memoryview, deadline: float) -> None:
-    """Fills `target` from the connection. Raises OSError if the connection ends, or `deadline`
-    (monotonic) passes, before that."""
+    """Fills `target` from the connection. Raises OSError if the connection is closed, or `deadline`
+    (of time.monotonic()) passes, before that."""
     while target:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         received = connection.recv_into(target)
@@ -557,7 +556,7 @@ def _receive_into(connection: socket.socket, target: memoryview, deadline: float
 
 MOST_DONORS: Final = 16
 """Maximum number of donors used by one receiver. More donors do not increase the throughput, and
-each costs a thread, a connection and a description of the entire state."""
+each needs a thread, a connection and a description of the entire state."""
 
 
 class StateExchange:
@@ -584,7 +583,7 @@ class StateExchange:
         until: Callable[[], object],
         without: Collection[str] = (),
     ) -> None:
-        """Offers the state `captured` to the group's ranks while the function `until` runs, which
+        """Offers the state `captured` to the group's ranks while `until` runs, a function that
         waits for the receivers. `without`: names of tensors that are not sent because the receivers
         already have them.
 
@@ -604,7 +603,7 @@ class StateExchange:
 
         Raises:
             UnavailableError: a donor failed, or damaged data arrived. The peers' state is intact,
-                so the request can be repeated.
+                so the call can be retried.
             MembershipChanged: the group has ended."""
         started = time.monotonic()
         asked = share_of(donors, receiver=group.rank)
@@ -613,8 +612,8 @@ class StateExchange:
         keys = [peer.donor_key for peer in peers] if self._settings.calling_tls is not None else []
         try:
             with group.guarding() as guard:
-                # On another thread: if ranks take turns, a donor may need its turn to offer the
-                # state for which this rank waits.
+                # Run on another thread, because if ranks take turns, the donor may need its turn to
+                # offer the state that this rank is waiting for.
                 state, size = run_aside(
                     lambda: take_state(
                         addresses,
@@ -645,7 +644,7 @@ class StateExchange:
 
 
 def share_of(donors: Sequence[int], *, receiver: int) -> Sequence[int]:
-    """Returns the donors from which `receiver` fetches: at most MOST_DONORS, distributed so that
+    """Returns the donors that `receiver` fetches from: at most MOST_DONORS, chosen so that
     different receivers use different donors where possible."""
     first = receiver * MOST_DONORS % len(donors)
     return (*donors[first:], *donors[:first])[:MOST_DONORS]

@@ -1,9 +1,9 @@
-"""Records what the training thread waits for in a group, and exchanges notes about waits with other
-ranks through the store.
+"""Records what the training thread is waiting for in a group, and exchanges notes about waits with
+other ranks through the store.
 
-At one position of the run, after a step or an operation, all ranks whose scripts agree wait for the
-same thing: the next step, or the next operation. An operation in the middle of a step, after
-collectives of that step, is an exception and is therefore not compared."""
+At a given position of the run, after a step or an operation, all ranks whose scripts agree wait for
+the same thing: the next step, or the next operation. The exception is an operation in the middle of
+a step, after collectives of that step; it is therefore not compared."""
 
 from __future__ import annotations
 
@@ -21,53 +21,53 @@ from shoal_worker.store.redis_store import RedisStore
 # ------------------------------------------------------------------------------- what is waited for
 
 At = tuple[int, int]
-"""Position at which scripts may wait: number of committed steps of the run, and number of
-operations since the last step."""
+"""Position where scripts may wait: number of committed steps of the run, and number of operations
+since the last step."""
 
 _VERDICT: Final = "verdict"
 _NONE: Final = "-"
 
 
 class Where(NamedTuple):
-    """Position of a script that waits for its peers, with the kind of the wait."""
+    """Position of a script that is waiting for its peers, and the kind of the wait."""
 
     at: At
     operation: str | None
-    """Kind of the operation in which the script is; None: it is in a step."""
+    """Kind of the script's current operation; None: the script is in a step."""
     source: StepSource | None = None
     """Loader of the step; None: a loop without a Shoal loader."""
 
     @property
     def what(self) -> str:
-        """Description of what the script waits in, such as "evaluate" or "a step of loader
-        'loader'"."""
+        """Description of the step or operation where the script is waiting, such as "evaluate" or
+        "a step of loader 'loader'"."""
         if self.operation is not None:
             return self.operation
         return f"a step of loader {self.source.name!r}" if self.source is not None else "a step"
 
 
 class Wait(NamedTuple):
-    """A wait in progress, with its start and the script's position."""
+    """Wait in progress, with its start and the script's position."""
 
     since: float
-    """Start of the wait, by time.monotonic()."""
+    """Start of the wait (time.monotonic())."""
     where: Where
 
 
 class Waiting:
-    """Context manager that the training thread enters around each wait in one group and its parts.
+    """Context manager that the training thread enters around each wait in a group and its parts.
     Another thread may read `now`, the current wait."""
 
     def __init__(self, store: RedisStore | None) -> None:
-        """`store`: the group's store, in which ranks leave notes about their waits. None: the group
-        has no store, so waits are not compared."""
+        """`store`: the group's store, which contains the ranks' notes about their waits. None: the
+        group has no store, so waits are not compared."""
         self.now: Wait | None = None
-        """Current wait, if it can be compared with other ranks' waits."""
+        """Current wait, if it can be compared with other ranks' waits; otherwise None."""
         self.where: Callable[[], Where | None] | None = None
         """Function that returns the script's position, or None at a step boundary, where waits are
-        not compared. None: no wait is compared."""
+        not compared. If the attribute itself is None, no wait is compared."""
         self._stepped_at: At | None = None
-        """Last position at which the script waited in the collectives of a step."""
+        """Last position where the script waited in a step's collectives."""
         self._notes = store.with_prefix(f"{store.prefix}:notes") if store is not None else None
         self._verdict: str | None = None
 
@@ -84,14 +84,15 @@ class Waiting:
 
     def note(self, at: At, text: str, among: str = "") -> str:
         """Stores `text` for a position and returns it. If another rank has already stored a text
-        for that position, returns that one instead. `among`: name of the set of ranks that compare
-        the text; empty: all. Raises StoreError, ShoalError."""
+        for that position, returns that text instead. `among`: name of the set of ranks that compare
+        the text; empty: all ranks. Raises StoreError, ShoalError."""
         if self._notes is None:
             return text
         return self._notes.compare_set(f"{at[0]}/{at[1]}/{among}", "", text).decode()
 
     def condemn(self, verdict: str) -> None:
-        """Ends the group and stores the error `verdict`, which every rank that reads it raises."""
+        """Stores the error message `verdict`, which ranks raise when they read it after the group
+        has been aborted."""
         self._verdict = verdict
         if self._notes is not None:
             with contextlib.suppress(ShoalError, RuntimeError):
@@ -100,8 +101,8 @@ class Waiting:
 
     @property
     def verdict(self) -> str | None:
-        """Error with which a rank ended the group; None if there is none. Sends one query to the
-        store."""
+        """Error message stored by the rank that aborted the group because scripts have diverged;
+        None if there is none. Queries the store once."""
         if self._verdict is None and self._notes is not None:
             notes, self._notes = self._notes, None
             with contextlib.suppress(ShoalError, RuntimeError):
@@ -118,19 +119,19 @@ EVERY_S: Final = 10.0
 
 
 class WaitingLines:
-    """Log lines about one wait: what the thread waits for, how long, and why. At most one line per
-    ten seconds. Used only by the waiting thread."""
+    """Log lines about one wait: what the thread is waiting for, how long, and why. At most one line
+    per ten seconds. Used only by the waiting thread."""
 
     def __init__(self, *, waited_s: float = 0.0, first_in_s: float | None = None) -> None:
         """`waited_s`: how long ago the wait began, in seconds. `first_in_s`: seconds until the
-        first line; None: the same interval as between later lines."""
+        first line; None: the interval between later lines."""
         now = time.monotonic()
         self._started = now - waited_s
         self._said = now - EVERY_S + (EVERY_S if first_in_s is None else first_in_s)
 
     def say(self, what: str, why: Callable[[], str]) -> None:
-        """Logs the wait if a line is due; called repeatedly during the wait. `why`: returns the
-        reason for the wait, and is called only if a line is due."""
+        """Logs the wait if a line is due. Called repeatedly during the wait. `why`: returns the
+        reason for the wait; called only if a line is due."""
         now = time.monotonic()
         if now >= self._said + EVERY_S:
             self._said = now

@@ -2,24 +2,23 @@
 
 - The ranks of a new generation first *meet*: each rank sends its status, and all ranks make the
   same decision (`reconcile.py`). If they agree on the state, the generation is *established*, and
-  sharded state is distributed over its ranks. Otherwise some ranks have to advance first, each in
-  its own script. They receive what they need for that: the commit all-reduce of a step whose
-  outcome they do not know, or results of operations. This group is then abandoned, and the other
-  ranks wait for the next one. Therefore the scripts of all members of an established generation
-  have received the same outcomes.
+  sharded state is distributed across its ranks. Otherwise, the scripts of some ranks must advance
+  first. These ranks receive what they need for that: the result of the commit all-reduce of a step
+  whose outcome they do not know, or results of operations. This group is then abandoned, and the
+  other ranks wait for the next one. The scripts of all members of an established generation have
+  therefore received the same outcomes.
 - Only two kinds of ranks receive state from peers: joiners, and ranks whose peers have loaded a
-  checkpoint that they have not loaded. A rank that does not know a step's outcome applies its own
-  step.
+  checkpoint that they have not loaded. A rank that learns that its step in doubt counts applies the
+  step itself.
 - A rank may be cut off while its peers take steps without it. When it meets its peers again, it
-  leaves, and its process ends and is replaced. Its script is in an operation or a step that the
-  peers finished long ago.
-- A joiner is a learner of its first generation until all other ranks are at a step boundary, where
-  the joiner receives the state. It therefore never receives a state from between two steps, which
-  user code may be changing.
+  leaves, and its process exits and is replaced, because its script is in an operation or a step
+  that the peers have already finished.
+- A joiner is a learner in its first generation until all other ranks are at a step boundary, where
+  it receives the state. It therefore never receives a state that user code may be changing.
 
-Owns whether the group is established, the set of learners, whether a step boundary is due, and the
-time of the last failure. Everything runs on the training thread, except that a collective's
-callback may call `failed`.
+`Formation` owns these facts: whether the group is established, the set of learners, whether a step
+boundary is due, and the time of the last failure. All methods run on the training thread, but a
+collective's callback may call `failed`.
 """
 
 from __future__ import annotations
@@ -71,11 +70,11 @@ GROUP_LOST = (MembershipChanged, UnavailableError)
 
 _BRINGING, _TOGETHER = "bringing together", "together"
 _SPARE_LOOK = timedelta(seconds=0.2)
-"""Interval at which a spare checks whether its peers are still there."""
+"""Interval between a spare's checks that its peers still exist."""
 
 
 class Formation:
-    """Keeps track of the ranks that currently work together, and forms their generations."""
+    """Forms generations, and keeps track of the ranks that currently work together."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Formation:
         metrics: WorkerMetrics,
         progress: ProgressMeter,
     ) -> None:
-        """`exchange`: transfers state between ranks; None for strategies without a process
+        """`exchange`: transfers state between ranks; None under strategies without a process
         group."""
         self.membership = membership
         self.syncing = JoinerState(
@@ -99,11 +98,11 @@ class Formation:
         """True if the last step vote showed that a newer generation is waiting. All ranks enter it
         at the next step boundary."""
         self.stop_due = False
-        """True if training ends at the next step boundary on all ranks, according to the last step
-        vote."""
+        """True if the last step vote showed that training ends at the next step boundary, on all
+        ranks."""
         self.preempted = False
-        """True if training ends because all ranks were asked to leave. The run is unfinished in
-        this case."""
+        """True if training ends because all ranks were asked to leave. In this case, the run is
+        unfinished."""
         self._held = held
         self._exchange = exchange
         self._settings = settings
@@ -111,16 +110,17 @@ class Formation:
         self._progress = progress
         self._learners: tuple[int, ...] = ()
         self.group: Group | None = None
-        """The group established last, or the one that is about to be established; it may have
-        ended. None before the first. A group whose ranks have met but not agreed is not visible
-        here, but only to the membership."""
+        """The last group that was established, or the group that is about to be established; it may
+        have ended. None before the first. Does not show a group whose ranks have met but not
+        agreed; see `Member.group`."""
         self._stands = False
-        """True if the group is established: sharded state is distributed over its ranks."""
+        """True if the group is established, so that sharded state is distributed across its
+        ranks."""
         self._met = False
         """True if the ranks of the membership's group agree on the state, but the group is not yet
         established."""
         self._outcomes_due = 0
-        """Number of outcomes that all scripts must have received, according to the last
+        """Number of outcomes that every script must have received, according to the last
         rendezvous."""
         self._rendezvous_began = 0.0
         self._failed_at: float | None = None
@@ -129,8 +129,8 @@ class Formation:
 
     @property
     def working(self) -> Group | None:
-        """Ranks of the group that take steps and run operations together: all except spares.
-        Includes all ranks while some of them have yet to receive the state."""
+        """Ranks of the group that take steps and run operations together: all except spares. While
+        some ranks have not received the state yet, includes all ranks."""
         group, engine = self.group, self._held.attached
         if group is None or engine is None or self._learners:
             return group
@@ -138,7 +138,7 @@ class Formation:
 
     @property
     def generation(self) -> Generation | None:
-        """Generation in which this process works; None before the first."""
+        """This process's current generation; None before the first."""
         if self.group is not None:
             return self.group.generation
         return self.membership.link.newest_generation if self._held.phase.holds_state else None
@@ -159,8 +159,8 @@ class Formation:
 
     @property
     def is_first(self) -> bool:
-        """True if this rank is the lowest one that has the state. That rank acts on behalf of all;
-        rank 0 may be a joiner without the state."""
+        """True if this rank is the lowest rank that has the state. It acts on behalf of all ranks,
+        because rank 0 may be a joiner without the state."""
         generation = self.generation
         members = (
             (r for r in range(generation.world_size) if r not in self._learners)
@@ -177,7 +177,7 @@ class Formation:
     @property
     def must_move(self) -> bool:
         """True if this rank's script must receive further outcomes before a generation can be
-        established. In this case, the step that the script begins next is aborted."""
+        established. In that case, the next step that the script begins is aborted."""
         return self._held.outcomes < self._outcomes_due
 
     def channel(self, kind: str) -> GroupChannel:
@@ -191,31 +191,31 @@ class Formation:
     # ------------------------------------------------------------------------------ new generations
 
     def failed(self, reason: str) -> None:
-        """Ends the group because a collective of the current step failed. The duration of the
-        recovery counts from the first failure. May be called by a collective's callback."""
+        """Aborts the group because a collective of the current step has failed. The measured
+        recovery time begins with the first failure. May be called by a collective's callback."""
         self._failed_at = self._failed_at or time.monotonic()
         if self.group is not None:
             self.group.abort(reason)
 
     def committed(self, *, boundary_due: bool, stop_due: bool, preempted: bool) -> None:
-        """Records the requests in a committed step's vote. After a failure, this also ends the
-        measured recovery time. `boundary_due`: a newer generation is waiting. `stop_due`: training
-        ends. `preempted`: all ranks were asked to leave."""
+        """Records the requests in a committed step's vote. After a failure, also ends the measured
+        recovery time. `boundary_due`: True if a newer generation is waiting. `stop_due`: True if
+        training ends. `preempted`: True if all ranks were asked to leave."""
         self.boundary_due, self.stop_due, self.preempted = boundary_due, stop_due, preempted
         if self._failed_at is not None:
             self._metrics.recovered(time.monotonic() - self._failed_at)
             self._failed_at = None
 
     def recover(self, error: BaseException, *, in_operation: bool | None = None) -> None:
-        """Ends a failed group and forms a new one. `in_operation`: see `end_group`. Raises the same
-        errors as `reform`."""
+        """Abandons a failed group and forms a new one. `in_operation`: see `end_group`. Raises the
+        same errors as `reform`."""
         self.end_group(error, in_operation=in_operation)
         self.reform()
 
     def end_group(self, error: BaseException, *, in_operation: bool | None) -> None:
-        """Ends a failed group and reports the failure, so that no peer keeps waiting in the group.
-        `in_operation`: True in an operation between steps; False in a step; None outside of both.
-        Raises MembershipChanged if no further group will be formed."""
+        """Abandons a failed group and reports the failure, so that no peer continues to wait in the
+        group. `in_operation`: True in an operation between steps; False in a step; None outside of
+        both. Raises MembershipChanged if no further group will be formed."""
         self._failed_at = self._failed_at or time.monotonic()
         self._stands = self._met = False
         self._held.interrupted = None
@@ -229,7 +229,7 @@ class Formation:
 
     def settle(self, *, updated: bool = False) -> None:
         """Forms and establishes a group if necessary. Returns when the group is established, or
-        when this rank's script has to advance first. `updated`: True if the state has changed since
+        when this rank's script must advance first. `updated`: True if the state has changed since
         the ranks met, so that its shards must be consolidated. Raises the same errors as `reform`.
         """
         if self.healthy or (self.must_move and not updated):
@@ -246,8 +246,8 @@ class Formation:
         )
 
     def went_back(self) -> None:
-        """Records that all ranks of the group have replaced a lost state with a checkpoint's, so
-        that the group can be established."""
+        """Records that all ranks of the group have replaced a lost state with a checkpoint's state,
+        so that the group can be established."""
         group = self.group
         self._met = (
             not self._stands
@@ -256,18 +256,18 @@ class Formation:
             and group.broken is None
         )
         if self._met:
-            self.boundary_due = False  # this is the generation that was due
+            self.boundary_due = False  # this is the generation that the boundary was due for
 
     def take_newest(self) -> None:
-        """Forms the newer generation that the last step vote showed, unless this has already
-        happened. Raises the same errors as `reform`."""
+        """Forms the newer generation that was announced by the last step vote, unless it has
+        already been formed. Raises the same errors as `reform`."""
         if self.boundary_due:
             self.reform()
         else:
             self.settle()
 
     def reform(self) -> None:
-        """Forms newer generations until one is established, or until this rank's script has to
+        """Forms newer generations until one is established, or until this rank's script must
         advance first.
 
         Raises:
@@ -281,9 +281,9 @@ class Formation:
 
     def rendezvous(self) -> bool:
         """Forms newer generations until the ranks of one agree on the state, and returns True. If
-        this rank's script has to advance first, abandons the group and returns False. Raises the
-        same errors as `reform`."""
-        # measured from the first failure; the wait for a generation has a deadline of its own
+        this rank's script must advance first, abandons the group and returns False. Raises the same
+        errors as `reform`."""
+        # measured from the first failure; the wait for a generation has a separate deadline
         give_up_at: float | None = None
         self._stands = self._met = False
         while True:
@@ -291,7 +291,8 @@ class Formation:
             try:
                 group = self.membership.form()
                 if self._exchange is not None:
-                    # set before the first exchange, after which a receiver may request the state
+                    # set before the first exchange, because a receiver may request the state after
+                    # it
                     self._exchange.expect(group)
                 plan = self._reconcile(group)
                 if plan.moving:
@@ -321,8 +322,8 @@ class Formation:
                 return False
 
     def stand(self) -> bool:
-        """Establishes a group whose ranks have met, and reshards the state for its ranks. All ranks
-        must call it. Returns False if the group failed meanwhile."""
+        """Establishes a group whose ranks have met, and reshards the state for its ranks. Must be
+        called on all ranks. Returns False if the group failed while it was being established."""
         held, group = self._held, self.membership.group
         self._met = False
         try:
@@ -353,9 +354,9 @@ class Formation:
         return True
 
     def _cut_for(self, group: Group) -> None:
-        """Reshards the state for the ranks of `group` once all of them have it. While there are
-        joiners, which receive the state only at the next step boundary, the state is consolidated
-        instead. All ranks must call it."""
+        """Reshards the state for the ranks of `group` once all of them have it. If there are
+        joiners, which receive the state only at the next step boundary, consolidates the state
+        instead. Must be called on all ranks."""
         self.group = group
         held = self._held
         if not self._learners:
@@ -382,9 +383,8 @@ class Formation:
             follow_as_learner(group, self._learners, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
-        """Waits until the ranks that must advance first have received everything they need for
-        that. The caller abandons the group afterwards, which would discard data that is still being
-        sent."""
+        """Waits until the ranks whose scripts must advance have received everything they need. Then
+        the caller abandons the group, which would discard data that is still being sent."""
         if not plan.decided:
             with contextlib.suppress(StateLostError):
                 # the next generation reaches the same decision once all ranks have advanced
@@ -397,12 +397,12 @@ class Formation:
             # This rank has everything, and another rank has already left.
 
     def _consolidate(self, group: Group) -> None:
-        """Consolidates the state of the ranks that agree on it, before the group is abandoned
-        because other ranks must first lose a step. Until the next group forms, the scripts of the
-        agreeing ranks work with this state, so each owner sends its updates to all ranks that hold
-        the same part. All ranks must call it."""
+        """Consolidates the state (`TrainingEngine.consolidate`) of the ranks that agree on it,
+        before the group is abandoned because other ranks must first abort a step. Until the next
+        group forms, the scripts of the agreeing ranks use this state, so each owner sends its
+        updates to all ranks that have the same part. Must be called on all ranks."""
         held = self._held
-        step, held.step = held.step, None  # otherwise nothing would be sent, and the step is lost
+        step, held.step = held.step, None  # otherwise nothing would be sent, and the step fails
         try:
             if step is not None and step.unresolved:
                 step.abort()
@@ -412,7 +412,7 @@ class Formation:
             held.step = step
 
     def _reconcile(self, group: Group) -> Reconciliation:
-        """Exchanges the ranks' status, and transfers results or state where needed. Returns the
+        """Exchanges the ranks' status, and transfers results or state if necessary. Returns the
         decision."""
         failpoint("session.before_reconcile")
         held = self._held
@@ -444,7 +444,7 @@ class Formation:
             results = group.exchange(
                 held.operations.encode() if group.rank == plan.results_from else b""
             )[plan.results_from]
-        # None of the following communicates, unless all ranks do it.
+        # In the following, ranks communicate only in calls that all of them make.
         if group.rank in plan.decided:
             held.decide(commit_payload)
             held.operations.await_results(results)
@@ -454,16 +454,16 @@ class Formation:
             held.operations.extend(results)
         if group.rank not in plan.learners:
             if group.rank in plan.behind:
-                # its script is in an operation, and has received all outcomes that the others have
+                # its script is in an operation, and has received the same outcomes as the others
                 held.outcomes = plan.outcomes
             self._outcomes_due = plan.outcomes
         self._learners = plan.learners
         return plan
 
     def _replace_overtaken(self, group: Group, plan: Reconciliation) -> NoReturn:
-        """Replaces ranks whose peers took steps without them. Such a rank leaves the job and
-        raises PreconditionError. The others raise MembershipChanged and continue in the next
-        generation."""
+        """Replaces the processes of ranks whose peers took steps without them. Such a rank leaves
+        the job and raises PreconditionError. The others raise MembershipChanged and continue in the
+        next generation."""
         if group.rank in plan.overtaken:
             assert plan.newest is not None
             self.membership.give_up_place(
@@ -495,8 +495,8 @@ class Formation:
             group.exchange(b"")
 
     def stand_by(self) -> None:
-        """Waits as a spare for the next generation, which this rank enters as a joiner. Raises the
-        same errors as `reform`."""
+        """Waits, as a spare, for the next generation, which this rank enters as a joiner. Raises
+        the same errors as `reform`."""
         self._held.phase.set_aside()
         self.membership.link.stands_by()
         self._outcomes_due = 0  # the count of outcomes will arrive with the peers' state
@@ -507,14 +507,14 @@ class Formation:
         self._await_more(Drained)
 
     def await_ranks(self) -> None:
-        """Waits for the next generation if there are too few ranks for a replica and each rank has
-        the entire state. Raises the same errors as `reform`."""
+        """Waits for the next generation if there are too few ranks for a replica, provided that
+        each rank has the complete state. Raises the same errors as `reform`."""
         alone = self.group is None or self.group.world_size == 1
         # a rank without peers may want to save the state
         self._await_more(StopTraining if alone else Drained)
 
     def _await_more(self, drained: type[StopTraining]) -> None:
-        """Waits for the next generation. `drained`: exception raised if this member is asked to
+        """Waits for the next generation. `drained`: exception to raise if this member is asked to
         leave."""
         lines = WaitingLines()
         while True:
@@ -561,7 +561,8 @@ class Formation:
         if self.group is None:
             self.reform()
         while self._held.name is None:
-            # once the state has a name, an established generation replaces the exchange below
+            # if the state has a name, establishing the generation has done what the exchange below
+            # does
             group = self._require_group()
             channel = GroupChannel(group, "attach", self._learners)
             try:
@@ -600,7 +601,7 @@ class Formation:
 
     def replace_state(self, channel: GroupChannel, captured: object) -> None:
         """Sends the state that the first rank has read from a checkpoint to all ranks. `captured`:
-        that state; None on the other ranks. Part of an operation."""
+        that state; None on the other ranks. Must be called within an operation."""
         group, held = self._require_group(), self._held
         if channel.rank == 0:
             self._require_exchange().give(group, captured, until=lambda: channel.exchange(b""))
@@ -616,8 +617,8 @@ class Formation:
 
     @property
     def joiners_wait(self) -> bool:
-        """True if some ranks, possibly including this one, are joiners that will receive the state
-        at the next step boundary."""
+        """True if there are joiners, possibly including this rank, that will receive the state at
+        the next step boundary."""
         return bool(self._learners)
 
     def let_joiners_in(self, place: ScriptPosition) -> ScriptPosition | None:
@@ -635,8 +636,8 @@ class Formation:
             except StateLostError:
                 if group.rank not in self._learners:
                     raise
-                # The members return to a checkpoint, and reach this boundary again with a complete
-                # state.
+                # The members return to a checkpoint, and reach a boundary like this one again with
+                # a complete state.
             else:
                 count = len(self._learners)
                 self._learners, self._outcomes_due = (), self._held.outcomes

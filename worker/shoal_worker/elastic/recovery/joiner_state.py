@@ -1,8 +1,8 @@
 """Transfers the state to joiners at a step boundary: selects senders and receivers, and recovers if
 no rank has the state.
 
-Each rank announces what it can send, and all ranks make the same decision from all announcements.
-Everything runs on the training thread.
+Each rank announces which state it can send, and all ranks make the same decision from all
+announcements. All methods run on the training thread.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ class _Offer(enum.IntEnum):
     NOTHING = 0
     STATE = 1
     NOTHING_DONE = 2
-    """The rank has only the initial state of its script, which has not trained yet, because the
-    job's state is lost."""
+    """The job's state is lost, and this rank has only its script's initial, untrained state."""
     UNREADABLE = 3
-    """The rank has no state: the checkpoint that should replace the lost state could not be
-    read."""
+    """The rank has no state, because it could not read the checkpoint that should replace the lost
+    state."""
     FED = 4
-    """The rank has a state that it received from a peer and has not trained since. Its script may
-    be slightly behind the others."""
+    """The rank has a state that it has received from a peer, and has not taken a step since. Its
+    script may be slightly behind the others."""
     LEFT_OVER = 5
-    """The rank has no state: it is a spare, or about to become one, and its script has been running
-    with a state that is lost."""
+    """The rank has no state: it is a spare, or about to become a spare, and its script has used a
+    state that is now lost."""
 
 
 _REPLICA = "replica/"
-"""Prefix of the names under which a captured state contains the engine's tensors."""
+"""Prefix of the names of the engine's tensors in a captured state."""
 
 
 class JoinerState:
-    """Transfers the state to joiners, together with all other ranks."""
+    """Transfers the state to joiners. All ranks take part."""
 
     def __init__(
         self, held: CommittedState, exchange: StateExchange | None, *, allow_restart: bool
     ) -> None:
-        """`exchange`: None for strategies without a process group, which transfer no state.
+        """`exchange`: None under strategies without a process group, which do not transfer state.
         `allow_restart`: True if training may restart from scratch when the state is lost."""
         self.fallback: Callable[[], bool] | None = None
         """Loads the newest checkpoint into this process and returns whether there was one. Called
-        if every process with the state is gone."""
+        if no process with the state remains. The attribute is None if the script does not resume
+        from a checkpoint."""
         self._held = held
         self._exchange = exchange
         self._allow_restart = allow_restart
@@ -78,15 +78,17 @@ class JoinerState:
         self, group: Group, learners: Sequence[int], place: ScriptPosition
     ) -> ScriptPosition | None:
         """Transfers the state to the ranks `learners`: sends or receives it, or waits for the
-        transfer. Called by all ranks of `group`. `place`: this process's position in the script.
+        transfer. Must be called on all ranks of `group`. `place`: this process's position in the
+        script.
 
         Returns the peers' position if this process is a joiner and has peers, otherwise None.
 
         Raises:
             MembershipChanged: the group has ended, or spares leave it.
-            StateLostError: no rank holds some part of the state.
-            LeftOver: this process is a spare to which no rank can send the state.
-            PreconditionError: no rank has a state, or the scripts diverged; on all ranks.
+            StateLostError: no rank has some part of the state.
+            LeftOver: this process is a spare, and no rank can send it the state.
+            PreconditionError: no rank has a state, or the scripts have diverged. Raised on all
+                ranks.
         """
         held = self._held
         offer = self._rendezvous(group, learners, place)
@@ -163,8 +165,7 @@ class JoinerState:
         return peers_at
 
     def _rendezvous(self, group: Group, learners: Sequence[int], place: ScriptPosition) -> _Offer:
-        """Waits until all members are at the step boundary. Returns what this rank announces that
-        it can send."""
+        """Waits until all members are at the step boundary. Returns this rank's announcement."""
         if group.rank not in learners:
             places = [
                 json.loads(reply)
@@ -194,7 +195,7 @@ class JoinerState:
         return _Offer.NOTHING_DONE
 
     def _check_may_begin_anew(self) -> None:
-        """Checks whether training may restart from scratch. Otherwise raises PreconditionError
+        """Checks that training may restart from scratch; otherwise raises PreconditionError
         (PROGRESS_LOST), on all ranks."""
         what = (
             "no worker with the run's state is left, and no checkpoint was loaded: training "
@@ -216,8 +217,8 @@ class JoinerState:
 
 
 def _frozen_in(captured: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Returns the frozen parameters among `names` that a captured state contains: name in that
-    state -> tensor."""
+    """Returns the frozen parameters `names` that a captured state contains, by their names in that
+    state."""
     tensors = flatten(captured)[1]
     return {name: tensors[name] for each in names if (name := f"{_REPLICA}{each}") in tensors}
 
@@ -226,7 +227,8 @@ def _alike(
     group: Group, donor: int, receivers: Sequence[int], here: Mapping[str, torch.Tensor]
 ) -> Collection[str]:
     """Returns the names of the frozen parameters whose values all receivers already have, so that
-    the donors need not send them. `here`: the values on this rank. Called by all ranks."""
+    the donors do not have to send them. `here`: the values on this rank. Must be called on all
+    ranks."""
     told = group.rank == donor or group.rank in receivers
     own = {name: describe_values(value) for name, value in here.items()} if told else {}
     described = [json.loads(each) for each in group.exchange(json.dumps(own).encode())]

@@ -1,6 +1,6 @@
-"""Returns all ranks to the newest checkpoint if together they hold only part of the state.
+"""Returns all ranks to the newest checkpoint if together they have only part of the state.
 
-Everything runs on the training thread.
+All methods run on the training thread.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ _log = logging.getLogger(__name__)
 
 
 class ReturnToCheckpoint:
-    """Replaces a lost state with the newest checkpoint's, together with all other ranks."""
+    """Replaces a lost state with the newest checkpoint's state. All ranks take part."""
 
     def __init__(self, held: CommittedState, boundaries: StepBoundaries) -> None:
         self.load: Callable[[], str | None] | None = None
-        """Function that replaces a lost state with the newest checkpoint's, on all ranks together.
-        It returns None, or the reason for a failure. The attribute itself is None if there is no
-        checkpoint."""
+        """Function that replaces a lost state with the newest checkpoint's state, as a joint
+        operation of all ranks. Returns the reason for a failure, or None. The attribute itself is
+        None if there is no checkpoint."""
         self.under_way = False
         """True while the ranks are replacing a lost state."""
         self._held = held
         self._boundaries = boundaries
 
     def go_back(self, lost: StateLostError) -> None:
-        """Returns to the newest checkpoint. The steps since then are undone, and the loader repeats
-        their samples.
+        """Returns to the newest checkpoint. Later steps are undone, and the loader repeats their
+        samples.
 
         Raises:
-            StateLostError: there is no checkpoint to which the ranks can return.
+            StateLostError: the ranks cannot return to a checkpoint.
         """
         if self.load is None or self.under_way:
             raise lost
@@ -52,9 +52,9 @@ class ReturnToCheckpoint:
             )
 
     def _load(self, load: Callable[[], str | None]) -> str | None:
-        """Loads the checkpoint. Repeats this if the ranks change meanwhile: the state is then lost
-        again, and only some ranks have already read the checkpoint. Returns None, or the reason for
-        a failure."""
+        """Loads the checkpoint. If the ranks change in the meantime, loads it again, because the
+        state is then lost again, and only some ranks have read the checkpoint. Returns the reason
+        for a failure, or None."""
         while True:
             # Loading must be the first operation on all ranks. Otherwise results of earlier
             # operations would be mistaken for its results.

@@ -1,13 +1,14 @@
-"""Step boundaries. Joiners enter, drained members leave and broken groups re-form only there.
+"""Step boundaries: the only points where joiners enter, drained members leave and failed groups
+re-form.
 
-A member that is asked to leave continues for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked
-within that time, for example because an allocation is reclaimed, all stop together. Their scripts
-continue and can save their joint state. Otherwise the member leaves alone, unless it has state that
-no remaining rank has (`who_leaves`).
+A member that is asked to leave continues for a short time (SHOAL_DRAIN_GRACE_S). If all ranks are
+asked within that time, for example because an allocation is reclaimed, all stop together. Their
+scripts continue and can save their joint state. Otherwise, the member leaves alone, unless it has a
+part of the state that no remaining rank has (`who_leaves`).
 
-Owns two values: the position of the peers when this process, as a joiner, received the state, and
-the time at which this process was asked to leave. Uses the `Formation` until the process leaves its
-job. Everything runs on the training thread.
+`StepBoundaries` owns two values: the peers' position when this process, as a joiner, received the
+state, and the time when this process was asked to leave. It uses the `Formation` until the process
+leaves its job. All methods run on the training thread.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class BoundaryMessage:
     asked: bool
     """True if this rank was asked to leave."""
     excluded: bool
-    """True if the coordinator has formed a generation without this rank, so that it leaves at this
-    boundary."""
+    """True if the coordinator has formed a generation without this rank, so that this rank leaves
+    at this boundary."""
     holds: Sequence[str]
-    """Names of this rank's parts of the state; equal parts have equal names on all ranks."""
+    """Names of this rank's parts of the state; a part has the same name on all ranks."""
     stopping: bool
-    """True if this rank knows that the job stops. All ranks then leave at the same boundary, which
-    the next commit all-reduce determines."""
+    """True if this rank knows that the job is stopping. All ranks then leave at the same boundary,
+    which the next commit all-reduce determines."""
     joiners: bool
     """True if this rank knows of a newer generation with additional members."""
 
@@ -72,14 +73,14 @@ class WhoLeaves:
 
 
 def who_leaves(messages: Sequence[BoundaryMessage]) -> WhoLeaves:
-    """Decides which ranks leave at a step boundary. `messages`: all ranks' messages, in rank order;
-    the same list on every rank.
+    """Decides which ranks leave at a step boundary. `messages`: all ranks' messages, in rank order.
+    Must be called on every rank, with the same list.
 
-    As many ranks leave as possible while the remaining ranks still have the complete state. If two
-    ranks have the only copies of a shard, one leaves now. The remaining ranks reshard the state,
-    and the other can leave at a later boundary. If no rank can leave, for example because the last
-    replica of a model would lose a rank, all ranks stop together. Their scripts continue, and can
-    save the state that they hold together.
+    As many ranks leave as possible without losing parts of the state. If two ranks have the only
+    copies of a shard, one leaves now. The remaining ranks reshard the state, and the other can
+    leave at a later boundary. If no rank can leave, for example because the last replica of a model
+    would lose a rank, all ranks stop together. Their scripts continue, and can save their joint
+    state.
     """
     if any(each.stopping for each in messages):
         return WhoLeaves(now=frozenset(), stop=False)
@@ -104,7 +105,7 @@ _log = logging.getLogger(__name__)
 
 
 class Departure:
-    """End of this process's part in the run: with its job, by draining, or at the end of its
+    """Ends this process's part in the run: when its job stops, when it drains, or at the end of its
     script. Records why training must stop, and leaves the job exactly once."""
 
     def __init__(self, membership: Member | None, held: CommittedState) -> None:
@@ -114,8 +115,8 @@ class Departure:
 
     @property
     def stopped(self) -> str | None:
-        """Reason why this process begins no further step; None while steps continue. Operations
-        between steps still work."""
+        """Reason why this process does not begin further steps; None while steps continue.
+        Operations between steps remain possible."""
         return self._held.phase.stopped
 
     def on_leave(self, callback: Callable[[], None]) -> None:
@@ -124,12 +125,12 @@ class Departure:
 
     def obey(self, stop: StopTraining) -> None:
         """Records that training stops for the reason in an exception. If only this member leaves
-        (`Drained`), and training had not stopped before, ends the process.
+        (`Drained`), and training has not stopped before, exits the process.
 
         Raises:
-            SystemExit: status 0, drained.
-            PreconditionError: MEMBER_BEHIND, the run finished with steps that this process does not
-                have. The process has left the job by then.
+            SystemExit: with status 0, because this member was drained.
+            PreconditionError: MEMBER_BEHIND: the run has finished with steps that this process does
+                not have. The process has already left the job.
         """
         self._leave_if_behind()
         if self.stopped is None and isinstance(stop, Drained):
@@ -152,13 +153,13 @@ class Departure:
             )
 
     def exit_drained(self, reason: str) -> NoReturn:
-        """Leaves the job and ends the process with status 0. The remaining members continue
-        training, and do not wait for data that this process still writes."""
+        """Leaves the job and exits the process with status 0. The remaining members continue
+        training, and do not wait for data that this process is still writing."""
         self._exit(reason, status=0)
 
     def exit_spare(self, why: str) -> NoReturn:
-        """Ends this process because it is a spare and cannot continue at its script's current
-        position. After its restart, it waits at the beginning of the loop."""
+        """Exits this process because it is a spare and cannot continue at its script's current
+        position. After a restart, it waits at the beginning of the loop."""
         reason = f"{why}; this process exits to be restarted"
         _log.warning("%s", reason)
         self._exit(reason, status=PUT_OUT)
@@ -176,14 +177,14 @@ class Departure:
         raise SystemExit(status)
 
     def finish(self) -> None:
-        """Runs the callbacks registered with `on_leave`, once."""
+        """Runs the callbacks registered with `on_leave`, unless they have already run."""
         while self._callbacks:
             self._callbacks.pop()()
 
     def send_leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> str:
         """Leaves the job after running the callbacks registered with `on_leave`. If this process
-        has already left, only runs the callbacks. `alone`: only this process leaves, and its peers
-        continue. Returns the result of `Member.leave`."""
+        has already left, only runs the callbacks. `alone`: True if only this process leaves, and
+        its peers continue. Returns the result of `Member.leave`."""
         self.finish()
         if self._membership is None:
             return ""
@@ -200,7 +201,7 @@ ALONE = Placement(generation=0, rank=0, world_size=1)
 
 
 class StepBoundaries:
-    """Handles membership changes between two steps, and keeps the requests from a step's vote until
+    """Handles membership changes between two steps, and keeps the requests from a step vote until
     the next boundary."""
 
     def __init__(
@@ -212,8 +213,8 @@ class StepBoundaries:
         self._drain_grace = drain_grace
         self._asked_at: float | None = None
         self._all_leave_in: int | None = None
-        """Generation in which an indispensable rank was asked to leave. All ranks of that
-        generation then act as if asked too."""
+        """Generation that contains a rank which was asked to leave but is indispensable. All ranks
+        of that generation then act as if they had been asked too."""
         self._peers_at: ScriptPosition | None = None
 
     @property
@@ -237,20 +238,20 @@ class StepBoundaries:
 
     @property
     def generation(self) -> int:
-        """Number of the generation in which this process works; 0 before the first, and in a world
-        of one."""
+        """Number of this process's current generation; 0 before the first, and in a world of
+        one."""
         generation = self._formation.generation if self._formation is not None else None
         return 0 if generation is None else generation.number
 
     def peers_elsewhere(self, source: StepSource, epoch: int) -> bool:
-        """Returns whether the peers were in another loop than epoch `epoch` of `source` when they
-        sent the state to this joiner; False if there are no peers."""
+        """Returns whether, when the peers sent the state to this joiner, they were in a loop other
+        than epoch `epoch` of `source`. False if there are no peers."""
         at = self._peers_at
         return at is not None and (at.loader, at.epoch) != (source.name, epoch)
 
     def settle(self, source: StepSource | None) -> None:
-        """Handles everything that has come up since the last step boundary, before a step of
-        `source`: joins, failures, drains and stops. Waits while this process is a spare.
+        """Handles all joins, failures, drains and stops since the last step boundary, before a step
+        of `source`. Waits while this process is a spare.
 
         Raises:
             StopTraining: the job is stopped, or (`Drained`) this member leaves it.
@@ -261,7 +262,7 @@ class StepBoundaries:
             return
         link = formation.membership.link
         if self._held.engine.asynchronous:
-            # Within a round no rank leaves voluntarily, because the changes of the round's steps
+            # Within a round, no rank leaves voluntarily, because the changes of the round's steps
             # would be lost.
             if link.refused is not None or not self._held.engine.within_round:
                 self._leave_if_asked(formation, stop=link.stopped)
@@ -277,8 +278,8 @@ class StepBoundaries:
             link.ready()
             formation.reform()
         elif formation.stop_due:
-            # A stop that only this rank knows about does not count: other ranks may not know about
-            # it and would continue.
+            # A stop that this rank knows of is ignored here, because ranks that do not know of it
+            # would continue.
             self._leave_if_asked(
                 formation, stop=link.stopped or link.draining or "the job is stopped"
             )
@@ -292,8 +293,8 @@ class StepBoundaries:
 
     def _await_ranks(self, formation: Formation, source: StepSource | None) -> None:
         """Waits while no complete replica can be formed with this rank, unless no step follows. No
-        step follows if the received state is already the run's final state; this rank's script then
-        finishes without a step."""
+        step follows if the received state is already the run's final state, so that this rank's
+        script finishes without a step."""
         engine = self._held.engine
         while engine.idle or (
             engine.lacks_ranks
@@ -309,7 +310,7 @@ class StepBoundaries:
     def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
         if formation.joiners_wait:
             # A joiner's script is behind the peers that sent it the state, although no step was
-            # taken since. Other ranks see it at its peers' position.
+            # taken since. It therefore reports its peers' position to other ranks.
             arriving = self._peers_at if self._held.phase.now is Phase.ARRIVING else None
             fed = formation.let_joiners_in(arriving or self._held.place(source))
             if fed is not None:
@@ -317,7 +318,7 @@ class StepBoundaries:
 
     def settled(self, placement: Placement) -> bool:
         """Returns whether `placement`, returned earlier at this boundary, is still valid. An
-        operation in between may have re-formed the group."""
+        operation may have re-formed the group in the meantime."""
         formation = self._formation
         if formation is None:
             return True
@@ -362,8 +363,8 @@ class StepBoundaries:
 
     @property
     def _leaves_alone(self) -> bool:
-        """True if this process was asked to leave and its peers were not: if they had been, that
-        would be known by now."""
+        """True if this process was asked to leave and its peers were not, because they would have
+        reported it within the grace period."""
         if self._formation is None or self._formation.membership.link.draining is None:
             return False
         if self._asked_at is None:
@@ -371,8 +372,8 @@ class StepBoundaries:
         return time.monotonic() - self._asked_at >= self._drain_grace.total_seconds()
 
     def committed(self, step: Step) -> None:
-        """Records a committed step and its vote's requests for the next boundary. A joiner has then
-        caught up with its peers."""
+        """Records a committed step and its vote's requests for the next boundary. A joiner has
+        caught up with its peers once it has committed a step."""
         self._peers_at = None
         if self._formation is not None:
             asked = step.requests
@@ -383,7 +384,7 @@ class StepBoundaries:
             )
 
     def ask(self, reason: str) -> None:
-        """Forms the next generation after the current step's group failed. There the ranks tell
+        """Forms the next generation after the current step's group has failed, where the ranks tell
         each other whether the step counts. Returns as soon as this rank knows the outcome. Raises
         StopTraining."""
         formation = self._formation
@@ -392,8 +393,8 @@ class StepBoundaries:
             formation.rendezvous()
 
     def step_ended(self, engine: TrainingEngine, *, updated: bool) -> None:
-        """Forms a new group, if the group failed in the step, before the script receives the step's
-        outcome. `updated`: True if the step counts. Raises StopTraining."""
+        """Forms a new group before the script receives the step's outcome, if the group has failed
+        in the step. `updated`: True if the step counts. Raises StopTraining."""
         formation = self._formation
         if formation is not None and not engine.asynchronous and not self._held.in_round:
             formation.settle(updated=updated and engine.is_sharded)
@@ -406,7 +407,7 @@ class StepBoundaries:
         return formation.membership.link.finished_steps if formation is not None else None
 
     def went_back(self) -> None:
-        """Records that all ranks have replaced a lost state with that of a checkpoint."""
+        """Records that all ranks have replaced a lost state with a checkpoint's state."""
         if self._formation is not None:
             self._formation.went_back()
 
@@ -415,10 +416,10 @@ class StepBoundaries:
         self._formation = None
 
     def _leave_in_turn(self, formation: Formation) -> None:
-        """Leaves the job if this process was asked to leave and the others can do without it. If
-        the state is sharded, ranks that were asked at the same time leave one after another, so
-        that the remaining ranks keep the complete state; see `who_leaves`. Raises Drained, or
-        ShoalError if this member was evicted."""
+        """Leaves the job if this process was asked to leave and the others do not need it. If the
+        state is sharded, ranks that were asked at the same time leave one after another, so that
+        the remaining ranks keep the complete state; see `who_leaves`. Raises Drained, or ShoalError
+        if this member was evicted."""
         engine, link = self._held.engine, formation.membership.link
         if not engine.is_sharded or link.refused is not None:
             self._leave_if_asked(formation, stop=None)
@@ -450,8 +451,8 @@ class StepBoundaries:
                 "has; all ranks stop",
                 asked,
             )
-        # Not at this boundary, because a rank that missed the message would continue. The next
-        # commit all-reduce informs all ranks or none.
+        # The ranks do not stop at this boundary, because a rank that missed the message would
+        # continue. The next commit all-reduce informs either all ranks or none.
         self._all_leave_in = number if plan.stop else None
         if plan.now:
             try:
@@ -478,6 +479,6 @@ class StepBoundaries:
 
 
 def _has_others(newest: Generation | None, members: Collection[str]) -> bool:
-    """Returns whether generation `newest` has members other than `members`. Raises an error with
-    the reason GROUP_LOST if the generation's members are unknown."""
+    """Returns whether generation `newest` has members other than `members`. Raises one of the
+    errors GROUP_LOST if the generation's members are unknown."""
     return newest is not None and any(peer.member_id not in members for peer in newest.peers)

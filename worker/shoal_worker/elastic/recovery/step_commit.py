@@ -1,9 +1,9 @@
 """Commits a step, in the same way under every strategy: sum the gradients, run the commit
 all-reduce with the step vote, and settle the outcome.
 
-An engine defines how gradients are summed (`reduce`), which numbers are sent with the step vote and
-to which ranks (`sum_commit`), and how the result is used (`take_commit`). A rank that missed the
-commit all-reduce receives the result from a peer and passes it to the same `take_commit`
+An engine defines how gradients are summed (`reduce`), which numbers are summed with the step vote,
+and across which ranks (`sum_commit`), and how the result is used (`take_commit`). A rank that
+missed the commit all-reduce receives the result from a peer and passes it to the same `take_commit`
 (`formation.py`). Runs on the training thread, outside of passes or at their end."""
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class StepOwner(Protocol):
 
 def reduce_and_commit(owner: StepOwner, engine: TrainingEngine, step: Step) -> None:
     """Reduces and commits the current step, and returns when its outcome is known. Either all
-    gradients are summed and the commit all-reduce is done, or the survivors agree that the step is
-    aborted. A repeated call only checks that no gradients were added since. Raises ShoalError."""
+    gradients have been summed and the commit all-reduce has succeeded, or the survivors have agreed
+    that the step is aborted. A repeated call only checks that no gradients have been added since.
+    Raises ShoalError."""
     if step.share is not None and step.lost is None:
         engine.reduce(step)
         if step.phase is StepPhase.PREPARED and step.lost is None:
@@ -39,7 +40,7 @@ def reduce_and_commit(owner: StepOwner, engine: TrainingEngine, step: Step) -> N
 
 def _commit(owner: StepOwner, engine: TrainingEngine, step: Step) -> None:
     """Runs the commit all-reduce of a prepared step and passes its result to `step` and `engine`.
-    On failure, marks the step as lost."""
+    On failure, marks the step as failed."""
     vote = owner.step_vote(step)
     try:
         summed, payload = engine.sum_commit(step, vote)

@@ -1,19 +1,20 @@
-"""Begins the run's steps at step boundaries, commits steps to which every rank has contributed, and
-aborts the others.
+"""Begins the run's steps at step boundaries. Commits steps that every rank has contributed to, and
+aborts all others.
 
-- A step begins at a step boundary (`step_boundaries.py`). If the last step vote requests it, the
-  membership changes there, on all ranks.
-- A step is committed if at least one surviving rank has seen its commit all-reduce (`step.py`).
-  Then every survivor applies it, and its script receives COMMITTED. Otherwise no rank applies it,
-  all scripts receive LOST, and the loader deals the same samples again.
-- A failure inside a step never raises out of the user's forward or backward pass. When the step's
-  outcome is needed (`reduce_and_commit`), the survivors form the next generation and tell each
-  other what they have seen (`formation.py`). `finish` returns when that generation is established.
+- A step begins at a step boundary (`step_boundaries.py`). If the last step vote has requested it,
+  the membership changes there, on all ranks.
+- A step is committed if at least one surviving rank has received the result of its commit
+  all-reduce (`step.py`). Then every survivor applies it, and its script receives COMMITTED.
+  Otherwise, no rank applies it, all scripts receive LOST, and the loader deals the same samples
+  again.
+- A failure inside a step never raises an exception in the user's forward or backward pass. When the
+  step's outcome is needed (`reduce_and_commit`), the survivors form the next generation and tell
+  each other which results they have received (`formation.py`). `finish` returns when that
+  generation is established.
 
 Implements the interface `LoaderSession` for loaders. Engines call it through the session
-(`strategy_interface.py`). `CommittedState` owns the step in progress and the script's phase.
-Everything runs on the training thread, except `mark_lost`, and a collective's callback that changes
-the step.
+(`strategy_interface.py`). `CommittedState` owns the step in progress and the script's phase. All
+methods run on the training thread, except `mark_lost`, which a collective's callback may call.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class StepLifecycle:
         speed: float | None = None,
     ) -> None:
         """`formation`: None in a world of one. `operation`: function that runs an operation of the
-        given kind, and returns when all ranks have called it. `drain_grace`: see `StepBoundaries`.
+        given kind, where ranks only wait for each other. `drain_grace`: see `StepBoundaries`.
         `speed`: see `LoaderSession.speed`.
         """
         self._held = held
@@ -93,13 +94,14 @@ class StepLifecycle:
         self.before_step: Callable[[], None] = lambda: None
         """Callback that runs whenever a step begins."""
         self._stop: StopTraining | None = None
-        """StopTraining that was raised while the survivors decided about the current step."""
+        """StopTraining that was raised while the survivors were determining the current step's
+        outcome."""
         self.diverged: str | None = None
-        """Error for a difference found in state that all ranks should have in common. From then on
-        no step counts, even if the script catches the error.
+        """Error message if state that must be the same on all ranks was found to differ. From then
+        on, no step counts, even if the script catches the error.
         """
         self.outcome: StepStatus | None = None
-        """Outcome of the last step that the script has finished."""
+        """Outcome of the script's last finished step; None before the first."""
         self._operation = operation
         self._progress = progress
         self._metrics = metrics
@@ -111,7 +113,7 @@ class StepLifecycle:
 
     @property
     def _group(self) -> Group | None:
-        """Connected ranks that take steps in this generation; None in a world of one."""
+        """Connected ranks that take steps in the current generation; None in a world of one."""
         return self._formation.working if self._formation is not None else None
 
     # ------------------------------------------------------------------- LoaderSession: the loaders
@@ -127,8 +129,8 @@ class StepLifecycle:
             raise self._divergence(self.diverged)
         step = self.step
         if step is not None and (step.left or (step.source is None and source is not None)):
-            # A batch that was only looked at, or a forward pass before the loop (a dry run, a
-            # summary): the script does not intend to finish that step.
+            # The script does not intend to finish this step: it has only looked at a batch, or run
+            # a forward pass before the loop (a dry run, a summary).
             if not step.left and self._held.engine.partly_updated:
                 raise PreconditionError(
                     "an optimizer was stepped twice for one batch, or before the loop began. "
@@ -166,13 +168,13 @@ class StepLifecycle:
             self._departure.exit_spare(str(alone))
         except StopTraining as stop:
             if self._held.phase.replaying or self._held.engine.idle:
-                # this process has no state, so the rest of its script has nothing to report
+                # no state, so the rest of this process's script has nothing to report
                 self._departure.exit_drained(str(stop))
             if not self._peers_have_ended(self._held.steps) or source is None:
                 self._departure.obey(stop)
                 raise
-            # a script that only looks at the batch and leaves its loop does the same as its peers
-            # did
+            # a script that only looks at the batch and then leaves its loop does the same as its
+            # peers
             self._stop = stop
         step = self._held.begin_step(self._boundaries.placement, source)
         if self._stop is not None:
@@ -194,7 +196,7 @@ class StepLifecycle:
         return self._held.enter_epochs(source)
 
     def epochs_left(self, source: StepSource) -> None:
-        """Records that the script left a loop over epochs (`LoaderSession.epochs_left`)."""
+        """Records that the script has left a loop over epochs (`LoaderSession.epochs_left`)."""
         if not self._held.engine.asynchronous:
             self._held.early_stop.left(source.name, step=self._held.steps)
 
@@ -219,7 +221,7 @@ class StepLifecycle:
 
     @property
     def steps_alone(self) -> bool:
-        """True if each rank takes steps of its own (`LoaderSession.steps_alone`)."""
+        """True if ranks take steps independently (`LoaderSession.steps_alone`)."""
         return self._held.engine.steps_alone
 
     @property
@@ -228,7 +230,7 @@ class StepLifecycle:
         return self._speed
 
     def assign(self, share: Share) -> None:
-        """Stores this rank's share of the step that has begun (`LoaderSession.assign`)."""
+        """Creates the step with this rank's share (`LoaderSession.assign`)."""
         step = self.require()
         if (
             share.total_weight is None
@@ -252,7 +254,7 @@ class StepLifecycle:
             self._held.arrived(step.source)
 
     def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
-        """Sums numbers over all ranks (`LoaderSession.sum_numbers`)."""
+        """Sums numbers across all ranks (`LoaderSession.sum_numbers`)."""
         if self._held.engine.steps_alone and not or_own:
             raise ConfigurationError(
                 "a ShardedStream needs an exchange between ranks in every step, but under this "
@@ -310,7 +312,7 @@ class StepLifecycle:
         self.reduce_and_commit()
 
     def loop_left(self, source: StepSource) -> None:
-        """Marks the current step as left with its loop (`LoaderSession.loop_left`)."""
+        """Records that the script has left the current step's loop (`LoaderSession.loop_left`)."""
         step = self.step
         if step is not None and step.source is source and step.handed_out:
             if step.first_live and not step.left:
@@ -318,11 +320,11 @@ class StepLifecycle:
             step.left = True
             self.drop_partly_updated()
         elif step is None:
-            # the batch of a lost step will not be repeated in this loop
+            # the batch of an aborted step will not be repeated in this loop
             self._held.registered.put_back_again()
 
     def loop_ended(self) -> None:
-        """Takes digests of the state at the end of a loop (`LoaderSession.loop_ended`)."""
+        """Computes digests of the state at the end of a loop (`LoaderSession.loop_ended`)."""
         note_last_state(self._held, self._group)
 
     def drop_partly_updated(self) -> None:
@@ -335,14 +337,14 @@ class StepLifecycle:
             self._held.step = None
 
     def batch_passed(self, source: StepSource) -> None:
-        """Ends a step in which only some of several models were updated
+        """Ends a step that has updated only some of several models
         (`LoaderSession.batch_passed`)."""
         step = self.step
         if step is not None and step.source is source and self._held.engine.partly_updated:
             self.finish_step(lambda: None)
 
     def passed_over(self, source: StepSource) -> None:
-        """Records that an iteration ended without steps (`LoaderSession.passed_over`)."""
+        """Records that an iteration has ended without steps (`LoaderSession.passed_over`)."""
         self._held.registered.passed_over()
 
     def end_epoch(self, source: StepSource) -> None:
@@ -364,8 +366,8 @@ class StepLifecycle:
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """Leases batches for this rank (`LoaderSession.lease_batches`). Stops the run here if the
-        job has stopped."""
+        """Leases batches for this rank (`LoaderSession.lease_batches`). Stops training in this
+        process if the job has stopped."""
         try:
             return self._held.engine.lease_batches(
                 loader=loader,
@@ -380,7 +382,7 @@ class StepLifecycle:
             raise
 
     def wait_for_others(self, what: str | None) -> None:
-        """Reports what this rank waits for (`LoaderSession.wait_for_others`)."""
+        """Records what this rank is waiting for (`LoaderSession.wait_for_others`)."""
         self._progress.waits.hold(what)
 
     # --------------------------------------------------------------------------------- the strategy
@@ -429,7 +431,7 @@ class StepLifecycle:
 
     def settle_collectives(self) -> None:
         """Waits until all collectives issued in the step have ended (`Group.settle`). If one has
-        failed, marks the step as lost."""
+        failed, marks the step as failed."""
         group = self._formation.group if self._formation is not None else None
         if group is not None and self.require().lost is None:
             try:
@@ -438,13 +440,14 @@ class StepLifecycle:
                 self.mark_lost(error)
 
     def prepare_step(self) -> None:
-        """Marks the step as prepared (`StepControl.prepare_step`). Does nothing if it is lost."""
+        """Marks the step as prepared (`StepControl.prepare_step`). Does nothing if the step has
+        failed."""
         self.settle_collectives()
         self.require().prepare()
 
     def mark_lost(self, error: BaseException) -> None:
-        """Marks the step as lost because a collective failed. A collective's callback may call
-        this."""
+        """Marks the step as failed because a collective has failed. May be called by a collective's
+        callback."""
         step = self.step
         if step is not None:
             step.fail(str(error))
@@ -452,18 +455,20 @@ class StepLifecycle:
                 self._formation.failed(str(error))
 
     def abort_step(self, reason: str) -> None:
-        """Aborts the current step. Every rank makes this decision on its own."""
+        """Aborts the current step, without communication. Ranks that take steps together must make
+        the same decision."""
         step = self.require()
         step.fail(reason)
         step.abort()
 
     def settle_step(self, step: Step) -> None:
-        """Waits until the outcome of the current step is known. If its group failed before this
-        rank saw the commit all-reduce, forms the next generation and asks the peers there. The step
-        is committed if a survivor saw the result, otherwise aborted. Raises ShoalError."""
+        """Waits until the outcome of the current step is known. If its group has failed before this
+        rank received the result of the commit all-reduce, forms the next generation and asks the
+        peers there. The step is committed if a survivor has received the result, otherwise aborted.
+        Raises ShoalError."""
         if not step.unresolved or self._stop is not None:
             return
-        # Meanwhile peers may receive the committed state.
+        # Peers may receive the committed state in the following call.
         self._held.registered.withdraw()
         self._held.engine.withdraw_updates()
         try:
@@ -488,18 +493,18 @@ class StepLifecycle:
             reduce_and_commit(self, engine, step)
 
     def reduce_if_whole(self) -> None:
-        """Commits the step early if the backward pass that just ended completed this rank's only
-        batch. Does nothing in a step with micro-batches.
+        """Commits the step as soon as the backward pass of this rank's only batch has ended. Does
+        nothing in a step with micro-batches.
         """
         if not self._rehearsing and not self.require().in_micro_batches:
             self.reduce_and_commit()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
         """Ends the current step. If it is committed, calls `apply` and returns COMMITTED. If it is
-        lost, forms a new group and returns LOST.
+        aborted, forms a new group if necessary and returns LOST.
 
-        `apply` updates the parameters. If it raises, this rank's state is torn: the error
-        propagates, and the rank never sends its state to others.
+        `apply` updates the parameters. If it raises an exception, this rank's state is torn: the
+        exception propagates, and the rank never sends its state to others.
         """
         self.outcome = self._finish(apply)
         return self.outcome
@@ -532,9 +537,9 @@ class StepLifecycle:
         return StepStatus.COMMITTED
 
     def check_agreement(self, step: Step, engine: TrainingEngine) -> None:
-        """Checks that all ranks take the same step and make the same update. If the step votes
-        differ, raises PreconditionError, on all ranks. `step`, `engine`: step and engine of the
-        run, or of one model if there are several.
+        """Checks that all ranks take the same step and make the same update. If their parts of the
+        step vote differ, raises PreconditionError, on all ranks. `step`, `engine`: step and engine
+        of the run, or of one model if there are several.
         """
         held = self._held
         match step.difference:
@@ -548,16 +553,16 @@ class StepLifecycle:
                 self._compare_before_update(engine.whole_everywhere())
 
     def apply_within(self, apply: Callable[[], None]) -> None:
-        """Updates one of several models in a step whose outcome is not yet known. If `apply`
-        raises, this rank's state is torn."""
+        """Updates one of several models in a step whose outcome is not yet known. If `apply` raises
+        an exception, this rank's state is torn."""
         self._check_sound()
         self._apply(apply, self._held.engine)
 
     def _check_sound(self) -> None:
-        """Checks that the state may change. Raises PreconditionError if the state is torn."""
+        """Checks that the state may be changed. Raises PreconditionError if the state is torn."""
         if self._held.phase.now is Phase.ARRIVING:
-            # the script did not only look at the first live batch: it finishes the step after its
-            # loop
+            # the script has not merely looked at the first live batch, because it finishes the step
+            # after its loop
             self._held.phase.arrive()
         if self._held.phase.now is Phase.TORN:
             raise PreconditionError(
@@ -586,7 +591,7 @@ class StepLifecycle:
     def _check_state_travels(self) -> None:
         """Checks that the state can be sent to joiners. Called after this process's first committed
         step, which creates the optimizer's state. Raises ConfigurationError (STATE_UNSUPPORTED) if
-        it cannot, instead of failing when a joiner needs the state."""
+        the state cannot be sent, instead of failing only when a joiner needs it."""
         if self._state_checked or not self._elastic or self._held.engine.asynchronous:
             return
         self._state_checked = True
@@ -602,7 +607,8 @@ class StepLifecycle:
 
     def note_inputs(self, *inputs: Any) -> None:
         """Records the model's inputs in a training call, for comparison with other ranks' inputs.
-        Inputs from a Shoal loader are not recorded, because the loader distributes them."""
+        Inputs from a Shoal loader are not recorded, because the loader gives each rank different
+        samples."""
         held, step = self._held, self.step
         if step is not None:
             step.touched = True
@@ -637,9 +643,9 @@ class StepLifecycle:
             evaluations.note(inputs)
 
     def _compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Compares the ranks' state before an update, because they recorded different writes
-        between steps. The values may still be equal. `whole`: state that every rank holds
-        unsharded. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks.
+        """Compares the ranks' state before an update, because they have recorded different writes
+        between steps. The values may still be the same. `whole`: state that every rank has in full.
+        Raises PreconditionError (REPLICAS_DIVERGED), on all ranks.
         """
         group = self._group
         if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
@@ -649,9 +655,9 @@ class StepLifecycle:
             raise self._divergence(self.diverged)
 
     def _compare_ranks(self, step: Step, engine: TrainingEngine) -> None:
-        """Compares batches in the first steps of a loop without a Shoal loader, evaluations since
-        the last step, and every few steps the ranks' state. Raises PreconditionError (SAME_BATCHES,
-        REPLICAS_DIVERGED), on all ranks."""
+        """Compares the ranks' batches in the first steps of a loop without a Shoal loader, the
+        evaluations since the last step and, every few steps, the ranks' state. Raises
+        PreconditionError (SAME_BATCHES, REPLICAS_DIVERGED), on all ranks."""
         held, group = self._held, self._group
         if (
             step.source is None
@@ -670,7 +676,7 @@ class StepLifecycle:
         return PreconditionError(said, reason="REPLICAS_DIVERGED")
 
     def give_up_step(self, stop: StopTraining) -> StepStatus:
-        """Aborts the current step of asynchronous training, because the run is over for this
+        """Aborts the current step of asynchronous training, because the run has ended for this
         member. Returns LOST.
         """
         self._abort()
@@ -680,8 +686,9 @@ class StepLifecycle:
 
     @property
     def _rehearsing(self) -> bool:
-        """True in a joiner's script before its loop. In a loop without a Shoal loader, the first
-        call of the model begins the first step.
+        """True if a joiner's script has not reached its loop yet, so that calls of the model do not
+        belong to a step. Always False in a loop without a Shoal loader, where the first call of the
+        model begins the first step.
         """
         return self.step is None and self._held.phase.replaying and bool(self._held.sources)
 
@@ -731,12 +738,12 @@ class StepLifecycle:
         self._end(held.engine, updated=False)
 
     def _end(self, engine: TrainingEngine, *, updated: bool) -> None:
-        """Ends the step. If its group failed, a new group is formed before the script receives the
+        """Ends the step. If its group has failed, forms a new group before the script receives the
         outcome. `updated`: True if the step counts.
 
-        If the state turns out to be lost, it is replaced with a checkpoint's, and steps are
+        If the state turns out to be lost, it is replaced with a checkpoint's state, and steps are
         repeated. The step's outcome does not change, because peers whose scripts were past this
-        step when the group failed have already received it.
+        step when the group failed have already received the outcome.
         """
         stop, self._stop = self._stop, None
         try:
@@ -750,8 +757,8 @@ class StepLifecycle:
 
     def _peers_have_ended(self, reached: int) -> bool:
         """Returns whether a peer's script has finished after at most `reached` steps, the number
-        that this process had committed before its current step. The number includes steps of a
-        round that was undone since."""
+        that this process had committed before its current step. `reached` includes steps of a round
+        that has since been undone."""
         ended_with = self._boundaries.finished_steps
         return ended_with is not None and ended_with <= reached
 

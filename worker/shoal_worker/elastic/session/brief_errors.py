@@ -1,5 +1,5 @@
-"""Shortens Shoal's errors for users: the error message, then the lines of the script that led to
-the error.
+"""Shortens Shoal's errors for users, to the error message and the lines of the script that led to
+it.
 
 Shoal's own lines do not help to find a mistake in a script. `SHOAL_FULL_TRACEBACKS=1` shows them.
 """
@@ -20,11 +20,11 @@ _HINT = "(SHOAL_FULL_TRACEBACKS=1 shows Shoal's own lines as well)\n"
 
 def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
     """Returns the error's message and traceback without lines of libraries. Returns None if the
-    full traceback is needed: for an exception from another package, a bug in Shoal, or an error
-    that was not raised through a line of the script."""
+    full traceback is needed: for an exception of a different package, a bug in Shoal, or an error
+    whose traceback contains no line of the script."""
     if not isinstance(error, ShoalError) or isinstance(error, InternalError):
         return None
-    with suppress(ConfigurationError):  # may itself be the error that is to be shown
+    with suppress(ConfigurationError):  # reading it may itself raise the error to be shown
         if WorkerSettings.load().full_tracebacks:
             return None
     foreign = libraries()
@@ -39,6 +39,7 @@ def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
 
 
 def on_screen(error: BaseException, traceback: TracebackType | None) -> str | None:
-    """Returns the result of `brief`, with a line that says how to see the full traceback."""
+    """Returns the result of `brief`, followed by a line that explains how to see the full
+    traceback."""
     text = brief(error, traceback)
     return None if text is None else text + _HINT

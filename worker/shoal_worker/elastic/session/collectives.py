@@ -1,10 +1,10 @@
 """Collectives between steps for scripts: gather, all-reduce, broadcast and barrier for plain
 values.
 
-Each call is an operation of all ranks (`operations.py`). After a fault it is repeated with the
-remaining ranks, and a rank that already had the result sends it to the others. Values are sent as
-JSON, and their tensors as safetensors, without pickle. The results are bitwise equal on all ranks,
-because each rank combines the same values on the CPU in rank order.
+Each call is an operation of all ranks (`operations.py`). After a fault, it is repeated with the
+remaining ranks, unless a rank already has the result and sends it to the others. Values are sent as
+JSON, and their tensors as safetensors, without pickle. The results are bitwise the same on all
+ranks, because each rank combines the same values on the CPU in rank order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OPERATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "max": lambda values: values.amax(0),
     "min": lambda values: values.amin(0),
 }
-"""Reductions of `all_reduce` by name; each takes the ranks' values, stacked along the first
-dimension."""
+"""Reductions of `all_reduce` by name. Their argument is a stack of the ranks' values along the
+first dimension."""
 
 _WHOLE: Final[Mapping[str, Callable[[Sequence[int]], int]]] = {"sum": sum, "max": max, "min": min}
 """Reductions of `all_reduce` for Python integers, which are exact for integers of any size."""
@@ -40,8 +40,8 @@ _KINDS: Final = "plain tensors, numbers, strings, None, and lists, tuples and di
 def gather(
     session: Session, value: Any, *, kind: str = "gather", source: int | None = None
 ) -> list[Any]:
-    """Returns the `value` of each rank, in rank order. `source`: if given, only this rank's value
-    is sent, and the other entries are None."""
+    """Returns the `value` of each rank, in rank order. `source`: if given, only rank `source` sends
+    its value, and the other entries are None."""
     if session.elastic and session.is_asynchronous:
         raise PreconditionError(
             f"{kind} with strategy='async_sgd': workers take steps independently and have no "
@@ -51,8 +51,8 @@ def gather(
     data = packed(value, kind)
 
     def body(channel: Channel) -> list[str]:
-        # A world of one returns its own value: a single process, or a process that is not at its
-        # peers' position (see `Session.operation`).
+        # In a world of one, the result is this rank's own value. This includes a process that has
+        # not reached its peers' position (see `Session.operation`).
         sends = source is None or channel.rank == source or channel.world_size == 1
         return [
             base64.b64encode(each).decode() for each in channel.exchange(data if sends else b"")
@@ -62,7 +62,7 @@ def gather(
 
 
 def all_reduce(session: Session, value: Any, op: str) -> Any:
-    """Combines `value` of all ranks by the reduction `op` (`shoal.all_reduce`). The result is the
+    """Combines all ranks' `value` with the reduction `op` (`shoal.all_reduce`). The result is the
     same on all ranks."""
     if op not in OPERATIONS:
         raise ConfigurationError(f"all_reduce(op={op!r}): expected one of {', '.join(OPERATIONS)}")
@@ -88,7 +88,7 @@ def broadcast(session: Session, value: Any, from_rank: int) -> Any:
 
 
 def barrier(session: Session) -> None:
-    """Waits until all ranks have called it (`shoal.barrier`)."""
+    """Waits until all ranks have called this function (`shoal.barrier`)."""
     gather(session, None, kind="barrier")
 
 
@@ -96,7 +96,7 @@ def packed(value: Any, kind: str) -> bytes:
     """Encodes a value as bytes. `kind`: name of the operation, for error messages.
 
     Raises:
-        ConfigurationError: a value that `gather` does not support."""
+        ConfigurationError: `gather` does not support the value."""
     tensors: dict[str, torch.Tensor] = {}
     return dump_tensors(tensors, {"value": _plain(value, tensors, kind)})
 
@@ -110,8 +110,8 @@ def unpacked(payload: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], kind: str) -> Any:
-    """Converts a value to JSON, in which each item is a list that begins with the item's kind.
-    Tensors are stored in `tensors`, and the JSON contains their numbers."""
+    """Converts a value to JSON, where each item is a list that begins with the item's kind. Stores
+    tensors in `tensors`; the JSON contains their numbers."""
     if (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
@@ -141,7 +141,7 @@ def _rebuilt(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _reduced(everyones: Sequence[Any], own: Any, op: str, where: str) -> Any:
-    """Returns the ranks' values combined by `op`. The result is of the same kind, and on the same
+    """Combines the ranks' values with `op`. The result has the same type, and is on the same
     device, as this rank's own value."""
     if isinstance(own, torch.Tensor):
         _check_alike([_shape(each) for each in everyones], op, where)
@@ -191,8 +191,8 @@ def _structure(value: Any) -> str:
 
 
 def _check_alike(descriptions: Sequence[str], op: str, where: str) -> None:
-    """Checks that all ranks passed the same kind of value; otherwise raises PreconditionError, on
-    all ranks."""
+    """Checks that all ranks have passed the same kind of value; otherwise raises PreconditionError,
+    on all ranks."""
     if len(set(descriptions)) > 1:
         other = next(number for number, each in enumerate(descriptions) if each != descriptions[0])
         raise PreconditionError(

@@ -1,14 +1,14 @@
-"""Detects ranks that wait for each other because their scripts diverged, long before the timeout of
-their collectives.
+"""Detects ranks that are waiting for each other because their scripts have diverged, long before
+their collectives time out.
 
 If one rank evaluates while another takes a step, each waits in a collective that the other does not
-issue. Such a wait looks like a slow peer, so the detector checks a wait only after one second. The
-rank then writes its position and its collective to the group's store, and reads the note of the
-first rank that waited at that position. If the collectives differ, the wait can never end. The
+issue. This looks like waiting for a slow peer, so the detector checks a wait only after one second.
+The rank then writes its position and its collective to the group's store, and reads the note of the
+first rank that waited at that position. If the collectives differ, the wait can never end, so the
 group is aborted with RANKS_DIVERGED and a list of the ranks' collectives. If two ranks are in the
 same step, the lists of collectives that they have issued in it are compared over their common
-length (`CollectiveTrace`). A step only costs the recording of the trace. A wait of more than a
-second costs one or two small messages to the store.
+length (`CollectiveTrace`). In a normal step, only the trace is recorded. A wait of more than a
+second causes one or two small messages to the store.
 
 Runs on a separate thread and reads the training thread's position, which does not change during a
 wait."""
@@ -63,7 +63,7 @@ class DesyncDetector:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Checks the training thread's current wait once, if it has one. `now`: value of
+        """Checks the training thread's current wait once, if it is waiting. `now`: value of
         time.monotonic()."""
         group = self._session.group
         wait = group.waiting.now if group is not None and group.broken is None else None
@@ -76,7 +76,7 @@ class DesyncDetector:
             return
         self._reported = wait
         with contextlib.suppress(ShoalError, RuntimeError):
-            # the store is unavailable, or the group has ended: the wait continues
+            # if the store is unavailable, or the group has ended, the wait continues
             self._compare(group, wait)
 
     def _where(self) -> Where | None:
@@ -103,8 +103,9 @@ class DesyncDetector:
 
     @staticmethod
     def _tell(group: Group, wait: Wait, mine: dict[str, Any]) -> dict[str, Any]:
-        """Writes this rank's note about its wait, and returns the note of the first rank that waits
-        at the same position. Raises PreconditionError if that rank waits in another collective."""
+        """Writes this rank's note about its wait, and returns the note of the first rank that
+        waited at the same position. Raises PreconditionError if that rank is waiting in a different
+        collective."""
         first: dict[str, Any] = json.loads(group.waiting.note(wait.where.at, json.dumps(mine)))
         if first["what"] != mine["what"]:
             raise waits_apart(first, mine)
@@ -121,8 +122,8 @@ class DesyncDetector:
         mine |= {"issued": engine.issued().decode(), "course": trace.encode(passes=not passes_with)}
         own = {"rank": group.rank, "course": trace.encode(passes=True)}
         if group.waiting.now is not wait:
-            # the training thread has continued, perhaps to the next step, whose trace must not be
-            # written here
+            # the training thread has continued, perhaps to the next step, and the trace of that
+            # step must not be written for this position
             return
         first = self._tell(group, wait, mine)
         engine.compare_issued([first["issued"].encode(), mine["issued"].encode()])

@@ -1,13 +1,14 @@
-"""Operations of all ranks between steps: evaluation and early stopping. Also decides whether an
-action every k steps is due.
+"""Operations of all ranks between steps: evaluation and early stopping. Also determines whether an
+action that is repeated every k steps is due.
 
-Each batch is evaluated once, even if a rank fails meanwhile. Every rank keeps the results of its
-batches, and when the membership changes, only the failed ranks' batches are redistributed. The
-totals are added in the order of the batches, so they do not depend on the number of ranks.
+Each batch is evaluated once, even if a rank fails during the evaluation. Every rank keeps the
+results of its batches, and if the membership changes, only the failed ranks' batches are
+redistributed. The totals are added in the order of the batches, so they do not depend on the number
+of ranks.
 
-The state of early stopping is part of the session, so that joiners receive it and checkpoints
-contain it. Actions every k steps (`every_steps=`) count the run's committed steps, because a
-counter in the script starts from zero in a joining process.
+The state of early stopping is part of the session, so joiners receive it and checkpoints contain
+it. Actions that are repeated every k steps (`every_steps=`) count the run's committed steps,
+because a counter in the script would start from zero in a joining process.
 """
 
 from __future__ import annotations
@@ -45,23 +46,23 @@ if TYPE_CHECKING:
 
 
 def is_due(session: Session, every_steps: int, what: str) -> bool:
-    """Returns whether an action that is repeated every `every_steps` steps is due. That is the case
-    if the script's last step was committed, and its number in the run is a multiple of
-    `every_steps`. `what`: name of the action, for error messages. The result is the same on all
-    ranks, including joiners, and an action is not due again after a lost step.
+    """Returns whether an action that is repeated every `every_steps` steps is due: the script's
+    last step was committed, and its number in the run is a multiple of `every_steps`. `what`: name
+    of the action, for error messages. The result is the same on all ranks, including joiners, and
+    an action is not due again after an aborted step.
 
     Raises:
-        ConfigurationError: `every_steps` is not an integer of at least 1.
-        PreconditionError: a batch was handed out, and its step is not finished."""
+        ConfigurationError: `every_steps` is not a positive integer.
+        PreconditionError: a batch was handed out, and its step has not finished."""
     if type(every_steps) is not int or every_steps < 1:
         raise ConfigurationError(
-            f"{what}(every_steps={every_steps!r}): expected a whole number of at least 1"
+            f"{what}(every_steps={every_steps!r}): expected a positive integer"
         )
     step = session.step
     if step is not None and step.source is not None and step.handed_out:
         if step.left:
-            # the script only looked at the batch; a rank that joined here has not finished a step
-            # before it
+            # the script has only looked at the batch; a rank that joined here has not finished a
+            # step before it
             return False
         raise PreconditionError(
             f"{what}(every_steps={every_steps}) was called inside a step; call it between "
@@ -86,10 +87,10 @@ class Patience:
         self.best: float | None = None
         self.bad_calls = 0
         self.site: object = None
-        """Position in the script at which `should_early_stop` is called; None if not yet known."""
+        """Position of the call of `should_early_stop` in the script; None if not known yet."""
 
     def observe(self, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
-        """Records a metric. Returns True if the metric has not improved in `patience` consecutive
+        """Records a metric. Returns whether the metric has not improved in `patience` consecutive
         calls. NaN never counts as an improvement."""
         gain = (
             math.inf
@@ -123,7 +124,7 @@ def should_early_stop(
     optimizer: int,
     site: object,
 ) -> bool:
-    """Averages the metric over the ranks, and returns whether to stop early
+    """Averages the metric across ranks, and returns whether to stop early
     (`ShardedOptimizer.should_early_stop`). `optimizer`: index of the optimizer in the run. `site`:
     position of the call in the script."""
     if mode not in ("min", "max"):
@@ -170,11 +171,12 @@ Sums = dict[str, float]
 
 
 class Batches(Protocol):
-    """Batches of an evaluation, which are read by their numbers."""
+    """Batches of an evaluation, which can be read by number."""
 
     @property
     def dealing(self) -> str:
-        """JSON object with the settings that determine the batches; the same on all ranks."""
+        """JSON object with the settings that determine the batches; must be the same on all
+        ranks."""
         ...
 
     def __len__(self) -> int:
@@ -188,35 +190,37 @@ class Batches(Protocol):
 
 @runtime_checkable
 class StreamedBatches(Protocol):
-    """Batches of a stream. Their numbers have gaps, and their count is known only at the end."""
+    """Batches of a stream in an evaluation. Their numbers have gaps, and their count is known only
+    at the end."""
 
     @property
     def dealing(self) -> str:
-        """JSON object with the settings that determine the batches; the same on all ranks."""
+        """JSON object with the settings that determine the batches; must be the same on all
+        ranks."""
         ...
 
     @property
     def ended(self) -> str:
-        """JSON object with the sources that this rank has read to their end: source -> size of the
-        source, and values that must be the same on all ranks that read it."""
+        """Sources that this rank has read to the end, as a JSON object: source -> [number of items,
+        text that must be the same on all ranks that have read the source]."""
         ...
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
-        """Returns the description of the batches that `rank` must compute, for `read`. `held`:
-        numbers of the batches that each rank has already computed. `ended`: each rank's `ended`."""
+        """Returns the argument of `read` for the batches that `rank` must compute. `held`: numbers
+        of all batches that ranks have already computed. `ended`: each rank's `ended`."""
         ...
 
     def read(self, parts: Any) -> Iterator[tuple[int, Any]]:
-        """Yields the batches described by `deal`, with their numbers."""
+        """Yields the batches described by `parts` (a result of `deal`), with their numbers."""
         ...
 
 
 def _order_of(loader: Any) -> str | None:
-    """Returns a digest of the order in which a torch DataLoader draws its samples. Returns None if
-    it does not shuffle, or if the loader is of another kind.
+    """Returns a digest of a torch DataLoader's order of samples. Returns None if it does not
+    shuffle, or if the loader is of a different kind.
 
     Raises:
-        ConfigurationError: the order changes each time."""
+        ConfigurationError: the order is different each time."""
     batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     samples = getattr(batches if batches is not None else loader, "sampler", None)
     drawn = batches if batches is not None else samples
@@ -297,12 +301,12 @@ def evaluate(
     batches: Batches | StreamedBatches,
     fn: Callable[[nn.Module, Any], Mapping[str, Any]],
 ) -> Sums:
-    """Returns the sums of the results of `fn(model, batch)` over all `batches`. Meanwhile the model
-    is in evaluation mode, without gradients.
+    """Returns the sums of the results of `fn(model, batch)` over all `batches`, computed in
+    evaluation mode and without gradients.
 
-    A joiner that still replays its script computes only the first batch, because its result is not
-    needed. Random numbers drawn by `fn` depend on the evaluation and the batch's number, not on the
-    rank that computes the batch. The script's own random state is unaffected."""
+    A joiner that is still replaying its script computes only the first batch, because its result is
+    not needed. Random numbers drawn by `fn` depend on the evaluation and the batch's number, not on
+    the rank that computes the batch. The script's own random state does not change."""
     key = (session.steps, session.operations.position)
     results: dict[int, Sums] = {}
     computed_at = session.steps
@@ -329,7 +333,7 @@ def evaluate(
     def body(channel: Channel) -> Sums:
         nonlocal computed_at
         if computed_at != session.steps:
-            # the ranks returned to a checkpoint meanwhile, so existing results belong to another
+            # the ranks have returned to a checkpoint, so the results so far belong to a different
             # model
             results.clear()
             computed_at = session.steps
@@ -340,7 +344,7 @@ def evaluate(
             raise evaluations_apart(dealings)
         held = {n for _, numbers, _ in everyones_own for n in numbers}
         with session.whole_for(channel), evaluating(model):
-            # a module's own eval() may compute with its parameters
+            # a module's eval() may use its parameters
             compute(
                 dealt(held, [end for _, _, end in everyones_own], channel.rank, channel.world_size)
             )
@@ -364,8 +368,8 @@ def evaluate(
 
 
 def _check_ends(ends: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that all ranks that have read the same source to its end found the same contents in
-    it. Otherwise raises PreconditionError (RANKS_DIVERGED). `ends`: the sources that each rank has
+    """Checks that all ranks that have read a source to the end found the same contents; otherwise
+    raises PreconditionError (RANKS_DIVERGED). `ends`: for each rank, the sources that it has
     read."""
     for name in {name: None for each in ends for name in each}:
         first = next(each[name] for each in ends if name in each)

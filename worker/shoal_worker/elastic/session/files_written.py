@@ -1,15 +1,16 @@
-"""Detects files that several ranks of a machine write at the same time, so that each rank
-overwrites the others' content.
+"""Detects files that several ranks of a machine write at the same time, overwriting each other's
+content.
 
-A rank that opens a file in order to replace its content (`open(path, "w")`, `torch.save`) writes a
-note into a directory shared by a launcher's workers, and reads the previous rank's note about the
-same file. If two ranks opened the file in the same generation and after the same number of steps,
-one warning is logged per machine. No rank waits for another, and nothing is sent over the network.
+A rank that opens a file to replace its content (`open(path, "w")`, `torch.save`) writes a note into
+a directory shared by a launcher's workers, and reads the previous rank's note about the same file.
+If two ranks have opened the file in the same generation and after the same number of steps, one
+warning is logged per machine. No rank waits for another, and no messages are sent.
 
 Not detected: files opened by compiled code (safetensors, HDF5), writes by ranks on different
 machines, and writes before `shoal.init()`. Some writes may be intended and are ignored: appending,
-exclusive creation, devices, writes by threads other than the script's, and a joiner that replays
-its script. So are hidden files and directories, where libraries keep caches with their own locks.
+exclusive creation, devices, writes by threads other than the script's, and writes by a joiner that
+is replaying its script. Hidden files and directories are ignored too, because libraries keep caches
+with their own locks in them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ sample."""
 
 
 class WhenWritten(NamedTuple):
-    """Rank, generation and step in which a file was written. Two writes count as simultaneous if
-    they differ only in the rank."""
+    """Rank, generation and step of a write. Two writes count as simultaneous if they differ only in
+    the rank."""
 
     rank: int
     generation: int
@@ -50,8 +51,8 @@ class WrittenFiles:
 
     def __init__(self, directory: Path, now: Callable[[], WhenWritten | None]) -> None:
         """`directory`: directory of the notes, shared by all ranks of the machine. `now`: returns
-        the current rank, generation and step; it returns None while the script's actions are not
-        part of the run."""
+        the current rank, generation and step; returns None while the script's actions are not part
+        of the run."""
         self._directory = directory
         self._now = now
         self._left = MOST
@@ -59,8 +60,8 @@ class WrittenFiles:
         self._process, self._thread = os.getpid(), threading.get_ident()
 
     def writes(self, path: str | bytes | os.PathLike[Any]) -> None:
-        """Records that a file is about to be replaced. Warns if another rank has also written it
-        just now."""
+        """Records that a file is about to be replaced. Logs a warning if another rank has written
+        it at the same time."""
         if os.getpid() != self._process or threading.get_ident() != self._thread:
             return
         where = os.path.realpath(os.fsdecode(path))
@@ -70,14 +71,14 @@ class WrittenFiles:
         if where not in self._known:
             self._known.add(where)
             self._left -= 1
-        with contextlib.suppress(OSError, ValueError):  # the directory of the notes is gone or full
+        with contextlib.suppress(OSError, ValueError):  # the directory is missing or full
             before = self._note(where, now)
             if before is not None and before._replace(rank=now.rank) == now != before:
                 self._warn(where, sorted((before.rank, now.rank)), now.steps)
 
     def _note(self, where: str, now: WhenWritten) -> WhenWritten | None:
-        """Writes a note about the file `where`, and returns the note that it replaces; None if
-        there is none."""
+        """Writes a note about the file `where`, and returns the previous note; None if there is
+        none."""
         self._directory.mkdir(exist_ok=True)
         name = self._directory / xxhash.xxh3_64_hexdigest(where.encode(errors="surrogateescape"))
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -113,12 +114,12 @@ def _is_left_out(where: str) -> bool:
 
 
 _noticing: list[WrittenFiles] = []
-"""The `WrittenFiles` of this process, if any."""
+"""Contains the `WrittenFiles` of this process, if there is one."""
 
 
 def notice_files(files: WrittenFiles) -> None:
-    """Installs hooks that report each file written by this process to `files`. Called once per
-    process."""
+    """Installs hooks that report each file written by this process to `files`. Must be called only
+    once per process."""
     _noticing.append(files)
     sys.addaudithook(_hear)
     torch.save = _telling(torch.save)

@@ -1,10 +1,10 @@
-"""Work that one process of a machine does before the machine's other processes, such as downloading
-a data set or filling a cache.
+"""Lets one process of a machine do some work before the machine's other processes, such as
+downloading a data set or filling a cache.
 
 A kernel file lock selects the first process, without messages between ranks. The kernel releases
-the lock as soon as its holder ends for any reason. No rank waits for it in a collective, where a
-long wait would look like a hung process. Each block of a script has its own file, and a new one
-each time the script reaches the block.
+the lock as soon as its holder exits for any reason. No rank waits in a collective, where a long
+wait would look like a hung process. Each block of a script has its own file, and a new one each
+time the script reaches the block.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _LOOK_S: Final = 0.05
 
 
 class _Passed(threading.local):
-    """Counts how often a rank has reached each position in its script. Thread-local, because ranks
-    may be threads."""
+    """Counts how many times a rank has reached each position in its script. Thread-local, because
+    ranks may be threads."""
 
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
-        """Position in a script -> number of times that this rank has reached the position."""
+        """Number of times that this rank has reached each position in its script."""
 
 
 _passed: Final = _Passed()
 
 
 def next_block(called: FrameType | None) -> str:
-    """Returns the name of the block that the script is about to enter, the same in all processes
-    that run the script. `called`: frame of the function that the script called."""
+    """Returns a name for the block that the script is about to enter, which is the same in all
+    processes that run the script. `called`: frame of the function that the script called."""
     place = (
         ""
         if called is None or called.f_back is None
@@ -62,12 +62,12 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
     first.
 
     Args:
-        once: a process that arrives after all others have left does not run the block first again
-            if another process has completed it.
+        once: True if the block is run first only once: a process that arrives after all others have
+            left does not run it first again if another process has completed it.
 
     Raises:
         DeadlineError: the first process took longer than `timeout`.
-        ConfigurationError: the directory of the locks belongs to another user.
+        ConfigurationError: the directory of the locks belongs to a different user.
     """
     descriptor = os.open(_lock_file(scope), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _held.add(descriptor)
@@ -75,12 +75,12 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
         is_first = _wait_for_turn(descriptor, timeout, once=once)
         if is_first:
             os.ftruncate(descriptor, 0)
-        yield is_first  # alone, or together with others that hold a shared lock
+        yield is_first  # alone, or together with other holders of the shared lock
         if is_first:
             os.pwrite(descriptor, _DONE, 0)
     finally:
         _held.discard(descriptor)
-        # closing the file is not enough, because a child process forked meanwhile holds the lock
+        # closing the file is not enough, because a child process forked in the block holds the lock
         # too
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
@@ -101,7 +101,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 def _wait_for_turn(descriptor: int, timeout: timedelta, *, once: bool) -> bool:
     """Waits for the lock. Returns True if this process is the first and holds the lock exclusively;
-    False if the first process has finished and the lock is shared."""
+    False if the first process has finished and this process shares the lock."""
     deadline = time.monotonic() + timeout.total_seconds()
     waited = once
     while True:

@@ -1,12 +1,12 @@
 """Determines whether this process's script succeeded or failed, as far as Python reveals it. The
-result is queried once, during interpreter shutdown.
+result is read once, during interpreter shutdown.
 
 An uncaught exception passes through `sys.excepthook`. SystemExit does not, and its status is
 unavailable afterwards, so `sys.exit` is wrapped to record its argument. The script's outermost
-frame shows whether that call ended the script or was caught: if it was caught, the frame has
-returned normally. If a script raises SystemExit directly (`raise SystemExit(main())`, `exit(0)`),
-its status is unknown and the end counts as success. The launcher sees the status, and the peers see
-whether this process ended before them.
+frame shows whether that call ended the script or the exception was caught: if it was caught, the
+frame has returned normally. If a script raises SystemExit directly (`raise SystemExit(main())`,
+`exit(0)`), its status is unknown, and the script counts as successful. The launcher does see the
+status, and the peers see whether this process ended before them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class ScriptEnd:
             [BaseException, TracebackType | None], str | None
         ] = lambda error, traceback: None,
     ) -> None:
-        """Prepares the record, without installing it.
+        """Prepares the record, without installing its hooks.
 
         Args:
             account_for: called with an uncaught exception, after its traceback was printed. If it
                 raises SystemExit, the process ends with that status.
-            in_backward: returns whether the calling thread runs a backward pass. On CUDA, autograd
-                uses a thread of its own for that, whose exceptions are raised in the thread that
-                called `backward`.
+            in_backward: returns whether the calling thread is running a backward pass. On CUDA,
+                autograd runs it on a separate thread, whose exceptions are raised in the thread
+                that called `backward`.
             shown: returns the text to print for an uncaught exception; None: its traceback.
         """
         self._account_for = account_for
@@ -60,7 +60,7 @@ class ScriptEnd:
         sys.exit = self._note_exit
 
     def failure(self) -> str | None:
-        """Returns why the script failed; None if it succeeded or has not ended."""
+        """Returns why the script failed; None if it succeeded or is still running."""
         if self._uncaught is not None:
             return self._uncaught
         # the program continues after the script, as a test does
@@ -95,5 +95,5 @@ def _outermost_frame(frame: FrameType) -> FrameType:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Returns whether a frame has returned. Such a frame is at a return instruction."""
+    """Returns whether a frame has returned, and is therefore at a return instruction."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

@@ -1,22 +1,23 @@
-"""The elastic session: this process's training run, alone or as a member of a job.
+"""The elastic session: this process's part in a training run, as a member of a job or in a world of
+one.
 
-The session combines parts that make the decisions:
+The session combines these parts, which make the decisions:
 
 - `step_lifecycle.py`: begins, commits and aborts steps. Called by loaders (`loader_interface.py`)
   and engines (`strategy_interface.py`).
-- `step_boundaries.py`: handles changes between two steps, and the end of this process's part in the
-  run.
+- `step_boundaries.py`: handles membership changes between two steps, and the end of this process's
+  part in the run.
 - `formation.py`: forms generations, and ensures that their ranks have the same state.
 - `committed_state.py`: the state of the run in this process.
 - `member.py`: this process's membership, assigned by a coordinator (`membership.py`, `link.py`) or
   by `shoal.launch` (`fixed.py`).
 
-The session itself opens and closes the run, knows this process's rank, and runs operations between
-steps. At the end of a run, no rank leaves while a peer may be in doubt about the last step. An
-operation is repeated on a new group until it succeeds, unless a peer that finished it still has the
-result. Everything runs on the training thread, except the threads of `Membership`,
-`CoordinatorLink` and `StateDonor`, and `StepLifecycle.mark_lost`, `is_gone` and the check returned
-by `fence`.
+The session itself begins and ends this process's part in the run, provides its rank, and runs
+operations between steps. At the end of a run, no rank leaves while a peer may be in doubt about the
+last step. If the group fails in an operation, the operation is repeated on a new group, unless a
+peer has finished it and still has the result. Everything runs on the training thread, except the
+threads of `Membership`, `CoordinatorLink` and `StateDonor`, and `StepLifecycle.mark_lost`,
+`is_gone` and the check returned by `fence`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from shoal_common.errors import PreconditionError, ShoalError
+from shoal_common.errors import CorruptDataError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
@@ -63,14 +64,14 @@ _log = logging.getLogger(__name__)
 
 LAST_STEP_PATIENCE: Final = timedelta(seconds=30)
 _LOOK: Final = timedelta(seconds=0.05)
-"""Interval at which a leaving rank checks whether its peers have committed the last step. Peers
-report that in heartbeats."""
+"""Interval between checks, by a leaving rank, whether its peers have committed the last step. Peers
+report this in heartbeats."""
 
 
 def await_last_step(formation: Formation, held: CommittedState) -> None:
-    """Waits until all peers have committed the last step. If a peer is in doubt about the step, it
-    asks in the next generation, which this rank helps to form. Waits at most LAST_STEP_PATIENCE
-    while the coordinator is unreachable."""
+    """Waits until all peers have committed the last step. If a peer is in doubt about the step,
+    this rank takes part in the next generation, where the peer asks about the outcome. Waits at
+    most LAST_STEP_PATIENCE while the coordinator is unreachable."""
     give_up_at = time.monotonic() + LAST_STEP_PATIENCE.total_seconds()
     while not formation.must_move and not formation.peers_have(held.steps):
         formation.settle()
@@ -86,8 +87,8 @@ def await_last_step(formation: Formation, held: CommittedState) -> None:
 
 
 class Session:
-    """Training run of one process. Implements `StrategySession` for the strategy; `lifecycle`
-    implements `StepControl` for the strategy, and `LoaderSession` for the loaders."""
+    """One process's part in a training run. Implements `StrategySession` for engines; `lifecycle`
+    implements `StepControl` for engines and `LoaderSession` for loaders."""
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class Session:
         donor: StateDonor | None,
         metrics: WorkerMetrics,
     ) -> None:
-        """`membership`: None in a world of one. `donor`: server from which peers fetch the state;
-        None in a world of one, and if no state is sent to peers (async_sgd)."""
+        """`membership`: None in a world of one. `donor`: server that sends the state to peers; None
+        in a world of one, or if state is not sent to peers (async_sgd)."""
         self.settings = settings
         self.metrics = metrics
         self.progress = ProgressMeter(metrics)
@@ -106,21 +107,22 @@ class Session:
         self.registered = self._held.registered
         """Objects registered by the user."""
         self.operations = self._held.operations
-        """Operations between steps that this rank has run since the last commit."""
+        """Results of operations between steps since the last commit."""
         self.evaluations = self._held.evaluations
-        """Evaluations that this rank runs without `shoal.evaluate`, for a comparison with other
-        ranks'."""
+        """Record of evaluations that this rank runs without `shoal.evaluate`, for comparison with
+        other ranks."""
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
-        """Server from which peers fetch the state; None in a world of one."""
+        """Server that sends the state to peers; None in a world of one, or if state is not sent to
+        peers."""
         self.missed: str | None = None
-        """Reason why this process counts as failed although its script succeeded; None if it does
-        not."""
+        """Reason why this process counts as failed although its script succeeded; None if there is
+        none."""
         self._left_from: Generation | None = None
-        """Generation in which this process sent its leave message."""
+        """This process's generation when it sent its leave message."""
         self._left_as_first = True
-        """True if this process was the first rank of the generation in which it left, or if it left
-        without a generation."""
+        """True if this process left as the first rank of its generation, or without a
+        generation."""
         self._formation: Formation | None = None
         if membership is not None:
             membership.observe(self.progress)
@@ -159,7 +161,7 @@ class Session:
 
     @property
     def early_stop(self) -> EarlyStop:
-        """The loop over epochs that early stopping has ended, if any."""
+        """Records which loop over epochs early stopping has ended, if any."""
         return self._held.early_stop
 
     @property
@@ -169,14 +171,14 @@ class Session:
 
     @property
     def is_joining(self) -> bool:
-        """True if this process replays its script and has not reached its first live batch, or if
-        it is a spare that will do so."""
+        """True if this process is replaying its script and has not reached its first live batch, or
+        if it is a spare, whose script will be replayed."""
         return self._held.phase.replaying or (self._held.has_engine and self._held.engine.idle)
 
     @property
     def is_redoing(self) -> bool:
-        """True if committed steps were undone and this process's script is ahead of its state. It
-        becomes False with the loader's next step."""
+        """True if committed steps were undone and this process's script is ahead of its state.
+        Becomes False with the loader's next step."""
         return self._held.phase.now is Phase.RETURNED
 
     @property
@@ -187,7 +189,8 @@ class Session:
 
     @property
     def group(self) -> Group | None:
-        """Connected ranks of this generation; None in a world of one, and before the first."""
+        """Connected ranks of the current generation; None in a world of one, and before the
+        first."""
         return self._formation.group if self._formation is not None else None
 
     @property
@@ -205,9 +208,9 @@ class Session:
     @property
     def script_placement(self) -> Placement:
         """Generation, rank and number of ranks, for scripts. The rank and the number are -1 while
-        this process replays its script and has no rank, as in torch for a process outside of a
-        group. After `close` their last values remain, so that a script that has left its job does
-        not mistake itself for rank 0."""
+        this process is replaying its script and has no rank, as in torch for a process outside of a
+        group. After `close`, the last values remain, so that the script of a process that has left
+        its job does not act as rank 0."""
         generation = self._generation
         number = generation.number if generation is not None else 0
         ranked = self._left_from or generation
@@ -221,8 +224,8 @@ class Session:
 
     @property
     def when_written(self) -> WhenWritten | None:
-        """Rank, generation and step that are recorded for a file written now, also after `close`.
-        None if the script's actions are not part of the run."""
+        """Rank, generation and step to record for a file written now. Remains available after
+        `close`. None if the script's actions are not part of the run."""
         generation = self._left_from or self._generation
         if generation is None or self.is_joining or self.is_redoing:
             return None
@@ -230,22 +233,23 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """True if this process acts for all ranks, for example to write files: it is the lowest
-        rank that has the state."""
+        """True if this process acts on behalf of all ranks, for example to write files, because it
+        is the lowest rank that has the state."""
         if self._formation is None:
             return self._left_as_first
         return not self.is_joining and self._formation.is_first
 
     @property
     def generation(self) -> int:
-        """Number of the generation in which this process works; 0 before the first, and in a world
-        of one."""
+        """Number of this process's current generation; 0 before the first, and in a world of
+        one."""
         generation = self._generation
         return generation.number if generation is not None else 0
 
     @property
     def newcomers(self) -> int:
-        """Number of ranks in this generation whose process had no rank in the previous one."""
+        """Number of ranks in the current generation whose process had no rank in the previous
+        generation."""
         generation = self._generation
         return len(generation.joining) if generation is not None else 0
 
@@ -256,8 +260,7 @@ class Session:
 
     @property
     def begins(self) -> bool:
-        """True if the ranks are those with which the run was started: no rank has left or joined
-        yet."""
+        """True if the run still has its initial ranks: no rank has left or joined yet."""
         generation = self._generation
         return generation is None or generation.begins_run
 
@@ -267,7 +270,7 @@ class Session:
         return self._held.steps
 
     def on_waiting(self, where: Callable[[], Where | None]) -> None:
-        """Sets the function that returns the position at which the script waits for its peers; see
+        """Sets the function that returns the script's position while it waits for its peers; see
         `Waiting.where`."""
         if self._formation is not None:
             self._formation.where = where
@@ -279,7 +282,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Device on which this rank computes."""
+        """This rank's device."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", self.settings.local_index % torch.cuda.device_count())
@@ -297,8 +300,8 @@ class Session:
     # ------------------------------------------------------------------------------------ beginning
 
     def join(self) -> None:
-        """Joins the job. In a new job, waits for a rank. In a running job, returns at once, and
-        this process replays its script first."""
+        """Joins the job. In a new job, waits for a rank. In a running job, returns immediately;
+        this process must first replay its script."""
         membership = self._membership
         assert membership is not None
         try:
@@ -315,8 +318,8 @@ class Session:
             return
         self._await_rank(membership)
         generation = membership.link.newest_generation
-        # A member without a rank in the first generation joins a later one, in which other members
-        # have already begun.
+        # A member that has no rank in the first generation will join a later one, after other
+        # members have begun training.
         if (
             generation is None
             or len(generation.joining) == generation.world_size
@@ -325,8 +328,8 @@ class Session:
             self._held.phase.begin()
 
     def refuse_second_call(self) -> None:
-        """Raises PreconditionError if `as_distributed` was called before. Called first, because
-        other checks would refuse the optimizer for a less obvious reason."""
+        """Raises PreconditionError if `as_distributed` was already called. Must be the first check,
+        because other checks would refuse the optimizer with a less helpful error."""
         self._held.refuse_second_engine()
 
     def attach(self, engine: TrainingEngine) -> None:
@@ -360,12 +363,11 @@ class Session:
         try:
             membership.await_generation()
         except StopTraining as stop:
-            # this process never took part in the run, so its script has nothing to do
+            # this process has never taken part in the run, so its script has nothing to do
             self._departure.exit_drained(str(stop))
 
     def trains(self, engine: object) -> bool:
-        """Returns whether `engine` is the one that trains the run's model, and not the engine of a
-        clone of that model."""
+        """Returns whether `engine` trains the run's model, and not a clone of it."""
         return self._held.has_engine and self._held.engine is engine
 
     # ----------------------------------------------------------------- steps: see `StrategySession`
@@ -376,7 +378,7 @@ class Session:
         return self._held.step
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Records which parameters of the model are trained from now on."""
+        """Records which parameters of the model require gradients from now on."""
         self._held.registered.note_trained(trained)
 
     def keep(self, replica: Mapping[str, Any]) -> None:
@@ -385,7 +387,7 @@ class Session:
         self._held.keep(replica)
 
     def release(self) -> None:
-        """Confirms the steps since `keep` on all ranks, so that they are never undone."""
+        """Confirms, on all ranks, the steps since `keep`, so that they are never undone."""
         self._held.release()
 
     # ----------------------------------------------------------------------------------- operations
@@ -394,11 +396,11 @@ class Session:
         """Runs `body` on all ranks and returns its result, a JSON value that is the same on every
         rank.
 
-        Repeats `body` if the membership changes meanwhile. A joiner runs it alone. If committed
+        Repeats `body` if the membership changes while it runs. A joiner runs it alone. If committed
         steps were undone, every rank runs it alone until the next step: all ranks have the same
         state, but their scripts reach this operation again at different times. The state may also
         turn out to be lost during the operation. A process that has become a spare cannot compute
-        the result and ends (SystemExit), unless `answers` is False because the result is not used.
+        the result and exits (SystemExit), unless `answers` is False because the result is not used.
         """
         self._check_between_steps(kind)
         formation = self._formation
@@ -416,7 +418,7 @@ class Session:
         while self.lifecycle.returning.under_way or not self.is_redoing:
             if self._held.engine.idle:
                 if answers:
-                    # the result of a spare would not be the run's
+                    # a spare's result would not be the run's result
                     self._departure.exit_spare(
                         "there are too few ranks for another replica that includes this rank, "
                         f"and its script has reached {kind}"
@@ -427,9 +429,9 @@ class Session:
                 return result
             try:
                 if self.row_store is not None:
-                    # A rank that leaves may wait for rows that only this rank pushes, and reaches
-                    # this operation together with them. An error of a server is not an error of the
-                    # group.
+                    # A rank that is leaving may be waiting for rows that only this rank pushes; it
+                    # reaches this operation once it has them. A server's error is not an error of
+                    # the group.
                     self.row_store.settle()
                 try:
                     channel = formation.channel(kind)
@@ -440,7 +442,8 @@ class Session:
                     formation.recover(error, in_operation=True)
                     continue
             except StopTraining as stop:
-                # The job is stopped and the group is gone, so no other group can run the operation.
+                # The job is stopped and the group has ended, so no other group can run the
+                # operation.
                 self._departure.obey(stop)
                 return body(LocalChannel())
             except StateLostError as lost:
@@ -453,10 +456,10 @@ class Session:
         return body(LocalChannel())
 
     def _check_between_steps(self, kind: str) -> None:
-        """Checks that no step is in progress; otherwise raises PreconditionError. After a fault the
-        operation would have to be repeated, and the gradients of the step would be lost."""
+        """Checks that no step is in progress; otherwise raises PreconditionError. After a fault,
+        the operation would have to be repeated, and the step's gradients would be lost."""
         step = self._held.step
-        # In a loop without a Shoal loader, any forward pass begins a step.
+        # In a loop without a Shoal loader, every forward pass may begin a step.
         own_loop = (
             step is not None
             and step.source is None
@@ -475,7 +478,7 @@ class Session:
                 "next batch",
                 reason="STEP_NOT_FINISHED",
             )
-        self.lifecycle.drop_partly_updated()  # the step belongs to a loop that was left
+        self.lifecycle.drop_partly_updated()  # the step belongs to a loop that the script has left
 
     def _confirm(self, kind: str) -> None:
         self.operation(kind, lambda channel: channel.exchange(b"") and None, answers=False)
@@ -484,25 +487,37 @@ class Session:
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """Returns the complete committed state: model, optimizer (see `TrainingEngine`), registered
-        objects and cursors. The result may share memory with these. Part of an operation."""
+        objects and cursors. The result may share memory with these. Must be called within an
+        operation."""
         return self._held.capture(self._held.engine.assemble(channel))
 
     def part(self, channel: Channel) -> StatePart | None:
         """Returns this rank's part of the state that `assemble` returns; None if the state is not
-        sharded. Part of an operation."""
+        sharded. Must be called within an operation."""
         part = self._held.engine.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
 
+    def unfit(self, replica: Mapping[str, Any]) -> str:
+        """Returns why the run could not be resumed from the state of model and optimizer in
+        `assemble` or in a `part`; empty if it could. Part of an operation, on one rank."""
+        engine = self._held.engine
+        try:
+            if engine.has_values():
+                engine.check_state(replica)
+        except CorruptDataError as error:
+            return str(error)
+        return ""
+
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Names of the parameters that were not trained at `as_distributed`, in the flattened state
-        of `assemble`."""
+        """Names of the parameters that did not require gradients at `as_distributed`, in the
+        flattened result of `assemble`."""
         return self._held.frozen
 
     @property
     def built(self) -> Mapping[str, Mapping[str, Any]]:
         """Descriptions (`describe_values`) of the frozen parameters' values as the run's script
-        built them. Parameters whose original values are unknown are missing."""
+        created them. Omits parameters whose original values are unknown."""
         return self._held.built
 
     def frozen_values(self) -> Mapping[str, torch.Tensor]:
@@ -511,8 +526,8 @@ class Session:
         return self._held.frozen_values()
 
     def warn_of_given_up(self) -> None:
-        """Warns if a run that resumes from a state saved at this point would skip the rest of an
-        epoch, or repeat a part of it."""
+        """Logs a warning if a run that resumes from a state saved at this point would skip the rest
+        of an epoch, or repeat a part of it."""
         self._held.warn_of_given_up()
 
     @property
@@ -522,7 +537,7 @@ class Session:
 
     @property
     def run(self) -> str:
-        """Name of the run, as stored in checkpoints; each run that begins from scratch gets a
+        """Name of the run, as stored in checkpoints. Each run that begins from scratch gets a
         unique name."""
         return self._held.run
 
@@ -545,15 +560,15 @@ class Session:
         return membership is not None and membership.has_left(member_id)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """Unshards the model within the block, so that this rank can compute with it without its
-        peers. All ranks of an operation enter the block."""
+        """Unshards the model within the block, so that this rank can use it without its peers. Must
+        be entered on all ranks of an operation."""
         return self._held.engine.whole_for(channel) if self._held.has_engine else nullcontext()
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:
         """Sends the state that the first rank has read from a checkpoint to all ranks. `captured`:
-        that state; None on the other ranks. Part of an operation."""
+        that state; None on the other ranks. Must be called within an operation."""
         if captured is not None:
-            # a resumed script may draw its batches differently from the script that saved the
+            # a resumed script may draw its batches differently than the script that saved the
             # checkpoint
             captured = {**self._held.with_own_tables(captured), "batches_compared": 0}
         if self._formation is not None and isinstance(channel, GroupChannel):
@@ -564,14 +579,14 @@ class Session:
 
     def on_state_lost(self, fallback: Callable[[], bool]) -> None:
         """Sets the function that loads the newest checkpoint into this process and returns whether
-        there was one. It is called if all ranks with the state are gone."""
+        there was one. It is called if no rank with the state remains."""
         if self._formation is not None:
             self._formation.syncing.fallback = fallback
 
     def go_back_by(self, load: Callable[[], str | None]) -> None:
-        """Sets the function that replaces a lost state with the newest checkpoint, on all ranks. It
-        returns None, or the reason for a failure. It is called in a step if the remaining ranks
-        have only part of the state."""
+        """Sets the function that replaces a lost state with the newest checkpoint's state, on all
+        ranks. It returns the reason for a failure, or None. It is called in a step if the remaining
+        ranks have only part of the state."""
         self.lifecycle.returning.load = load
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
@@ -597,7 +612,7 @@ class Session:
         self._departure.on_leave(callback)
 
     def close(self, *, failed: str | None = None) -> None:
-        """Leaves the job. `failed`: reason for a failure; None: the script succeeded. Later calls
+        """Leaves the job. `failed`: reason why the script failed; None: it succeeded. Later calls
         behave as in a world of one."""
         if failed is None:
             self.lifecycle.drop_partly_updated()
@@ -605,7 +620,7 @@ class Session:
         if self._membership is not None:
             if self._held.phase.now is Phase.ARRIVING and failed is None:
                 # The process has a rank, and its peers wait for it. If this counted as success, the
-                # run would be over for all ranks.
+                # run would end for all ranks.
                 failed = self.missed = (
                     "the script finished without reaching the training loop that its peers are in"
                 )
@@ -648,8 +663,8 @@ class Session:
         self.lifecycle.leave_peers()
 
     def _await_the_others(self) -> None:
-        """Waits while another rank may still need this rank's part of the state, or its
-        confirmation that the last step counts."""
+        """Waits while a peer may still need this rank's part of the state, or its confirmation that
+        the last step counts."""
         held, formation = self._held, self._formation
         has_part = (
             held.has_engine
@@ -663,8 +678,7 @@ class Session:
             if held.engine.is_sharded and (self._departure.stopped is None or formation.healthy):
                 self._confirm("end of the run")
             elif held.operations.finished == 0:
-                # otherwise all ranks have finished the last step, or could not have taken part in
-                # it
+                # otherwise all ranks have finished the last step, or did not take part in it
                 await_last_step(formation, held)
         except (ShoalError, StopTraining) as error:
             # the ranks no longer need each other's state

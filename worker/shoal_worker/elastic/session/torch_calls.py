@@ -1,20 +1,20 @@
 """Implements `shoal.process_group()`: a torch process group for calls between steps. Each call is
 an operation of all ranks and survives faults.
 
-Each call of `torch.distributed` with this group is one operation (`operations.py`). All ranks'
-tensors are exchanged, and every rank computes the same results, or the same error, from the same
-bytes. After a fault the remaining ranks repeat the operation.
+Each `torch.distributed` call with this group is one operation (`operations.py`). All ranks' tensors
+are exchanged, and every rank computes the same results, or the same error, from the same bytes.
+After a fault, the remaining ranks repeat the operation.
 
 The data that a script sends may depend on its rank or on the number of ranks: a buffer filled by
 one rank, a list with one entry per rank, a value divided by the number of ranks. torch itself reads
-both while gathering objects. The group therefore keeps returning the rank and size that it returned
-first. Once these are outdated, the next call raises MembershipChanged on all ranks instead of
-returning a result, and the script must ask for them again. This happens even if the script did not
-use them, because the group cannot know.
+both while gathering objects. The group therefore continues to return the rank and size that it has
+returned first. Once these are outdated, the next call raises MembershipChanged on all ranks instead
+of returning a result, and the script must ask for them again. This happens even if the script has
+not used them, which the group cannot know.
 
 Everything runs on the training thread. Calls inside a step are refused, because a fault there would
 destroy the gradients. Messages between two ranks are refused as well, because they could not be
-repeated after a fault of one of them.
+repeated after one of the two fails.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SurvivingGroup(PythonGroup):
     backend_name: ClassVar[str] = "shoal_surviving"
 
     def __init__(self, session: Session) -> None:
-        """`session`: session of the ranks."""
+        """`session`: session whose ranks form the group."""
         super().__init__(session.rank, session.world_size, "shoal_surviving")
         self.session = session
         self._asked: tuple[int, int] | None = None
@@ -94,9 +94,9 @@ class SurvivingGroup(PythonGroup):
 
     def rank(self) -> int:
         """Returns this process's rank in the last call since the last step, otherwise the current
-        rank. Returns -1 to a script that is not at its peers' position, so that the script does not
-        mistake itself for rank 0. torch's own code, which asks within its calls, then sees a world
-        of one."""
+        rank. If the script is not at its peers' position, returns -1, so that the script does not
+        act as rank 0; torch's own code, which asks within its calls, gets the rank in a world of
+        one."""
         if (
             self.session.elastic
             and not self.session.has_left
@@ -203,8 +203,9 @@ class SurvivingGroup(PythonGroup):
         name: str,
         received: Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]],
     ) -> None:
-        """Computes this rank's results and writes them to the outputs of the call. Raises an error,
-        on all ranks, if the ranks have changed or their calls do not match."""
+        """Computes this rank's results from all ranks' data, and writes them to the outputs of the
+        call. Raises an error, on all ranks, if the ranks have changed or their calls do not
+        match."""
         documents = [document for document, _ in received]
         size = len(received)
         own = next(
@@ -256,7 +257,7 @@ class SurvivingGroup(PythonGroup):
         return rank
 
     def _by_rank(self, parts: Sequence[torch.Tensor], field: str) -> Tensors:
-        return list(parts)  # the operation checks how many there are, on all ranks
+        return list(parts)  # the operation checks the number of parts, on all ranks
 
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
         size = self.place[1]
@@ -268,7 +269,7 @@ class SurvivingGroup(PythonGroup):
 
 
 def _is_torch(caller: FrameType | None) -> bool:
-    """Returns whether code of `torch.distributed` asks for the rank, rather than a script that
+    """Returns whether the caller is code of `torch.distributed` itself, rather than a script that
     calls `get_rank`. `caller`: the calling frame."""
     if caller is not None and caller.f_code is dist.get_rank.__code__:
         caller = caller.f_back
@@ -278,7 +279,7 @@ def _is_torch(caller: FrameType | None) -> bool:
 
 
 class CompletedWork(Work):
-    """`Work` of a call that has completed before it returns."""
+    """`Work` of a call that is complete when it returns."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -311,8 +312,8 @@ class CompletedWork(Work):
 
 
 class _SameRanks(Mapping[int, int]):
-    """Mapping of global ranks to group ranks, as torch expects it. Each current rank maps to
-    itself."""
+    """Mapping from global ranks to group ranks, in the form that torch expects. Maps each current
+    rank to itself."""
 
     def __init__(self, group: SurvivingGroup) -> None:
         self._group = group
@@ -352,8 +353,8 @@ def _unpacked(payload: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tenso
 
 
 def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) -> bool:
-    """Returns whether a rank prepared its part of the call for a different set of ranks than the
-    current one. `number`, `size`: the rank's current number, and the current number of ranks."""
+    """Returns whether a rank prepared its part of the call for ranks that have changed since.
+    `number`: the rank's current number. `size`: current number of ranks."""
     actual = [number, size]
     if document["asked"] is not None and document["asked"] != actual:
         return True
@@ -410,14 +411,14 @@ _COUNTS: Final[Mapping[Kind, Any]] = {
     Kind.ALL_TO_ALL: lambda given, taken, size, is_root: given == taken == size,
     Kind.BARRIER: lambda given, taken, size, is_root: True,
 }
-"""Kind of call -> function that returns whether a rank passed the right numbers of inputs and
-outputs."""
+"""For each kind of call, a function that returns whether a rank passed the right numbers of inputs
+and outputs."""
 
 
 def _rebuilt(
     own: Collective, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Collective:
-    """Reconstructs another rank's call from the data that the rank sent, with memory for its
+    """Reconstructs another rank's call from the data sent by that rank, with memory for its
     results."""
     inputs = [
         tensors[str(n)] if document["sends"] else _room(said)

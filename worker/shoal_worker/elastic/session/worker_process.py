@@ -1,5 +1,5 @@
 """Opens the session of a process: reads the environment, joins the job, and ensures that the
-process leaves the job when it ends."""
+process leaves the job when it exits."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def find_session() -> Session | None:
 
 
 def set_session(session: Session | None) -> None:
-    """Makes `session` the current session; None: there is no current session any more."""
+    """Makes `session` the current session; None: there is no longer a current session."""
     world = own_world()
     if world is not None:
         world.session = session
@@ -106,8 +106,8 @@ _HAPPENED: Final = (
     "MEMBER_STALLED",
     UnavailableError.default_reason,
 )
-"""Error reasons for which the script is not the cause: the coordinator refused a live process or
-ended its membership, or a service was unavailable."""
+"""Error reasons that are not caused by the script: the coordinator has refused a live process or
+ended its membership, or a service is unavailable."""
 
 
 _VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED", "SAME_BATCHES")
@@ -116,8 +116,8 @@ error. A replacement process would fail in the same way."""
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Returns whether an exception, or one in its chain of causes, shows that peers or services
-    failed, or that this process was evicted."""
+    """Returns whether an exception, or one of its causes, shows that peers or services failed, or
+    that this process was evicted."""
     chain = list(_chain(error))
     if any(isinstance(cause, ShoalError) and cause.reason in _VERDICTS for cause in chain):
         return False
@@ -129,19 +129,19 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def account_for(error: BaseException, traceback: TracebackType | None) -> None:
-    """Handles an uncaught exception. If events outside of this process caused it, ends the process
-    with status PUT_OUT. Otherwise writes the exception to a file for the launcher.
+    """Handles an uncaught exception. If it was caused by events outside of this process, exits with
+    status PUT_OUT. Otherwise, writes the exception to a file for the launcher.
 
     Raises:
-        SystemExit: status PUT_OUT."""
+        SystemExit: with status PUT_OUT."""
     if is_consequence(error):
         raise SystemExit(PUT_OUT)
     leave_account(error, traceback)
 
 
 def leave_account(error: BaseException, traceback: TracebackType | None) -> None:
-    """Writes an exception to the file that a launcher has named, if any. The file is the one used
-    by torchrun's workers (TORCHELASTIC_ERROR_FILE), in the same format."""
+    """Writes an exception to the file that a launcher has named, if any. File and format are the
+    same as for torchrun's workers (TORCHELASTIC_ERROR_FILE)."""
     path = error_file()
     if path is None:
         return
@@ -189,8 +189,8 @@ _LOOPBACK: Final = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
 
 
 def current_session() -> Session:
-    """Returns the session of this process. Creates it as `shoal.init()` does if the script has not
-    called that."""
+    """Returns the session of this process. If there is none, creates one, as `shoal.init()`
+    does."""
     return find_session() or open_session()
 
 
@@ -200,23 +200,25 @@ def current_loader_session() -> LoaderSession:
 
 
 def open_session(settings: WorkerSettings | None = None) -> Session:
-    """Creates the session of this process and makes it the current one. The settings come from the
-    environment unless `settings` are given.
+    """Creates the session of this process and makes it the current session. The settings come from
+    the environment unless `settings` are given.
 
     With a coordinator, blocks until this member is accepted and, in a new job, until it has a rank.
     Without a coordinator, becomes a rank of MPI's world under `mpiexec`, otherwise a world of one.
-    In a rank of `shoal.launch`, becomes that rank, regardless of the environment.
+    Called on a rank of `shoal.launch`, becomes that rank, regardless of the environment.
 
     Raises:
-        ConfigurationError: the environment contradicts itself, or this process is a data worker.
-        DeadlineError: no coordinator, or too few members, within the rendezvous timeout.
+        ConfigurationError: environment variables contradict each other, or this process is a data
+            worker.
+        DeadlineError: the coordinator cannot be reached, or too few members arrive, within the
+            rendezvous timeout.
     """
     world = own_world()
     if world is not None and world.seat is not None:
         return open_fixed(world.seat)
     check_not_imported_again()
     settings = settings or WorkerSettings.load()
-    take_secrets()  # processes that the script starts do not need these variables
+    take_secrets()  # processes started by the script do not need these variables
     if settings.coordinator is not None or mpi_world_size() > 1:
         # gradients, and temporary tensors of optimizers, are allocated and freed in every step
         keep_freed_memory()
@@ -241,7 +243,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
 
 
 def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetrics) -> Session:
-    """Creates the session of a member of a job. If this fails, closes all resources that it has
+    """Creates the session of a member of a job. On failure, closes all resources that it has
     opened, because the script may retry."""
     with contextlib.suppress(ConfigurationError, OSError):
         # a script need not have data workers
@@ -306,7 +308,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
 
 def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
     """Serves this worker's metrics over HTTP if `listen` is given. Returns None if no port is
-    available; training then continues without metrics."""
+    available; the worker then exports no metrics."""
     if listen is None:
         return None
     try:
@@ -333,8 +335,8 @@ def _tally(settings: WorkerSettings) -> TallyWriter | None:
 
 
 def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Session:
-    """Creates the session of one rank in a fixed set of ranks, and makes it the current session.
-    The caller must close it.
+    """Creates the session of one rank of a launch with fixed ranks, and makes it the current
+    session. The caller must close it.
 
     `own`: address of this rank for its peers; `host`: name of the machine, if ranks run on several.
     """
@@ -354,8 +356,8 @@ def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Se
 
 
 def _end(session: Session, script: ScriptEnd) -> None:
-    """Closes the session at the end of the process. Does nothing if `shoal.shutdown()` has closed
-    it."""
+    """Closes the session at the end of the process. Does nothing if `shoal.shutdown()` has already
+    closed it."""
     if find_session() is session:
         set_session(None)
     session.close(failed=script.failure())
@@ -365,7 +367,7 @@ def _end(session: Session, script: ScriptEnd) -> None:
 
 @functools.cache
 def _script_end() -> ScriptEnd:
-    """Returns the `ScriptEnd` of this process. It outlives sessions, of which a notebook or a test
+    """Returns the `ScriptEnd` of this process. It outlives sessions, because a notebook or a test
     may open several."""
     script = ScriptEnd(in_backward=in_backward)
     script.install()
@@ -374,7 +376,7 @@ def _script_end() -> ScriptEnd:
 
 def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
     """Closes the session of a world of one at the end of the process. Does nothing if
-    `shoal.shutdown()` has closed it."""
+    `shoal.shutdown()` has already closed it."""
     session = reference()
     if session is None or find_session() is not session:
         return
@@ -385,7 +387,8 @@ def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
 
 
 class _Exit:
-    """Leaves the job at the end of the process, however the process ends, and on SIGTERM."""
+    """Leaves the job on SIGTERM, and at the end of the process, regardless of how the process
+    ends."""
 
     def __init__(self, session: Session, membership: Membership, http: HttpServer | None) -> None:
         self._session = session
@@ -397,19 +400,19 @@ class _Exit:
         self._handler = self._drain
         """The bound method, stored once so that the installed handler can be compared with it."""
         self._before: Callable[[int, FrameType | None], Any] | None = None
-        """The handler of SIGTERM that the script had set before."""
+        """The script's earlier handler of SIGTERM."""
         self._hears = False
 
     def install(self) -> None:
-        """Installs hooks for uncaught exceptions and for the exit of the interpreter."""
+        """Installs hooks for uncaught exceptions and for interpreter shutdown."""
         self._script.install()
         report_dead_threads(self._end_without)
         self._excepthook, sys.excepthook = sys.excepthook, self._note_uncaught
         atexit.register(self._leave)
 
     def _end_without(self, said: str) -> None:
-        """Ends the process because one of its threads has failed. Does nothing if the process has
-        left its job, because the script then no longer needs the thread."""
+        """Exits the process because one of its threads has failed. Does nothing if the process has
+        left its job, because the thread is then no longer needed."""
         if find_session() is self._session:
             end_now(
                 PUT_OUT,
@@ -417,9 +420,9 @@ class _Exit:
             )
 
     def hear_sigterm(self) -> bool:
-        """Installs a handler with which SIGTERM asks the member to leave, and then calls the
-        script's earlier handler. Returns False if the script ignores the signal, or if this is not
-        the main thread."""
+        """Installs a handler of SIGTERM that asks the member to leave, and then calls the script's
+        earlier handler. Returns False if the script ignores the signal, or if this is not the main
+        thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
         before = signal.getsignal(signal.SIGTERM)
@@ -437,8 +440,8 @@ class _Exit:
         return True
 
     def check_sigterm(self) -> None:
-        """Warns once if the script has replaced the handler of SIGTERM with its own. Called before
-        each step."""
+        """Logs a warning, once, if the script has replaced the handler of SIGTERM with its own.
+        Called before each step."""
         if self._hears and (now := signal.getsignal(signal.SIGTERM)) is not self._handler:
             self._hears = False
             _log.warning(
@@ -475,14 +478,14 @@ class _Exit:
     def _note_uncaught(
         self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
-        """Omits the traceback of an uncaught exception if the coordinator has evicted this member,
-        because the script is not at fault. `_leave` reports the eviction."""
+        """Hook for uncaught exceptions. Omits the traceback if the coordinator has evicted this
+        member, because the script is not at fault; `_leave` reports the eviction."""
         if not (isinstance(value, ShoalError) and self._membership.link.put_out is not None):
             self._excepthook(kind, value, traceback)
 
     def _end_if_put_out(self) -> None:
-        """Ends the process with status PUT_OUT if the member was evicted, however its script ended.
-        The state of an evicted member is not the result of the run."""
+        """Exits with status PUT_OUT if the member was evicted, regardless of how its script ended,
+        because the state of an evicted member is not the result of the run."""
         refused = self._membership.link.put_out
         if refused is None:
             return
@@ -494,9 +497,9 @@ class _Exit:
         )
 
     def _drain(self, number: int, _frame: FrameType | None) -> None:
-        """Handles SIGTERM. The first signal asks the member to leave. A later one ends the process
-        at once, unless it arrives right after the first, because a batch system and the launcher
-        may both signal a worker."""
+        """Handles SIGTERM. The first signal asks the member to leave. A later signal ends the
+        process immediately, unless it arrives right after the first, because a batch system and the
+        launcher may both signal a worker."""
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
@@ -509,7 +512,7 @@ class _Exit:
 
 
 def _address_outwards(settings: WorkerSettings) -> OwnAddress:
-    """Returns this machine's address for other machines if there is no coordinator; loopback if
+    """Returns this machine's address for other machines, for use without a coordinator; loopback if
     there is no route to other machines."""
     towards = next(
         (each for each in ELSEWHERE if route_towards(*each) is not None), ("127.0.0.1", 9)
@@ -528,8 +531,8 @@ def _endpoint(coordinator: str) -> tuple[str, int]:
 
 
 def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
-    """Returns the address of this worker's metrics for Prometheus, derived from the address on
-    which they are served; empty if Prometheus could not reach it."""
+    """Returns the address of this worker's metrics for Prometheus, derived from the address where
+    they are served; empty if Prometheus could not reach it."""
     host = (listen or "").rpartition(":")[0].strip("[]")
     if is_unspecified(host):
         return str(Address(own.announced, port))

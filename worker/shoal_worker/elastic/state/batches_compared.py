@@ -1,20 +1,20 @@
 """Compares the batches of different ranks: training batches in the first steps of a script without
 a Shoal loader, and evaluation batches outside of `shoal.evaluate`.
 
-A plain DataLoader does not distribute its batches over the ranks. With `torch.manual_seed` at the
-top and `shuffle=True`, every rank trains on the same batches, and additional ranks only repeat the
+A plain DataLoader does not distribute its batches across ranks. With `torch.manual_seed` at the top
+and `shuffle=True`, every rank trains on the same batches, and additional ranks only repeat the
 work. Shoal cannot see how a script draws its batches, so it compares digests of the models' inputs.
 Ranks of one replica (`tensor`, `pipeline`) share a batch by design and count as one.
 
-Equal batches may be intended. If they never change, the script trains on all of its data or
+Identical batches may be intended. If they never change, the script trains on all of its data or
 overfits one batch, and nothing is reported. An error requires two conditions: the batches change,
-and on every rank a DataLoader with one of torch's own samplers iterates over more data than was
-compared. In all other cases there is only a warning: a tiny or constant dataset, a custom sampler,
-or batches drawn in the loop.
+and on every rank, a DataLoader with one of torch's own samplers iterates over more data than was
+compared. In all other cases (a tiny or constant dataset, a custom sampler, or batches drawn in the
+loop), there is only a warning.
 
-If each rank evaluates the whole validation set, the results are right but no rank saves time, so a
+If each rank evaluates the entire validation set, the results are correct but no time is saved, so a
 warning is logged. Digests of the first passes are part of the next step vote, so the comparison
-needs no extra message. Evaluations after the last step are not compared.
+needs no additional messages. Evaluations after the last step are not compared.
 
 Used by the training thread.
 """
@@ -40,7 +40,7 @@ from shoal_worker.torch_internals import iterates_undealt_dataloader, pytree
 _log = logging.getLogger(__name__)
 
 CHECKED: Final = 3
-"""Number of steps whose batches are compared. This many equal batches in a row cannot be a
+"""Number of steps whose batches are compared. So many identical batches in a row cannot be a
 coincidence."""
 
 
@@ -58,11 +58,11 @@ def _digests(inputs: Any) -> list[int]:
 
 
 class BatchComparison:
-    """Compares the batches on which the ranks train in the first steps of the run."""
+    """Compares the ranks' training batches in the first steps of the run."""
 
     def __init__(self) -> None:
         self.checked = 0
-        """Number of steps that were compared since the run began or resumed. It is part of the
+        """Number of steps that have been compared since the run began or resumed. It is part of the
         state, so that all ranks compare the same steps."""
         self._inputs: list[int] = []
         """Digests of the inputs in the current step."""
@@ -76,7 +76,7 @@ class BatchComparison:
         return self.checked < CHECKED
 
     def begin(self, checked: int) -> None:
-        """Restarts the comparison with `checked` steps already compared, according to a loaded or
+        """Restarts the comparison. `checked`: number of steps already compared, from a loaded or
         received state."""
         self.checked = checked
         self._inputs, self._batches = [], [None] * checked
@@ -91,7 +91,8 @@ class BatchComparison:
 
     def compare(self, group: Group, placement: Placement) -> None:
         """Records the current step's batch, and compares the ranks' batches after the last of
-        `CHECKED` steps. Called by all ranks after the same steps, with the same result.
+        `CHECKED` steps. Must be called on all ranks after the same steps; has the same result on
+        all.
 
         Raises:
             PreconditionError (SAME_BATCHES): all replicas have trained on the same, changing
@@ -148,8 +149,8 @@ class BatchComparison:
 
 
 class EvaluationComparison:
-    """Batches on which the script evaluated the model without `shoal.evaluate` since the last step.
-    Ranks compare only one evaluation per run."""
+    """Records the batches that the script has evaluated without `shoal.evaluate` since the last
+    step. Ranks compare only one evaluation per run."""
 
     def __init__(self) -> None:
         self._passes: list[int] = []
@@ -165,7 +166,7 @@ class EvaluationComparison:
     @contextlib.contextmanager
     def dealt(self) -> Iterator[None]:
         """Marks passes within the block as part of `shoal.evaluate`, which distributes the batches
-        over the ranks."""
+        across ranks."""
         before, self._dealt = self._dealt, True
         try:
             yield
@@ -178,15 +179,15 @@ class EvaluationComparison:
 
     @property
     def digest(self) -> int:
-        """Digest of the first passes. 0 if all inputs are equal, or if there were too few passes to
-        distinguish an evaluation from a look at some samples."""
+        """Digest of the first passes. 0 if all inputs are the same, or if there are too few passes
+        to be an evaluation."""
         if self._over or len(self._passes) < CHECKED or len(set(self._passes)) == 1:
             return 0
         return xxhash.xxh3_64_intdigest(repr(self._passes).encode())
 
     def conclude(self, step: Step, *, warns: bool) -> None:
-        """Ends the comparison after the committed `step`, and warns if all its ranks evaluated the
-        same batches. `warns`: True if this rank logs the warning on behalf of all."""
+        """Ends the comparison after the committed `step`, and logs a warning if all ranks have
+        evaluated the same batches. `warns`: True if this rank logs the warning on behalf of all."""
         self._passes = []
         replicas = step.placement.world_size
         if step.evaluated == 0 or replicas == 1:

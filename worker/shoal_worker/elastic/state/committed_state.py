@@ -1,8 +1,8 @@
 """The run's state in this process: model and optimizer, registered objects, the loaders' cursors,
 and the state's name.
 
-Joiners and ranks that fell behind receive the captured state, and checkpoints contain it. This
-module transfers no bytes and knows no peers. Only the training thread uses it.
+Joiners and ranks that have fallen behind receive the captured state, and checkpoints contain it.
+This module does not communicate with peers. Used only by the training thread.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from shoal_worker.state.tree import flatten, unflatten
 _log = logging.getLogger(__name__)
 
 _MOST_STEPS: Final = 2**62
-"""Total number of steps from which on training counts as endless, as with `epochs(sys.maxsize)`."""
+"""Minimum total number of steps of training that counts as endless, as with
+`epochs(sys.maxsize)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """Copy of the state, to which the process returns if a step is aborted."""
+    """Copy of the state, which is restored if a step is aborted."""
 
     name: StateName | None
     captured: dict[str, Any]
@@ -49,7 +50,7 @@ class _Kept:
 
 
 class CommittedState:
-    """The state of the run from which this process continues."""
+    """The run's state in this process, after the last committed step."""
 
     def __init__(self, *, live: bool) -> None:
         self.phase = ScriptPhase(live=live)
@@ -57,11 +58,11 @@ class CommittedState:
         """Name of the state; None if it has no name yet and therefore does not count as a state of
         the run."""
         self.run = ""
-        """Run to which the state belongs, kept across joins and checkpoints. Empty before training
+        """Name of the state's run, preserved by joins and checkpoints. Empty before training
         begins, or after loading a checkpoint without a run."""
         self.samples = 0
         """Number of samples in the run's committed steps over all ranks; only this rank's samples
-        if ranks take independent steps. Part of the state."""
+        if ranks take independent steps. It is part of the state."""
         self.interrupted: Interrupted | None = None
         """Activity of this rank when its last group failed, until the next group is formed; see
         `RankStatus`."""
@@ -69,19 +70,19 @@ class CommittedState:
         """The step in progress."""
         self._trace = CollectiveTrace()
         self.outcomes = 0
-        """Number of steps whose outcome the script has received. A joiner continues from its peers'
+        """Number of steps whose outcome the script has received. A joiner continues with its peers'
         number."""
         self.compared = 0
         """Number of committed steps at the last commit all-reduce: see
         `StepLifecycle._compare_replicas`."""
         self.frozen: tuple[str, ...] = ()
-        """Names of the parameters that are not trained, in the flattened state."""
+        """Names, in the flattened state, of the parameters that are not trained."""
         self.built: Mapping[str, Mapping[str, Any]] = {}
-        """Descriptions of these parameters' values as the run's script built them, before any other
-        state was loaded; empty if the model had no values."""
+        """Descriptions of these parameters' values as the run's script created them, before any
+        other state was loaded; empty if the model was on the meta device."""
         self.agreed = 0
-        """Step after which this rank last found that all ranks agree; 0 if never. Not part of the
-        state, because after a failed comparison only some ranks know the result."""
+        """Step after which this rank last found that all ranks agree; 0 if never. It is not part of
+        the state, because after a failed comparison, only some ranks know the result."""
         self.last_state: LastState | None = None
         """Digests of the state when the script left its last loop, for the comparison at the end of
         the run."""
@@ -101,13 +102,13 @@ class CommittedState:
         """Last cursors of loaders that the script has released. A resumed script creates these
         loaders again and must not train on their samples again."""
         self._warned = set[str]()
-        """Names of loaders for which a warning about an abandoned epoch was logged."""
+        """Names of loaders whose warning about an abandoned epoch has been logged."""
         self._own_loop_began = False
         """True if a step without a Shoal loader was committed."""
         self._numbers: dict[str, int] = {}
         self._loops: dict[str, Any] = {}
-        """Positions of the loaders whose `epochs()` was entered: the loop's current epoch, and the
-        iteration counts of the other loaders when that epoch began."""
+        """For each loader whose `epochs()` was entered, the loop's current epoch, and the iteration
+        counts of the other loaders when that epoch began."""
         self._loops_to_enter: dict[str, Any] = {}
         self._kept: _Kept | None = None
 
@@ -115,7 +116,7 @@ class CommittedState:
 
     @property
     def engine(self) -> TrainingEngine:
-        """The engine with model and optimizer. Raises PreconditionError before `as_distributed`."""
+        """The engine of model and optimizer. Raises PreconditionError before `as_distributed`."""
         if self.attached is None:
             raise PreconditionError(
                 "as_distributed has not been called; call shoal.as_distributed(model, optimizer, "
@@ -139,7 +140,7 @@ class CommittedState:
             )
 
     def set_engine(self, engine: TrainingEngine) -> None:
-        """Sets the engine. Raises PreconditionError if there already is one."""
+        """Sets the engine. Raises PreconditionError if there already is an engine."""
         self.refuse_second_engine()
         self.attached = engine
         held = weakref.ref(self)
@@ -157,7 +158,7 @@ class CommittedState:
             }
 
     def frozen_values(self) -> Mapping[str, torch.Tensor]:
-        """Returns the current values of the frozen parameters; none if this rank does not have all
+        """Returns the current values of the frozen parameters; empty if this rank does not have all
         of them. The tensors share memory with the model."""
         if not self.frozen or self.engine.is_sharded or not self.engine.has_values():
             return {}
@@ -196,7 +197,7 @@ class CommittedState:
 
     def begin(self, generation: int, run: str | None) -> StateName:
         """Begins training from scratch. `run`: a unique name, the same on all ranks. None: training
-        restarts in an existing run and may save over newer checkpoints, so the run has no name.
+        restarts in an existing run and may overwrite newer checkpoints, so the run has no name.
         Returns the state's name."""
         self.name, self.run = (
             StateName(generation, 0),
@@ -206,8 +207,8 @@ class CommittedState:
 
     @property
     def in_round(self) -> bool:
-        """True if this rank is within a round: it has committed steps since `keep` that other ranks
-        have not confirmed."""
+        """True if this rank is within a round, that is, has committed steps since `keep` that other
+        ranks have not confirmed."""
         return self._kept is not None and self._kept.name != self.name
 
     def begin_step(self, placement: Placement, source: StepSource | None) -> Step:
@@ -258,7 +259,7 @@ class CommittedState:
         return ScriptPosition(name, self._numbers[name], source.epoch, step, dealing)
 
     def place_in_epochs(self) -> Place:
-        """Returns the script's position in its loops over epochs, limited to what is the same in a
+        """Returns the part of the script's position in its loops over epochs that is the same in a
         resumed script and in a joiner."""
         inside = [
             source
@@ -276,8 +277,8 @@ class CommittedState:
         )
 
     def warn_of_given_up(self) -> None:
-        """Warns, once per loader, that a run resumed from a state saved at this point would skip
-        the rest of an epoch, or repeat its finished part."""
+        """Logs a warning, once per loader, if a run resumed from a state saved at this point would
+        skip the rest of an epoch, or repeat its finished part."""
         for source in self.sources:
             if source.repeats is not None and source.name not in self._warned:
                 self._warned.add(source.name)
@@ -309,9 +310,9 @@ class CommittedState:
     def enter_epochs(self, source: StepSource) -> int:
         """Enters a loop over epochs of `source` and returns the loop's first epoch.
 
-        If the loop had reached a later epoch in a loaded state, the other loaders' iteration counts
-        are set to those saved with that epoch, because earlier iterations belong to epochs that are
-        skipped.
+        If the loop has reached a later epoch in a loaded state, sets the other loaders' iteration
+        counts to the counts saved with that epoch, because earlier iterations belong to epochs that
+        are skipped.
         """
         loop = self._loops_to_enter.pop(source.name, None)
         if loop is None:
@@ -328,10 +329,10 @@ class CommittedState:
         self._loops[source.name] = {"epoch": epoch, "others": others}
 
     def steps_in_all(self, source: StepSource, epochs: int, *, known: int) -> int:
-        """Returns the total number of steps after `epochs` epochs of `source`, whose loop begins an
-        epoch. 0 if unknown, because other loaders take steps too, or a stream has no known end.
-        `known`: the previous result; it remains valid if ranks take independent steps, because it
-        counts the steps of all ranks."""
+        """Returns the total number of steps after `epochs` epochs of `source`; called when the loop
+        begins an epoch. Returns 0 if the number is unknown, because other loaders take steps too,
+        or a stream has no known end. `known`: the previous result, which remains valid if ranks
+        take independent steps, because it counts the steps of all ranks."""
         if len(self._sources) != 1:
             return 0
         until = source.steps_until(epochs)
@@ -341,7 +342,7 @@ class CommittedState:
 
     def arrived(self, at: StepSource | None) -> None:
         """Records that a joiner has reached its peers' position, which is in a step of loader `at`.
-        The iteration counts of other loaders are set to those in the state loaded last."""
+        Sets the iteration counts of other loaders to the counts in the last loaded state."""
         for source in self.sources:
             if source is not at:
                 source.count_from(None)
@@ -364,7 +365,7 @@ class CommittedState:
             "sources": self._ended
             | {source.name: source.state_dict() for source in self.sources}
             | self._waiting,
-            # A loaded loop that this script has not entered yet is captured as it was loaded,
+            # A loop in the loaded state that this script has not entered yet is captured unchanged,
             # because peers must enter it in the same way as this script will.
             "loops": {
                 name: self._loops_to_enter.get(name, loop | {"inside": inside})
@@ -408,8 +409,8 @@ class CommittedState:
 
     def with_own_tables(self, captured: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the checkpoint's state with its non-persistent buffers (persistent=False)
-        replaced by those of this process. As in plain torch, the script provides their values,
-        which must be the same on all ranks."""
+        replaced by this process's own. As in plain torch, the values of these buffers come from the
+        script, and must be the same on all ranks."""
         if self.engine.asynchronous or not self.engine.has_values():
             return captured
         own, replica = self.engine.capture(), captured["replica"]
@@ -435,7 +436,7 @@ class CommittedState:
 
     def keep(self, replica: Mapping[str, Any]) -> None:
         """Copies the committed state, so that it can be restored if a step is aborted. The copy is
-        kept until `release`. `replica`: this rank's model and optimizer."""
+        kept until `release`. `replica`: state of this rank's model and optimizer."""
         self._kept = _Kept(
             name=self.name,
             captured=copy.deepcopy(self.capture(replica)),
@@ -448,7 +449,7 @@ class CommittedState:
         self._kept = None
 
     def go_back(self) -> None:
-        """Restores the state copied by `keep`, if any, after an aborted step. Every rank does this
+        """Restores the state copied by `keep`, if any, after an aborted step. Called on every rank
         at the same position in its script."""
         kept, loops = self._kept, self._loops_to_enter
         if kept is None:
@@ -461,8 +462,8 @@ class CommittedState:
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
         """Returns why the script cannot continue from an earlier captured state; None if it can. A
-        script can only repeat steps of the loop that it is in. If the captured state is the current
-        one, there are no steps to repeat."""
+        script can only repeat steps of its current loop. If the captured state is the current one,
+        there are no steps to repeat."""
         if captured["steps"] == self.steps:
             return None
         if not any(source.under_way for source in self.sources):
@@ -480,9 +481,9 @@ class CommittedState:
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
-        """Context in which a state is restored that the script has already passed. The script keeps
-        its position in its loops. If it is in a step, it continues at the end of that step and
-        repeats it."""
+        """Context for restoring a state that the script has already passed. The script keeps its
+        position in its loops. If it is in a step, it continues at the end of that step and repeats
+        the step."""
         loops = self._loops_to_enter
         yield
         self._loops_to_enter = loops

@@ -1,25 +1,26 @@
-"""Early stopping as part of the run's state: records that the script left a loop over epochs
+"""Early stopping as part of the run's state: records that the script has left a loop over epochs
 because `should_early_stop` returned True.
 
-A checkpoint records it, so that a resumed run does not train another epoch. A session records it
-only if every call of `should_early_stop` since the last step returned True: if one of two metrics
-still improves, the script left the loop for another reason."""
+Checkpoints contain this record, so that a resumed run does not train another epoch. It is made only
+if every call of `should_early_stop` since the last step has returned True: if one of two metrics
+still improves, the script has left the loop for a different reason."""
 
 from __future__ import annotations
 
 
 class EarlyStop:
-    """The loop that early stopping has ended, if any. Used by the training thread."""
+    """Records which loop early stopping has ended, if any. Used by the training thread."""
 
     def __init__(self) -> None:
         self._step = -1
         """Step after which `should_early_stop` was last called."""
         self._agrees = False
-        """True if all calls after that step returned True."""
+        """True if all calls after step `_step` returned True."""
         self._left = ""
-        """Name of the loader whose `epochs()` was left after that; empty if none was."""
+        """Name of the loader whose `epochs()` the script left after these calls; empty if there is
+        none."""
         self._resumed = ""
-        """Name of the loader whose `epochs()` early stopping had ended before the resume, until the
+        """Name of the loader whose `epochs()` early stopping ended before the resume, until the
         script enters that loop again."""
 
     def answered(self, stop: bool, *, step: int) -> None:
@@ -28,7 +29,7 @@ class EarlyStop:
         self._step, self._left = step, ""
 
     def left(self, loader: str, *, step: int) -> None:
-        """Records that the script left the `epochs()` of `loader` with `break`."""
+        """Records that the script has left the `epochs()` of `loader` with `break`."""
         if self._agrees and self._step == step:
             self._left = loader
 
@@ -42,8 +43,8 @@ class EarlyStop:
 
     def passes(self, loader: str) -> bool:
         """Returns whether the script must skip the `epochs()` of `loader` that it is about to
-        enter, because early stopping had ended it before the resume. Later loops over epochs are
-        not skipped."""
+        enter, because early stopping ended it before the resume. Later loops over epochs are not
+        skipped."""
         if not loader or self._resumed != loader:
             return False
         self._resumed = ""

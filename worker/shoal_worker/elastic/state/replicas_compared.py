@@ -1,15 +1,15 @@
-"""Compares the state that several ranks should have in common, and describes differences.
+"""Compares the state that must be the same on several ranks, and describes differences.
 
 Ranks diverge when a script changes values on only some of them, or when memory or arithmetic fails
-on one machine. They compare after every `consistency_check_every` steps. They also compare before
-an update if a script has written to parameters or buffers on only some ranks, which is detected
-from torch's write counters or from samples of each parameter's elements. Digests of groups of
-tensors are compared first. If these differ, ranks exchange digests of each tensor in the group,
-then of parts of the first differing tensor. The parts distinguish the causes.
+on one machine. They compare their state after every `consistency_check_every` steps. They also
+compare it before an update if a script has written to parameters or buffers on only some ranks,
+which is detected from torch's write counters or from samples of each parameter's elements. Digests
+of groups of tensors are compared first. If these differ, ranks exchange digests of each tensor in
+the group, and then of parts of the first differing tensor, which indicate the cause.
 
-After the last step ranks do not compare, because a rank may run alone for minutes and may change
-its own copy. Each rank therefore takes digests when its script leaves the loop over a loader, and
-reports them when it leaves the job, where the coordinator compares them
+After the last step, ranks do not compare their state, because a rank may run alone for minutes and
+may change its own copy. Instead, each rank computes digests when its script leaves the loop over a
+loader, and reports them when it leaves the job, so that the coordinator can compare them
 (docs/explanation/consistency.md#replicas).
 
 Used by the training thread.
@@ -33,7 +33,7 @@ from shoal_worker.elastic.state.strategy_interface import BUFFERS, TrainingEngin
 from shoal_worker.state.digest import digest_in_place, digest_of
 
 _PARTS: Final = 64
-"""Number of parts into which a tensor is divided. If only one part differs, only one or a few
+"""Number of parts of a tensor that are compared. If only one part differs, only one or a few
 elements are wrong."""
 
 
@@ -53,7 +53,7 @@ def note_last_state(held: CommittedState, group: Group | None) -> None:
     if held.agreed == held.steps or held.last_state is not None:
         return
     if held.name is None or held.name.generation != group.generation.number:
-        return  # ranks of another generation have other parts of the state
+        return  # ranks of a different generation have other parts of the state
     if step is not None and step.touched:
         return  # the step's passes have changed the model
     # If a step has begun, passes that bypass `model(...)` may have changed buffers.
@@ -73,8 +73,8 @@ def note_last_state(held: CommittedState, group: Group | None) -> None:
 
 
 def apart_at_the_end(what: str) -> str:
-    """Returns the text of the error for a rank whose state after the last step differs from another
-    rank's. `what`: description of the difference."""
+    """Returns the error message for a rank whose state after the last step differs from another
+    rank's state. `what`: text that names what differs, and between which ranks."""
     return (
         f"{what}. At least one of these models is wrong: find out which one before you use "
         f"either. {_MANY}. If no script does, memory or arithmetic has failed on a machine. "
@@ -89,8 +89,8 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 def compare_after_step(
     held: CommittedState, engine: TrainingEngine, group: Group | None
 ) -> str | None:
-    """Compares the ranks' state if a comparison has become due since the last call. Returns the
-    difference, the same on all ranks, or None if none was found."""
+    """Compares the ranks' state if a comparison has become due since the last call. Returns a
+    description of the difference, the same on all ranks; None if no difference was found."""
     every, before, steps = engine.consistency_check_every, held.compared, held.steps
     held.compared = steps
     if every == 0 or group is None or group.world_size == 1 or steps // every == before // every:
@@ -104,8 +104,8 @@ def compare_after_step(
 def compare_before_update(
     held: CommittedState, whole: Mapping[str, Mapping[str, torch.Tensor]], group: Group
 ) -> str | None:
-    """Compares unsharded state of all ranks in a step that all are about to apply. `whole`: tensors
-    by group and name. Returns the difference, or None if none was found."""
+    """Compares unsharded state of all ranks before they apply a step. `whole`: tensors by group and
+    name. Returns a description of the difference; None if no difference was found."""
     try:
         return _compare(held, whole, group.exchange)
     except MembershipChanged:
@@ -135,8 +135,7 @@ def _compare(
     try:
         what = _describe(in_common, groups, apart, exchange)
     except MembershipChanged:
-        # a peer was lost, or has already reported the difference; this rank's values may be the
-        # wrong ones
+        # a peer has failed, or has already reported the difference; this rank's values may be wrong
         holders = {rank: each[apart[0]] for rank, each in enumerate(groups) if apart[0] in each}
         what = disagreement(holders, "a tensor", apart[0])
     return f"after step {held.steps} {what}. {since}. {_OFTEN}"
@@ -172,7 +171,7 @@ def _describe(
 
 
 def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Splits the tensor into `_PARTS` parts of neighbouring elements, or into fewer if it has fewer
+    """Splits the tensor into `_PARTS` parts of adjacent elements, or fewer parts if it has fewer
     elements."""
     return tensor.reshape(-1).tensor_split(max(1, min(_PARTS, tensor.numel())))
 
@@ -191,8 +190,8 @@ _OFTEN: Final = "consistency_check_every= sets how often ranks compare"
 
 
 def differing(values: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -> list[str]:
-    """Returns the names whose values differ between ranks, in order. `values`: for each rank a
-    mapping of names to values. `all_have`: ranks that must have every name."""
+    """Returns the names whose values differ between ranks, in order. `values`: for each rank, its
+    values by name. `all_have`: ranks that must have every name."""
     names = dict.fromkeys(name for each in values for name in each)
     return [
         name

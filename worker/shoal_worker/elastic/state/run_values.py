@@ -25,12 +25,12 @@ _PLAIN: Final = (
     np.ndarray,
     np.generic,
 )
-"""Types of plain values, which are registered without an object that has state_dict and
+"""Types of plain values, which can be registered although they have no state_dict and
 load_state_dict."""
 
 
 class RunValue:
-    """A plain value wrapped as an object that can be registered."""
+    """Wraps a plain value as an object that can be registered."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -45,7 +45,8 @@ class RunValue:
 
 
 class RunValues:
-    """Registered values, read and written as attributes: `run.best = max(run.best, accuracy)`."""
+    """Registered plain values, which are read and written as attributes: `run.best = max(run.best,
+    accuracy)`."""
 
     def __init__(self, values: Mapping[str, RunValue]) -> None:
         object.__setattr__(self, "_values", dict(values))

@@ -2,28 +2,28 @@
 optimizers, gradient scalers and averaged models are registered automatically. This module also
 detects parameters that a script later adds to an optimizer's groups.
 
-Schedulers and similar objects advance by a call in the user's loop, usually after
-`optimizer.step()`. The call must have no effect in two cases: the step was lost, or the script
-repeats the call for a skipped epoch after a resume or in a joiner. A call made before the loss of
-the step was noticed is undone. The method that advances an object is therefore wrapped at
+Schedulers and similar objects are advanced by a call in the user's loop, usually after
+`optimizer.step()`. The call must have no effect in two cases: the step was aborted, or the script
+repeats the call for a skipped epoch after a resume or in a joiner. If the step is aborted only
+after the call, the advance is undone. The method that advances an object is therefore wrapped at
 registration: `step` of a scheduler, `update` of a scaler, `update_parameters` of an averaged model.
 The wrapper asks `RegisteredState` whether the call counts. Any other registered object is restored
-to its state at the time when the script received the lost step's batch: once when the loss is
-found, and again when the step is repeated. In a loop without a Shoal loader, it is restored only
-once, to its state at the beginning of the step. The batch is not repeated there, and later changes
-may belong to the next batch. Everything runs on the training thread.
+to its state when the script received the aborted step's batch: once when the step is aborted, and
+again when it is repeated. In a loop without a Shoal loader, the object is restored only once, to
+its state at the beginning of the step, because the batch is not repeated, and later changes may
+belong to the next batch. Everything runs on the training thread.
 
-Registration is automatic because a script that forgot `register_state` would train its joiners with
-wrong learning rates. torch has no hook for new objects, so `__new__` of their classes is replaced
-by one that records each new object here. Objects of a kind are numbered in creation order, which is
-the same on every rank. When the next step begins, the objects are complete, and the session
-registers those that belong to its model or optimizer.
+Registration is automatic because joiners would train with wrong learning rates if a script did not
+call `register_state`. torch has no hook for new objects, so `__new__` of their classes is replaced
+with a function that records each new object here. Objects of a kind are numbered in order of
+creation, which is the same on every rank. When the next step begins, the objects are complete, and
+the session registers those that belong to its model or optimizer.
 
 A resumed script and a joiner enter `loader.epochs(n)` at the run's current epoch, so an object
 created in such a loop is numbered within its epoch. An object created between two batches would
-receive its state too late, in the middle of a step. It is refused unless `register_state` names it.
-A state that no object has claimed by the first committed step is dropped with a warning, so that no
-later object receives it.
+receive its state too late, in the middle of a step. It is refused unless it is registered with
+`register_state`. If a loaded state has not been claimed by an object by the first committed step,
+it is dropped with a warning, so that no later object receives it.
 
 Copies (for example `copy.deepcopy` of the best average so far) belong to the user and are not
 recorded. torch's classes are modified once per process, when this module is imported. Their
@@ -55,8 +55,8 @@ from shoal_worker.torch_internals import scales
 
 
 class GroupMembers(list[torch.Tensor]):
-    """List that a strategy assigns to `group["params"]`. Its type shows whether the script has
-    replaced the list later."""
+    """List that a strategy assigns to `group["params"]`. If the type has changed, the script has
+    replaced the list."""
 
     def __init__(self, members: Iterable[torch.Tensor]) -> None:
         super().__init__(members)
@@ -66,9 +66,9 @@ class GroupMembers(list[torch.Tensor]):
 class Memberships:
     """Parameters that a strategy has assigned to the groups of a run's optimizers.
 
-    After `as_distributed`, a strategy knows what an optimizer updates: the model's parameters, or
-    this rank's pieces of them. A parameter that a script adds later would be updated by this rank
-    alone, with a gradient that was not summed over the ranks.
+    After `as_distributed`, it is fixed which tensors an optimizer updates: the model's parameters,
+    or this rank's pieces of them. A parameter that a script added later would be updated with this
+    rank's own gradient, which is not summed across ranks.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Memberships:
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
         """Checks that a script has neither added parameters to a group nor removed any; otherwise
-        raises ConfigurationError. Cheap enough for each step."""
+        raises ConfigurationError. Fast enough to be called in each step."""
         for number, (group, members) in enumerate(zip(groups, self._groups, strict=False)):
             now = group["params"]
             if isinstance(now, GroupMembers) and now is not members:
@@ -120,16 +120,16 @@ NAMES: Final[dict[type[Any], str]] = {
     torch.amp.GradScaler: "scaler",
     AveragedModel: "averaged",
 }
-"""Prefixes of registered names by class; a number is appended."""
+"""Prefix of automatic names, by class of the object. A number is appended."""
 _AUTOMATIC: Final = "shoal."
 """Prefix of the names of automatically registered objects."""
 
 
 class Place(NamedTuple):
-    """Position of the script in its loops at the time when it creates an object."""
+    """Position of the script in its loops when it creates an object."""
 
     epochs: str = ""
-    """Epochs of the enclosing `epochs()` loops, such as "loader@3"; empty outside of them."""
+    """Epochs of the enclosing `epochs()` loops, such as "loader@3"; empty outside of such loops."""
     after_batches: bool = False
     """True if the epoch's iteration over the batches has ended."""
     within_batches: bool = False
@@ -169,8 +169,8 @@ def newly_made() -> list[Made]:
 
 
 def _automatic_name(kind: str, place: Place) -> str:
-    """Returns the name of an object created at this position. A resumed script and a joiner give
-    the same name to the corresponding object."""
+    """Returns the name of an object created at this position, which is the same in a resumed script
+    and in a joiner."""
     where = f"{place.epochs}{'+' if place.after_batches else ''}." if place.epochs else ""
     prefix = f"{_AUTOMATIC}{kind}.{where}"
     number = _own.counts[prefix]
@@ -199,15 +199,15 @@ _log = logging.getLogger(__name__)
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 _MOST_KEPT: Final = 64 << 20
-"""Maximum size in bytes of the tensors in an object that is copied in each step, to be restored if
-the step is lost."""
+"""Maximum size, in bytes, of the tensors in an object that is copied in each step, to be restored
+if the step is aborted."""
 _MOST_TEXT: Final = 256 << 10
-"""Maximum characters of JSON for the rest of a copied object's state. That is about 10,000 numbers,
-which take 10 ms to copy."""
+"""Maximum size of the rest of a copied object's state, as characters of JSON. This corresponds to
+about 10,000 numbers, which take 10 ms to copy."""
 _FIXED: Final = frozenset({bool, float, int, str, type(None)})
-"""Values of these types do not change in place."""
+"""Types whose values do not change in place."""
 _ADVANCES: Final = {"get_scale": "update", "update_parameters": "update_parameters", "": "step"}
-"""Attribute by which a kind of object is recognized -> method that advances such an object."""
+"""For each kind of object, the attribute that identifies it -> the method that advances it."""
 
 
 @runtime_checkable
@@ -239,13 +239,13 @@ class RegisteredState:
         self._open = False
         """True if a step has begun and its outcome is unknown."""
         self._early: dict[str, _Before] = {}
-        """States of objects before they advanced in the current step."""
+        """State of each object that has advanced in the current step, before the advance."""
         self._again: dict[str, _Before] = {}
-        """States that objects other than schedulers, scalers and averages had before the lost step,
-        until the step is repeated."""
+        """States, before the aborted step, of objects other than schedulers, scalers and averages;
+        kept until the step is repeated."""
         self._comes_again = True
-        """True if the current step's batch will be repeated after a loss, because it came from a
-        Shoal loader."""
+        """True if the current step's batch will be repeated if the step is aborted, because it came
+        from a Shoal loader."""
         self._copied: set[str] = set()
         """Names of objects whose state is copied in each step."""
         self._too_large: set[str] = set()
@@ -262,8 +262,8 @@ class RegisteredState:
         self._passing = False
         """True if the script has just skipped an iteration of a loader."""
         self._passed: dict[str, int] = {}
-        """Number of advances that the script has requested during skipped iterations since a state
-        was loaded. These advances are already contained in that state."""
+        """Number of advances of each object during skipped iterations since a state was loaded.
+        That state already contains these advances."""
         self._loaded: dict[str, int] = {}
         """Number of advances of each object in the loaded state."""
         self._loaded_settings: list[dict[str, Any]] | None = None
@@ -281,10 +281,11 @@ class RegisteredState:
         self._unchecked = False
         """True if a state was loaded and no step has been committed since."""
         self._loaded_place = ""
-        """Epochs whose loop over the batches had ended when the loaded state was captured."""
+        """Epochs whose loop over the batches had already ended when the loaded state was
+        captured."""
         self.applying = False
-        """True while one of the run's optimizers executes its step. Steps of other optimizers
-        within it are then part of that step."""
+        """True while one of the run's optimizers executes its step. Steps of other optimizers are
+        then part of that step."""
         self._model: dict[int, weakref.ref[torch.Tensor]] = {}
         """The models' parameters as created by the user, by id."""
         self._groups: list[list[int]] = []
@@ -293,16 +294,16 @@ class RegisteredState:
         self._memberships = Memberships()
         """Current parameters of the optimizers' groups."""
         self._parameters = ""
-        """Digest of the parameters in the groups, and of which of them are trained."""
+        """Digest of which parameters are in the groups, and which of them are trained."""
         self._last_scale: float | None = None
-        """Factor by which a GradScaler, whether registered or not, multiplied the loss of the last
-        step."""
+        """Factor that a GradScaler, registered or not, multiplied the last step's loss with; None
+        if there was none."""
         self._scale_before: float | None = None
         """Value of `_last_scale` before the current step."""
         self._digest = 0
         self._digested: list[Any] = []
-        """Values covered by `_digest`, alternating names and values; empty if the digest must be
-        recomputed."""
+        """Alternating names and values that `_digest` was computed from; empty if the digest must
+        be recomputed."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Adds one of the run's optimizers as created by the user, so that its schedulers are
@@ -332,8 +333,8 @@ class RegisteredState:
         self.note_trained([parameter.requires_grad for parameter in known])
 
     def number_by(self, place: Callable[[], Place]) -> None:
-        """Sets the function that returns the script's position. The position becomes part of the
-        names of objects that this thread creates from now on."""
+        """Sets the function that returns the script's position, which becomes part of the names of
+        objects that this thread creates from now on."""
         _own.place = place
 
     def let_go(self) -> None:
@@ -346,7 +347,7 @@ class RegisteredState:
             _own.counts.clear()
 
     def unclaimed(self) -> list[str]:
-        """Names in the loaded state for which the script has registered no object."""
+        """Names in the loaded state that the script has not registered an object for."""
         return sorted(self._pending)
 
     def check_groups(self) -> None:
@@ -363,8 +364,8 @@ class RegisteredState:
         self._memberships.check(groups)
 
     def check_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        """Checks an optimizer that is about to step. Raises ConfigurationError if it changes one of
-        the run's models without being one of the run's optimizers."""
+        """Checks an optimizer that is about to step. Raises ConfigurationError if it updates
+        parameters of the run's models without being one of the run's optimizers."""
         if not self._optimizers or self.applying or self._is_own(optimizer):
             return
         for parameter in (
@@ -406,8 +407,9 @@ class RegisteredState:
     @property
     def settings(self) -> list[dict[str, Any]]:
         """Settings that must be the same on all ranks: hyperparameters of the run's optimizers by
-        group, the last loss scale, and a digest of the groups' parameters and of which are trained.
-        Contains only plain values, because the text form of others may differ between ranks."""
+        group, the last loss scale, and a digest of which parameters are in the groups and which are
+        trained. Contains only plain values, because the text form of other values may differ
+        between ranks."""
         plain = [
             {
                 name: plain
@@ -419,8 +421,8 @@ class RegisteredState:
         return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
 
     def settings_digest(self) -> int:
-        """Returns a digest of `settings`, the same for equal numbers of any type. The digest is
-        recomputed only if a value has changed or may have changed in place."""
+        """Returns a digest of `settings`, which is the same for equal numbers of different types.
+        The digest is recomputed only if a value has changed or may have changed in place."""
         now: list[Any] = [self._last_scale, self._parameters]
         kinds = set[type]()
         for group in self._param_groups:
@@ -435,17 +437,17 @@ class RegisteredState:
         return self._digest
 
     def scaled_by(self, scale: float) -> None:
-        """Records the factor by which a GradScaler multiplied the loss of the applied step."""
+        """Records a GradScaler's factor for the loss of the applied step."""
         self._last_scale = scale
 
     def register(self, name: str, value: object, *, copied: bool = False) -> None:
-        """Registers `value` under `name`. If a loaded state contains that name, its value is loaded
-        into the object. `copied`: the object's state is copied in each step and restored if the
-        step is lost.
+        """Registers `value` under `name`. If a loaded state contains an entry of that name, loads
+        it into the object. `copied`: True to copy the object's state in each step, and to restore
+        it if the step is aborted.
 
         Raises:
             ConfigurationError: `value` lacks state_dict or load_state_dict, its state cannot be
-                stored, or the name belongs to another object.
+                stored, or the name is already registered for a different object.
         """
         if not isinstance(value, Stateful):
             raise ConfigurationError(
@@ -462,8 +464,8 @@ class RegisteredState:
         for known in [known for known, one in self._found.items() if one is value]:
             del self._found[known]
         self._take(name, value, self._objects)
-        # Schedulers and scalers have wrapped methods that can be ignored. The state of a loader
-        # takes effect only in its next iteration.
+        # Schedulers and scalers need no copy, because calls of their wrapped methods can be
+        # ignored. A loader's state takes effect only in its next iteration.
         if copied and not isinstance(value, (*NAMES, Iterable)):
             self._copied.add(name)
 
@@ -525,8 +527,8 @@ class RegisteredState:
         }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
-        """Loads a captured state into the registered objects. States of other names are kept until
-        objects are registered for them."""
+        """Loads a captured state into the registered objects. States for other names are kept until
+        objects are registered under these names."""
         self.find_new()
         states = dict(captured["states"])
         for name, value in self._all.items():
@@ -541,13 +543,12 @@ class RegisteredState:
         self._again = self._copies() if self._void and self._comes_again else {}
 
     def restored(self) -> None:
-        """Records that the optimizers now have the settings that belong to the state restored
-        last."""
+        """Records that the optimizers now have the settings of the state that was restored last."""
         self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
-        """Returns a function that undoes a failed `restore`: it restores the current state of all
-        objects that accept it."""
+        """Returns a function that undoes a failed `restore`: it restores all objects that accept it
+        to their current state."""
         self.find_new()
         objects = self._all
         before = {name: copy.deepcopy(value.state_dict()) for name, value in objects.items()}
@@ -571,8 +572,8 @@ class RegisteredState:
         self._again = self._copies(limited=False)
 
     def put_back_again(self) -> None:
-        """Undoes the changes that the script has made to objects since the lost step, because that
-        step is about to be repeated with the same batch."""
+        """Restores registered objects to their state before the aborted step, because that step is
+        about to be repeated with the same batch."""
         again, self._again = self._again, {}
         for before in again.values():
             before.value.load_state_dict(copy.deepcopy(before.state))
@@ -588,7 +589,7 @@ class RegisteredState:
     def step_taken(self, *, may_be_lost: bool = False, comes_again: bool = True) -> None:
         """Records that the script receives its part of the step, and has therefore caught up with
         the run. `may_be_lost`: True to copy objects, so that they can be restored if the step is
-        lost. `comes_again`: True if the same batch is handed out again after a loss."""
+        aborted. `comes_again`: True if the same batch is handed out again after an aborted step."""
         # A joiner's first step begins at the start of its loop over epochs, before it creates the
         # epoch's objects.
         self.find_new()
@@ -599,7 +600,8 @@ class RegisteredState:
             self._early |= self._copies()
 
     def _copies(self, *, limited: bool = True) -> dict[str, _Before]:
-        """Returns copies of the state of registered objects. `limited`: omit large objects."""
+        """Returns copies of the state of registered objects. `limited`: True to omit large
+        objects."""
         copies = {
             name: self._copy(name, value, limited=limited)
             for name, value in self._objects.items()
@@ -642,8 +644,8 @@ class RegisteredState:
             self._drop_unclaimed()
 
     def _drop_unclaimed(self) -> None:
-        """Drops the loaded states of automatic names that no object has claimed, with a warning. An
-        object created later is a different one."""
+        """Drops the loaded states of automatic names that no object has claimed, with a warning,
+        because objects created later are different ones."""
         dropped = [
             name
             for name in self._pending
@@ -652,7 +654,7 @@ class RegisteredState:
         for name in dropped:
             del self._pending[name]
         over = f".{self._loaded_place}." if self._loaded_place else None
-        # otherwise the object's epoch was over when the state was saved
+        # otherwise the object's epoch had already ended when the state was saved
         lost = [name for name in dropped if over is None or over not in name]
         if lost:
             _log.warning(
@@ -664,8 +666,8 @@ class RegisteredState:
             )
 
     def _refuse_unnamed(self) -> None:
-        """Checks that no object was created between batches, where no number identifies it in a
-        resumed script; otherwise raises ConfigurationError."""
+        """Checks that no object was created between batches, where it would have no fixed number in
+        a resumed script; otherwise raises ConfigurationError."""
         unnamed, self._unnamed = self._unnamed, []
         named = list(self._objects.values())
         for made in unnamed:
@@ -679,8 +681,8 @@ class RegisteredState:
                 )
 
     def passed_over(self) -> None:
-        """Records that the script has skipped an iteration of a loader. Advances that follow may
-        repeat advances of the run."""
+        """Records that the script has skipped an iteration of a loader. The following advances may
+        repeat advances that the run has already made."""
         self._passing = True
 
     def find_new(self) -> None:
@@ -712,7 +714,8 @@ class RegisteredState:
         return optimizer is not None and self._is_own(optimizer)
 
     def step_aborted(self) -> None:
-        """Discards the advances made in a lost step."""
+        """Undoes the advances made in an aborted step. Later advances are ignored until the next
+        step begins."""
         self.find_new()
         self._void = True
         if self._comes_again:
@@ -722,7 +725,8 @@ class RegisteredState:
         self.step_undone()
 
     def step_undone(self) -> None:
-        """Undoes the advances made in the current step. Later advances count."""
+        """Undoes the advances made in the current step. Unlike after `step_aborted`, later advances
+        count."""
         self.find_new()
         if self._open:
             self._last_scale = self._scale_before
@@ -731,7 +735,7 @@ class RegisteredState:
 
     def withdraw(self) -> None:
         """Undoes the advances in the current step while its outcome is unknown, because the state
-        may be sent to peers. `reinstate` or `step_aborted` follows."""
+        may be sent to peers. Must be followed by `reinstate` or `step_aborted`."""
         if self._advanced is None:
             after = {
                 name: copy.deepcopy(before.value.state_dict())
@@ -771,8 +775,8 @@ class RegisteredState:
             group.update(copy.deepcopy(own))
 
     def _counts(self, name: str, value: Any) -> bool:
-        """Returns whether an advance that the script requests counts for the run. If it does, first
-        keeps a copy of the object's state."""
+        """Returns whether an advance that the script is requesting counts for the run. If it does,
+        first copies the object's state."""
         if self._void:
             return False
         if self._passing and self._passed.get(name, 0) < self._loaded.get(name, 0):
@@ -796,14 +800,14 @@ class RegisteredState:
                 return advance(own, *args, **kwargs)
             if not self._counts(name, own):
                 if method == "update":
-                    # As update() does at its end. Otherwise the next step would count as the second
-                    # one. A scaler that is not enabled has none.
+                    # As update() does at its end; otherwise the next step would seem to be a second
+                    # step. A scaler that is not enabled has no such states.
                     getattr(own, "_per_optimizer_states", {}).clear()
                 return None
             return advance(own, *args, **kwargs)
 
-        # A separate class instead of an attribute of the instance, since schedulers put their
-        # instance attributes into state_dict().
+        # A separate class instead of an instance attribute, because schedulers put their instance
+        # attributes into state_dict().
         members = {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         if not hasattr(value, "__dict__"):
             # its class has __slots__ and can be replaced only by a class with the same slots
@@ -813,8 +817,8 @@ class RegisteredState:
 
 def _load(value: Stateful, state: dict[str, Any]) -> None:
     """Loads a state received from another process into `value`. Renames the keys of an averaged
-    model if necessary. On a rank with the entire model, the average was made from a `ShardedModel`,
-    whose keys have one more prefix "module." than those of the plain module."""
+    model if necessary: on a rank with the full model, the average was made from a `ShardedModel`,
+    whose keys have an additional prefix "module."."""
     if isinstance(value, AveragedModel):
         own = value.state_dict().keys()
         once, twice = "module.", "module.module."
@@ -833,8 +837,8 @@ def _load(value: Stateful, state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns `value` in a form whose text is the same on all ranks for equal values; None if there
-    is no such form."""
+    """Converts `value` to a value whose text is the same on all ranks if their values are equal;
+    None if this is not possible."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -844,8 +848,8 @@ def _plain(value: Any) -> Any:
 
 
 def _canonical(settings: Any) -> Any:
-    """Returns `settings` with equal numbers in one form: 1, True and 1.0 become equal, as do 0.0
-    and -0.0."""
+    """Converts equal numbers in `settings` to the same representation: 1, True and 1.0 become the
+    same, as do 0.0 and -0.0."""
     if isinstance(settings, Mapping):
         return {name: _canonical(value) for name, value in settings.items()}
     if isinstance(settings, list | tuple):
@@ -854,10 +858,10 @@ def _canonical(settings: Any) -> Any:
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Returns a weak reference: a function that returns the object while the script references it.
-    If the object's class does not support weak references, the function always returns the object.
-    A strong reference would form a cycle with the object's own class and keep it alive until a
-    garbage collection."""
+    """Returns a weak reference: a function that returns the object while the script still
+    references it. (A strong reference would form a cycle with the object's own class, and keep the
+    object alive until a garbage collection.) If the object's class does not support weak
+    references, the function always returns the object."""
     try:
         return weakref.ref(value)
     except TypeError:

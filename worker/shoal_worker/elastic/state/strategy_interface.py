@@ -1,10 +1,10 @@
-"""Interface between the session and a strategy's engine, in both directions.
+"""Interfaces of the session and of a strategy's engine to each other.
 
-The session calls the engine by `TrainingEngine`. The engine calls the session only by
-`StrategySession`, and its step lifecycle only by `StepControl`. (The engine of async_sgd, which has
-no common step, also opens a job of its own.) A new engine therefore depends only on this file and
-its base class (`engine/base.py`). Loaders use another interface of the session,
-`loader_interface.py`, and know no strategy.
+The session calls the engine through `TrainingEngine`. The engine calls the session only through
+`StrategySession`, and its step lifecycle only through `StepControl`. (The engine of async_sgd,
+whose workers have no common steps, also opens a job of its own.) A new engine therefore depends
+only on this file and its base class (`engine/base.py`). Loaders use a different interface of the
+session, `loader_interface.py`, and do not depend on strategies.
 
 The order of calls in one step, all on the training thread:
 
@@ -19,10 +19,11 @@ The order of calls in one step, all on the training thread:
     discard_step
         if the step is aborted or was not intended
 
-In between, the strategy asks for `session.step` and reduces over `session.group`. When a collective
-fails, it marks the step as lost instead of raising out of a backward pass. Once it has the sums, it
-calls `lifecycle.prepare_step`. To get the final gradients earlier, for example to clip them, it
-calls `lifecycle.reduce_and_commit`. Its optimizer's `step()` calls `lifecycle.finish_step(apply)`.
+In between, the engine gets the current step from `session.step`, and reduces across
+`session.group`. If a collective fails, it marks the step as failed instead of raising an exception
+in a backward pass. Once it has the sums, it calls `lifecycle.prepare_step`. To get the final
+gradients earlier, for example to clip them, it calls `lifecycle.reduce_and_commit`. Its optimizer's
+`step()` calls `lifecycle.finish_step(apply)`.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ BUFFERS: Final = "the buffers"
 
 
 class TrainingEngine(abc.ABC):
-    """Interface of a strategy's engine, with its model and optimizer, as used by the session. The
-    defaults suit a single model that every rank holds unsharded, and ranks that take steps
-    together."""
+    """Interface of a strategy's engine, including its model and optimizer, as used by the session.
+    The defaults suit an engine with a single model, which is unsharded on every rank, and ranks
+    that take steps together."""
 
     asynchronous: ClassVar[bool] = False
     """True if there is no process group and ranks take independent steps (async_sgd)."""
@@ -59,11 +60,11 @@ class TrainingEngine(abc.ABC):
     """Name of the strategy."""
     backend_name: str
     least_samples: int
-    """Value of `Placement.least_samples`; the same on all ranks."""
+    """Value of `Placement.least_samples`; must be the same on all ranks."""
 
     @property
     def models(self) -> int:
-        """Number of models that the engine trains, each with an optimizer."""
+        """Number of models that the engine trains, each with its own optimizer."""
         return 1
 
     @property
@@ -78,25 +79,25 @@ class TrainingEngine(abc.ABC):
 
     @property
     def leads_replica(self) -> bool:
-        """True if this rank is the first of the ranks that hold its replica of the model."""
+        """True if this rank is the first rank of its replica of the model."""
         return True
 
     @property
     def idle(self) -> bool:
-        """True if this rank is a spare. A spare has no part in the model and takes no steps until a
-        later generation assigns it one."""
+        """True if this rank is a spare. A spare has no part of the model, and does not take steps
+        until a later generation assigns it a part."""
         return False
 
     @property
     def lacks_ranks(self) -> bool:
-        """True if this rank has the entire state, but there are too few ranks for one replica of
-        the model. No step begins before more ranks join."""
+        """True if this rank has the complete state, but there are too few ranks for a replica of
+        the model, so that no step begins before more ranks join."""
         return False
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that together hold one replica of the model. 1 if the strategy never has
-        spares."""
+        """Number of ranks that together hold one replica of the model. It is 1 if the strategy
+        never has spares."""
         return 1
 
     def issued(self) -> bytes:
@@ -106,8 +107,8 @@ class TrainingEngine(abc.ABC):
         return b""
 
     def compare_issued(self, issued: Sequence[bytes]) -> None:
-        """Compares the ranks' results of `issued`. Raises PreconditionError if the ranks would wait
-        for each other forever."""
+        """Compares the ranks' results of `issued`. Raises PreconditionError if the ranks are
+        waiting for each other in different collectives."""
 
     @property
     def passes_with(self) -> str:
@@ -116,19 +117,19 @@ class TrainingEngine(abc.ABC):
         return ""
 
     def working(self, group: Group) -> Group:
-        """Returns the ranks of `group` that are not spares. Called after the model was resharded
-        for `group`, and never on spares."""
+        """Returns the ranks of `group` that are not spares. Called after the model has been
+        resharded for `group`, and never on spares."""
         return group
 
     @property
     def is_sharded(self) -> bool:
-        """True if no rank has the entire state."""
+        """True if no rank has the complete state."""
         return False
 
     @property
     def holds(self) -> Sequence[str]:
-        """Names of this rank's parts of the state. Ranks with the same part use the same name.
-        Empty if the state is not sharded."""
+        """Names of this rank's parts of the state. A part has the same name on all ranks. Empty if
+        the state is not sharded."""
         return ()
 
     @property
@@ -139,30 +140,30 @@ class TrainingEngine(abc.ABC):
     @property
     def within_round(self) -> bool:
         """True if this rank has committed steps that count only once a later step ends their round.
-        This worker may leave only after that step. Only for asynchronous engines; others use
-        `StrategySession.keep`."""
+        This worker may leave only after that step. Used only by asynchronous engines; other engines
+        use `StrategySession.keep`."""
         return False
 
     @property
     @abc.abstractmethod
     def consistency_check_every(self) -> int:
-        """Number of steps after which ranks compare their common state; 0: never."""
+        """Number of steps between comparisons of the ranks' common state; 0: never."""
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the state that must be equal on several ranks after a step: name of a group ->
-        tensors by name. A rank has all tensors of a group or none. The tensors share memory with
-        the state."""
+        """Returns the state that must be the same on several ranks after a step: name of a group ->
+        tensors by name. A rank has either all tensors of a group or none. The tensors share memory
+        with the state."""
         return {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the committed parameters and buffers that every rank holds unsharded until the
+        """Returns the committed parameters and buffers that are unsharded on every rank until the
         next update: name of a group -> tensors by name. The tensors share memory with the state."""
         return {}
 
     @abc.abstractmethod
     def check_optimizer_state(self) -> None:
         """Checks that the optimizer's state can be sent to a joiner and saved. Otherwise raises
-        ConfigurationError (STATE_UNSUPPORTED) with the parameter and the entry."""
+        ConfigurationError (STATE_UNSUPPORTED), which names the parameter and the entry."""
 
     @abc.abstractmethod
     def capture(self) -> dict[str, Any]:
@@ -171,20 +172,28 @@ class TrainingEngine(abc.ABC):
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """Returns the complete committed state of model and optimizer as on a single process, for
-        checkpoints. Part of an operation. Only the first rank of `channel` is guaranteed to receive
-        the state. The result may share memory with the model."""
+        checkpoints. Must be called within an operation. Only the first rank of `channel` is
+        guaranteed to receive the state. The result may share memory with the model."""
         return self.capture()
 
     def part(self, channel: Channel) -> StatePart | None:
         """Returns this rank's part of the state that `assemble` returns, for a checkpoint that the
-        ranks write together. If it returns None, which it then does on all ranks, `assemble` must
-        be used. Part of an operation. The part shares memory with the state."""
+        ranks write together. Returns None on all ranks if the caller must use `assemble` instead.
+        Must be called within an operation. The part shares memory with the state."""
         return None
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """Unshards the model within the block, so that this rank can compute with it without its
-        peers. Entered by all ranks of an operation."""
+        """Unshards the model within the block, so that this rank can use it without its peers. Must
+        be entered on all ranks of an operation."""
         return nullcontext()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Checks that a state of `assemble`, or the state of a `part`, belongs to this model and
+        optimizer. If the model is on the meta device, may create its parameters.
+
+        Raises:
+            CorruptDataError: `restore` would refuse the state.
+        """
 
     @abc.abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -192,25 +201,25 @@ class TrainingEngine(abc.ABC):
 
     def reshard(self, group: Group) -> None:
         """Reshards the state for a newly established group, whose ranks have all committed the same
-        steps. All ranks must call it."""
+        steps. Must be called on all ranks."""
 
     def consolidate(self, channel: Channel) -> None:
-        """Brings the state that every rank holds unsharded between steps up to date on all ranks of
-        `channel`. The channel's group may contain further ranks, which have no shards. Part of an
-        operation."""
+        """Updates, on all ranks of `channel`, the state that is unsharded on every rank between
+        steps. The channel's group may contain further ranks, which have no shards. Must be called
+        within an operation."""
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
         """Copies each part of the state that only one rank of `channel` has to another rank, so
-        that the next failure loses nothing. The copy is kept until the state is resharded. Part of
-        an operation; on return, all ranks have their copies.
+        that no part is lost at the next failure. The copy is kept until the state is resharded.
+        Must be called within an operation; on return, all ranks have their copies.
 
-        `leaving`: ranks about to leave, whose copies do not count.
+        `leaving`: ranks that are about to leave, so that their copies do not count.
         """
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         """Returns the parameters that do not require gradients, by their names in the flattened
-        result of `capture`. They have values on this rank unless the state is sharded, or the
-        engine has none."""
+        result of `capture`. They have values on this rank unless the state is sharded or the model
+        is on the meta device."""
         return {}
 
     @property
@@ -236,8 +245,8 @@ class TrainingEngine(abc.ABC):
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """Leases batches, as in `LoaderSession`. Raises ConfigurationError unless asynchronous: a
-        step belongs to all ranks."""
+        """Leases batches, as in `LoaderSession`. By default raises ConfigurationError, because all
+        ranks take each step together; asynchronous engines override it."""
         raise ConfigurationError(
             f"loader {loader!r} was created with batch_size=, which leases batches for "
             f"async_sgd, but the strategy is {self.strategy!r}; pass global_batch_size= instead"
@@ -254,28 +263,30 @@ class TrainingEngine(abc.ABC):
 
     @abc.abstractmethod
     def micro_batch_ends(self, weight: float) -> None:
-        """Ends the backward pass of a micro-batch. `weight`: the weight of the micro-batch."""
+        """Finishes a micro-batch, after its backward pass. `weight`: weight of the micro-batch."""
 
     @abc.abstractmethod
     def reduce(self, step: Step) -> None:
         """Sums the gradients of all ranks, obtains everything needed to apply the step, and
-        prepares the step (`StepControl.prepare_step`). On failure the step is marked as lost.
-        For a step that is already prepared or committed, checks that no gradients were added."""
+        prepares the step (`StepControl.prepare_step`). On failure, marks the step as failed. If the
+        step is already prepared or committed, only checks that no gradients have been added."""
 
     @abc.abstractmethod
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        """Runs the commit all-reduce of a prepared step over the ranks that take part in it.
-        Returns the sum of `vote`, and a payload for `take_commit` that is the same on all ranks. If
-        the all-reduce fails, raises MembershipChanged, and the step is lost or in doubt."""
+        """Runs the commit all-reduce of a prepared step across the ranks that take part in the
+        step. Returns the sum of `vote`, and a payload for `take_commit` that is the same on all
+        ranks. If the all-reduce fails, raises MembershipChanged, and the step is aborted or in
+        doubt."""
 
     def take_commit(self, payload: Mapping[str, Any]) -> None:
-        """Applies the payload of the current step's commit to the engine. The payload comes from
-        `sum_commit`, or from a peer if this rank's group ended before it received the payload."""
+        """Uses the commit payload of the current step, for example to set gradients. The payload
+        comes from `sum_commit`, or from a peer if this rank's group ended before `sum_commit`
+        returned."""
 
     def commit_payload(self) -> dict[str, Any]:
-        """Returns the payload of the last committed step, for a rank that prepared the step but
+        """Returns the payload of the last committed step, for a rank that has prepared the step but
         missed the commit all-reduce."""
         return {}
 
@@ -287,17 +298,17 @@ class TrainingEngine(abc.ABC):
 
     def withdraw_updates(self) -> None:
         """Undoes the current step's updates while its outcome is unknown, because the state may be
-        sent to peers or saved. `reinstate_updates` or `discard_step` follows, or neither if the
-        step is never finished."""
+        sent to peers or saved. Followed by `reinstate_updates` or `discard_step`, or by neither if
+        the step is never finished."""
 
     def reinstate_updates(self) -> None:
-        """Reapplies the updates that `withdraw_updates` undid, once the step continues or turns out
-        to be committed. Does nothing if no updates were withdrawn."""
+        """Reapplies the updates that `withdraw_updates` has undone, once the step continues or
+        turns out to be committed. Does nothing if no updates were withdrawn."""
 
     def writes_apart(self) -> ShoalError:
-        """Returns the error for ranks whose passes have written different values to parameters. All
-        ranks raise it. By default an internal error, because engines that allow such writes
-        override this method."""
+        """Returns the error that all ranks raise if their forward or backward passes have written
+        different values to parameters. By default InternalError: every engine that compares these
+        writes overrides this method."""
         return InternalError(
             "the ranks reported a difference in written parameters, although "
             "this engine does not compare them"
@@ -310,8 +321,8 @@ class TrainingEngine(abc.ABC):
 
     @abc.abstractmethod
     def commit_step(self) -> None:
-        """Commits a step that was applied: the buffers' new values become part of the committed
-        state."""
+        """Commits a step that has been applied: the buffers' new values become part of the
+        committed state."""
 
 
 class StepControl(Protocol):
@@ -319,37 +330,40 @@ class StepControl(Protocol):
 
     def ensure_step(self) -> Step:
         """Returns the current step. In a loop without a Shoal loader, begins a step if there is
-        none. Called by each forward pass in training."""
+        none. Called in each forward pass in training mode."""
         ...
 
     def settle_collectives(self) -> None:
-        """Waits until all collectives ordered in the step have ended. If one failed, the step is
-        marked as lost. On a device, a failure is noticed only here."""
+        """Waits until all collectives passed to `Group.order` in the step have ended. If one has
+        failed, marks the step as failed. On a device, a failure is noticed only here."""
         ...
 
     def prepare_step(self) -> None:
         """Marks the step as prepared: the gradients are summed, and this rank has everything needed
-        to apply the step. Waits for all ordered collectives (`Group.settle`). If one failed, marks
-        the step as lost instead."""
+        to apply the step. First waits for all ordered collectives (`Group.settle`). If one has
+        failed, marks the step as failed instead."""
         ...
 
     def mark_lost(self, error: BaseException) -> None:
-        """Marks the step as lost because a collective failed. Nothing more is sent in the step.
-        Changes nothing once this rank has seen the commit all-reduce. Thread-safe."""
+        """Marks the step as failed because a collective has failed. The step then sends nothing
+        more. Changes nothing once this rank has received the result of the commit all-reduce.
+        Thread-safe."""
         ...
 
     def abort_step(self, reason: str) -> None:
-        """Aborts the current step. Every rank makes this decision on its own."""
+        """Aborts the current step, without communication. Ranks that take steps together must make
+        the same decision."""
         ...
 
     def reduce_and_commit(self) -> None:
         """Finishes the step's sums and runs its commit all-reduce (`recovery/step_commit.py`). On
-        return, the step's outcome is known. Called on the training thread, outside of passes."""
+        return, the step's outcome is known. Must be called on the training thread, outside of
+        passes."""
         ...
 
     def reduce_if_whole(self) -> None:
-        """Commits the step if the backward pass that just ended completed this rank's part of
-        it."""
+        """Commits the step if the backward pass that has just ended was the last part of this
+        rank's step. Does nothing in a step with micro-batches."""
         ...
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
@@ -363,8 +377,7 @@ class StrategySession(Protocol):
 
     @property
     def lifecycle(self) -> StepControl:
-        """The part of the session that begins, commits and aborts the steps of this engine's
-        model."""
+        """Step lifecycle, which begins, commits and aborts the steps of this engine's model."""
         ...
 
     @property
@@ -375,12 +388,12 @@ class StrategySession(Protocol):
 
     @property
     def group(self) -> Group | None:
-        """Connected ranks of this generation. A different object in each generation."""
+        """Connected ranks of the current generation. Each generation has a different object."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Device on which this rank computes."""
+        """This rank's device."""
         ...
 
     @property
@@ -389,8 +402,7 @@ class StrategySession(Protocol):
     def world_size(self) -> int: ...
     @property
     def begins(self) -> bool:
-        """True if the ranks are those with which the run was started: no rank has left or joined
-        yet."""
+        """True if the run still has its initial ranks: no rank has left or joined yet."""
         ...
 
     @property
@@ -405,7 +417,7 @@ class StrategySession(Protocol):
 
     @property
     def is_joining(self) -> bool:
-        """True if this process replays its script. No steps begin then, and collectives are
+        """True if this process is replaying its script. Then, no steps begin, and collectives are
         answered locally."""
         ...
 
@@ -420,13 +432,12 @@ class StrategySession(Protocol):
         ...
 
     def trains(self, engine: object) -> bool:
-        """Returns whether `engine` is the one that trains the run's model, and not the engine of a
-        clone of that model."""
+        """Returns whether `engine` trains the run's model, and not a clone of it."""
         ...
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Makes `engine` the run's engine, and sends the first rank's weights to all ranks. Called
-        once, before anything else."""
+        """Makes `engine` the run's engine, and sends the first rank's weights to all ranks. Must be
+        called once, before anything else."""
         ...
 
     def note_trained(self, trained: Sequence[bool]) -> None:
@@ -435,17 +446,18 @@ class StrategySession(Protocol):
         ...
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state. Until `release`, steps are committed on this rank alone. If a
-        step is aborted, all of them are undone and the loader repeats their samples. `replica`:
-        state of this rank's model and optimizer, for `restore`. Called in `step_begins`."""
+        """Copies the committed state. Until `release`, steps are committed on this rank only. If a
+        step is aborted, all steps since `keep` are undone, and the loader repeats their samples.
+        `replica`: state of this rank's model and optimizer, for `restore`. Called in
+        `step_begins`."""
         ...
 
     def release(self) -> None:
-        """Confirms the steps since `keep` on all ranks. Called in `commit_step` of a step in which
-        all ranks took part."""
+        """Confirms the steps since `keep` on all ranks. Called in `commit_step` of a step that all
+        ranks took part in."""
         ...
 
     def operation(self, kind: str, body: Body) -> Any:
-        """Runs `body` on all ranks between steps, and runs it again if the membership changes
-        meanwhile."""
+        """Runs `body` on all ranks between steps, and runs it again if the membership changes while
+        it runs."""
         ...

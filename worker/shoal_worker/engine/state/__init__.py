@@ -1,10 +1,10 @@
 """Parameters of a model, its buffers and its optimizer's state.
 
 Sharded state: `parameter_groups` (parameters that are gathered or reduced together; recomputed
-activations), `partitioned_state` (interface of any sharded state), `holders` (ranks that hold and
+activations), `partitioned_state` (interface of any sharded state), `holders` (which ranks have and
 send each shard), `hidden_parameters` (placeholders for absent values and gradients).
 
-Modules: `parameters` (values given by users; models built without values), `module_state` (all
-state of a module, by tensor), `extremes` (minima and maxima in buffers), `optimizer_state` (loads
-an optimizer's state and recognizes state per element).
+Modules: `parameters` (values passed by users; models on the meta device), `module_state` (complete
+state of a module), `extremes` (minima and maxima in buffers), `optimizer_state` (loads an
+optimizer's state and recognizes state per element).
 """

@@ -1,10 +1,10 @@
-"""Buffers with minima and maxima, as in observers of quantization-aware training.
+"""Buffers that contain minima and maxima, as in observers of quantization-aware training.
 
-A buffer is a minimum if all its elements are infinite at `as_distributed`, and a maximum if all are
-negative infinity. This holds for `min_val` and `max_val` of torch's observers. In every step, the
-ranks exchange these buffers before the commit all-reduce, and all ranks store the minimum or
-maximum over all ranks' passes. For a running minimum or maximum, and for its moving average, the
-result equals that of one process for the entire batch. `scale` and `zero_point` of torch's fake
+A buffer is a minimum if all its elements are +inf at `as_distributed`, and a maximum if all are
+-inf. This includes `min_val` and `max_val` of torch's observers. In every step, the ranks exchange
+these buffers before the commit all-reduce, and all ranks store the minimum or maximum over all
+ranks' passes. For a running minimum or maximum, and for its moving average, the result is the same
+as on a single process with the complete batch. `scale` and `zero_point` of torch's fake
 quantization are computed from these buffers."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FOLLOWS: Final = frozenset({"scale", "zero_point"})
 
 
 def find_extremes(module: nn.Module) -> dict[str, Kind]:
-    """Returns the buffers of a module that hold minima and maxima, by name."""
+    """Returns the kind of each of a module's buffers that contain minima or maxima, by name."""
     found: dict[str, Kind] = {}
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
@@ -51,8 +51,8 @@ def _kind(owner: nn.Module, name: str, buffer: torch.Tensor | None) -> Kind | No
 
 
 def _is_observer(owner: object) -> bool:
-    """Returns True for torch's observers, except those with a histogram, whose bins depend on the
-    range that a rank has seen."""
+    """Returns True for torch's observers, except histogram observers, whose bins depend on the
+    range of values that a rank has seen."""
     names = {f"{each.__module__}.{each.__name__}" for each in type(owner).__mro__}
     observer = "torch.ao.quantization.observer."
     return (
@@ -62,14 +62,14 @@ def _is_observer(owner: object) -> bool:
 
 
 def follows_extremes(owner: nn.Module, name: str) -> bool:
-    """Returns whether a buffer is one that torch's fake quantization computes from the minimum and
-    maximum of its observer."""
+    """Returns whether torch's fake quantization computes this buffer from the minimum and maximum
+    of its observer."""
     return name in _FOLLOWS and _is_observer(getattr(owner, "activation_post_process", None))
 
 
 class Extremes:
-    """Synchronizes the buffers with minima and maxima of a module, or of this rank's part of a
-    module. Owned by the training thread."""
+    """Synchronizes minima and maxima in the buffers of a module, or of this rank's part of it.
+    Owned by the training thread."""
 
     def __init__(
         self,
@@ -78,24 +78,25 @@ class Extremes:
         followers: Iterable[nn.Module],
     ) -> None:
         """`places`: full name, owner and local name of each buffer. `kinds`: minimum or maximum, by
-        full name. `followers`: modules of fake quantization."""
+        full name. `followers`: fake-quantization modules, whose scale and zero point are
+        recomputed."""
         self._places = list(places)
         self._kinds = kinds
         self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
         self._followers = list(dict.fromkeys(followers))
         self._folded: dict[str, torch.Tensor] | None = None
-        """Minima and maxima over the micro-batches of the step that this rank has finished; None
-        before it has finished the first."""
+        """Minima and maxima over this rank's finished micro-batches of the step; None before the
+        first has finished."""
         self._agreed: dict[str, torch.Tensor] = {}
-        """Minima and maxima over all ranks in the step."""
+        """Minima and maxima over the passes of all ranks in the step."""
 
     def __bool__(self) -> bool:
         return bool(self._places)
 
     def refuse_other_shapes(self, strategy: str) -> None:
         """Checks that no pass has changed a buffer's shape since `as_distributed`; otherwise raises
-        ConfigurationError. With `strategy`, the way in which the ranks divide the state depends on
-        the shapes."""
+        ConfigurationError. `strategy`: name of the strategy, whose distribution of the state across
+        ranks depends on the shapes."""
         for path, owner, name in self._places:
             buffer = owner._buffers[name]
             if buffer is not None and buffer.shape != self._shapes[path]:
@@ -118,8 +119,8 @@ class Extremes:
             self._folded = now if self._folded is None else self._merged([self._folded, now])
 
     def made(self, *, counted: bool) -> bytes:
-        """Returns the extremes of this rank's passes, encoded for `agree`. `counted`: for a step
-        without micro-batches, True if the batch has a nonzero weight."""
+        """Returns the extremes of this rank's passes, as the input of `agree` on all ranks.
+        `counted`: for a step without micro-batches, True if the batch has a nonzero weight."""
         own = self._folded if self._folded is not None else self._now() if counted else {}
         return json.dumps(
             {
@@ -129,8 +130,8 @@ class Extremes:
         ).encode()
 
     def agree(self, received: Sequence[bytes]) -> None:
-        """Combines the extremes of all ranks. Raises ConfigurationError on all ranks if shapes
-        differ. `received`: each rank's result of `made`."""
+        """Combines the extremes of all ranks, for `write`. `received`: each rank's result of
+        `made`. Raises ConfigurationError on all ranks if shapes differ."""
         ranks: list[dict[str, Any]] = [json.loads(each) for each in received]
         made = [
             {
@@ -142,7 +143,7 @@ class Extremes:
         self._agreed = self._merged([each for each in made if each])
 
     def write(self) -> None:
-        """Writes the combined extremes to the buffers of a committed step."""
+        """Writes the combined extremes to the buffers. Called when the step is committed."""
         for path, owner, name in self._places:
             value, buffer = self._agreed.get(path), owner._buffers[name]
             if value is None or buffer is None:
@@ -158,7 +159,7 @@ class Extremes:
     @staticmethod
     def _follow(owner: Any) -> None:
         """Recomputes the scale and zero point of a fake quantization from its observer's extremes,
-        as a pass would. Does nothing if the observer is disabled."""
+        as a forward pass would. Does nothing if the observer is disabled."""
         observer = owner.activation_post_process
         least, largest = observer.min_val, observer.max_val
         if int(owner.observer_enabled[0]) != 1 or not least.numel() or bool(least.isinf().any()):

@@ -1,19 +1,19 @@
-"""Placeholders for parameters and gradients that are not at torch's usual place. They make torch's
-own calls raise instead of returning wrong results.
+"""Placeholders for parameters and gradients that are not stored where torch expects them. They make
+torch's own calls raise instead of returning wrong results.
 
 A module's parameters stay the same objects while their values are freed or sharded, or while their
-gradients are summed into shards. A caller that inspects them at that time would find nothing: an
-empty state dict, a norm of zero. Their class is therefore replaced for that time, as for torch's
-own lazy parameters:
+gradients are summed into shards. A caller that inspected them at that time would get wrong results,
+such as a norm of zero. During that time, the objects therefore have a different class, as torch's
+own lazy parameters do:
 
 - A parameter without values (`hide`) reports its metadata (shape, dtype, number of elements), and
-  raises at every use of its values.
+  raises whenever its values are used.
 - A parameter without a gradient of its own (`hide_gradient`) computes as usual; its `.grad` exists,
-  and raises at every use.
+  and raises whenever it is used.
 
-Inside of passes they are plain parameters (`show`). A step costs two changes of class per
-parameter, and no time in the computation. This module does not know how parameters are sharded; the
-callers decide when to hide them.
+In passes they are plain parameters (`show`). This costs two changes of class per parameter and
+step, and does not slow down the computation. This module does not know how parameters are sharded;
+the callers decide when to hide them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from shoal_worker.torch_internals import DisableTorchFunctionSubclass, in_backwa
 
 _ATTRIBUTE: Final = "_shoal_place"
 _GRADIENT: Final[Any] = torch.Tensor.grad
-"""torch's own property `.grad`, which the subclasses below override."""
+"""torch's own property `.grad`, overridden by the subclasses below."""
 
 inside = DisableTorchFunctionSubclass
-"""Context in which operations on hidden parameters do not raise, for code that handles them."""
+"""Context in which operations on hidden parameters do not raise errors, for internal code."""
 
 
 def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
@@ -48,21 +48,21 @@ def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
 
 
 class Whereabouts:
-    """State that all hidden parameters of one model have in common."""
+    """State shared by all hidden parameters of one model."""
 
     def __init__(self, strategy: str = "") -> None:
         self.strategy = strategy
         self.pending = False
-        """True if gradients of the current step are part of the ranks' sum and no update has used
-        them."""
+        """True if gradients of the current step are part of the ranks' sum, and the optimizer has
+        not used them yet."""
         self.gradient: Any = torch.empty(0).as_subclass(_Gradient)
-        """Placeholder that is the value of `.grad` while the gradient is stored elsewhere."""
+        """Value of `.grad` while the gradient is stored elsewhere."""
         self.gradient.whereabouts = self
         self._pieces: list[weakref.ref[torch.Tensor]] = []
 
     def look_at(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Sets the pieces that this rank updates, whose gradients user code, such as a GradScaler,
-        may inspect from now on."""
+        """Sets the pieces of parameters that this rank updates. User code, such as a GradScaler,
+        may inspect their gradients from now on."""
         own = list(pieces)
         guard_parts(own, guarded=True)
         self._pieces = [weakref.ref(piece) for piece in own]
@@ -141,12 +141,13 @@ def _cannot_set(place: HiddenParameter) -> ConfigurationError:
     return ConfigurationError(
         f"cannot set the gradient of {place.name!r}: with "
         f"strategy={place.whereabouts.strategy!r}, gradients are summed into shards and "
-        "no rank holds a whole one; scale the loss, or use ddp"
+        "no rank has the full gradient; scale the loss instead, or use ddp"
     )
 
 
 class _Absent(_Hidden):
-    """Class of a parameter without values on this rank. Most operations on it raise an error."""
+    """Class of a parameter whose values are not on this rank. Most operations on it raise an
+    error."""
 
     __slots__ = ()
 
@@ -175,7 +176,7 @@ class _Absent(_Hidden):
 
 
 class _Gradient(torch.Tensor):
-    """Placeholder for a gradient that is stored elsewhere; the value of `.grad`."""
+    """Placeholder in `.grad` for a gradient that is stored elsewhere."""
 
     whereabouts: Whereabouts
 
@@ -200,7 +201,7 @@ class _Gradient(torch.Tensor):
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        # torch's method has one argument, for its own use
+        # torch's method has an argument that only torch uses
         return f"<gradient, summed over the ranks with strategy={self.whereabouts.strategy!r}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -208,8 +209,8 @@ class _Gradient(torch.Tensor):
 
 
 def _unscale(given: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Unscales the gradients `given` for a GradScaler. Some of them may be placeholders for the
-    gradients of this rank's pieces; each piece is unscaled only once."""
+    """Unscales the gradients `given` for a GradScaler. Placeholders among them stand for the
+    gradients of all of this rank's pieces; each gradient is unscaled only once."""
     gradients = {id(each): each for each in given if not isinstance(each, _Gradient)}
     for each in given:
         if isinstance(each, _Gradient):
@@ -237,8 +238,8 @@ _OF_A_SCALER: Final[dict[Any, Callable[[Any], Any]]] = {
 
 
 class _Part(torch.Tensor):
-    """Class of the gradient of a piece that this rank updates, while user code may inspect the
-    gradient."""
+    """Class of the gradient of a piece that this rank updates, while user code may inspect but not
+    change it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,11 +261,11 @@ def _refusal(func: Any, hidden: _Absent) -> PreconditionError:
     place: HiddenParameter = hidden.__dict__[_ATTRIBUTE]
     return PreconditionError(
         f"{_name(func)} cannot be used on parameter {place.name!r}: with "
-        f"strategy={place.whereabouts.strategy!r}, this rank has its values only during passes. "
-        "Called on every rank, model.full_state_dict() and model.gather_full_parameters() return "
-        "copies of them, model.with_parameters(values) sets them, and model.clone() copies the "
-        "model. To call a method of the module that uses them, call "
-        "model.register_forward_method('NAME') and then model.NAME(...)"
+        f"strategy={place.whereabouts.strategy!r}, this rank has its values only during forward "
+        "and backward passes. On every rank, call model.full_state_dict() or "
+        "model.gather_full_parameters() to copy the values, model.with_parameters(values) to set "
+        "them, or model.clone() to copy the model. To call a method of the module that uses "
+        "parameters, call model.register_forward_method('NAME') once, and then model.NAME(...)"
     )
 
 
@@ -286,7 +287,7 @@ def _same(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _of_shape(tell: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls `tell` with the unsharded shape if that differs from the
-    tensor's own shape, and torch's own function otherwise."""
+    tensor's own shape, and torch's function otherwise."""
 
     @functools.wraps(tell)
     def answering(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
@@ -347,7 +348,7 @@ _TELLS: Final[dict[Any, Callable[..., Any]]] = {
         getattr(_T, name): _same for name in ("register_hook", "register_post_accumulate_grad_hook")
     },
 }
-"""Metadata functions that work on a parameter without values."""
+"""Functions of torch that read only metadata, so that they work on a parameter without values."""
 
 
 # --------------------------------------------------------------------------------- users' own hooks
@@ -356,15 +357,15 @@ _REGISTER: Final = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:
-    """Returns the hooks that the user has registered on a tensor's gradient."""
+    """Returns the hooks that the user has registered on a tensor for its gradient."""
     with inside():
         tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values() if not _is_own(hook)]
 
 
 def run_last(hooks: Iterable[tuple[torch.Tensor, RemovableHandle]]) -> None:
-    """Makes Shoal's hooks on accumulated gradients run after the user's, which may have been
-    registered later. Does nothing within a backward pass, because torch then reads the hooks.
+    """Makes Shoal's post-accumulate-grad hooks run after the user's, even if those were registered
+    later. Does nothing within a backward pass, because torch is using the hooks at that time.
 
     hooks: pairs of parameter and handle of `register_post_accumulate_grad_hook`.
     """
@@ -384,10 +385,10 @@ def _is_own(hook: Any) -> bool:
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) -> None:
-    """Checks that the user has registered no hooks on the gradients of parameters. They would be
-    lost, because other tensors take the place of the parameters in the computation.
+    """Checks that the user has registered no hooks on the gradients of parameters. Such hooks would
+    be lost, because other tensors replace the parameters in the computation.
 
-    Afterwards `register_hook` and `register_post_accumulate_grad_hook` of these parameters raise
+    Afterwards `register_hook` and `register_post_accumulate_grad_hook` of the parameters raise
     ConfigurationError. `parameters`: pairs of name and parameter.
 
     Raises:
@@ -405,7 +406,7 @@ def _registering(
 ) -> Callable[..., Any]:
     """Returns a function that replaces a parameter's method for registering hooks, such as
     `register_hook`. It raises `refusal` for hooks other than Shoal's own. It has only a weak
-    reference to the parameter, because the parameter refers to the function."""
+    reference to the parameter, which itself refers to the function."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:
@@ -429,8 +430,8 @@ def _no_hooks(name: str, strategy: str) -> ConfigurationError:
 
 
 def guard_parts(pieces: Iterable[torch.Tensor], *, guarded: bool) -> None:
-    """Sets who may use the gradients of these pieces: also user code, which may only inspect them
-    (guarded), or only the optimizer."""
+    """Sets how the gradients of these pieces may be used. `guarded`: True if user code may inspect
+    them, but not change them; False if only the optimizer uses them."""
     for piece in pieces:
         gradient: Any = gradient_of(piece)
         if gradient is not None and isinstance(gradient, _Part) is not guarded:
@@ -470,14 +471,15 @@ def _become(tensor: Any, place: HiddenParameter, mixed: Any) -> None:
 
 
 def show(tensor: Any, place: HiddenParameter) -> None:
-    """Makes a parameter an ordinary one again if it was hidden with this `place`."""
+    """Makes a parameter that was hidden with this `place` an ordinary parameter again."""
     if isinstance(tensor, _Hidden) and tensor.__dict__.get(_ATTRIBUTE) is place:
         del tensor.__dict__[_ATTRIBUTE]
         tensor.__class__ = tensor.shown  # type: ignore[assignment]  # one of the same layout
 
 
 def show_gradient(tensor: Any, place: HiddenParameter) -> None:
-    """Makes the gradient of a parameter an ordinary one again, if the parameter has its values."""
+    """Makes a parameter's gradient an ordinary gradient again, if the parameter's values are not
+    hidden."""
     if not isinstance(tensor, _Absent):
         show(tensor, place)
 
@@ -496,13 +498,13 @@ class Leaves:
             hide(leaf, place)
 
     def show(self) -> None:
-        """Makes all parameters ordinary ones again."""
+        """Makes all parameters ordinary parameters again."""
         for leaf, place in self._leaves:
             show(leaf, place)
 
     def take_gradient(self, index: int) -> torch.Tensor | None:
-        """Removes the gradient that autograd has stored in parameter number `index`, returns it,
-        and records that it is now stored elsewhere. None if there is none."""
+        """Removes and returns the gradient that autograd has stored in parameter number `index`;
+        None if there is none. Records that the gradient is now stored elsewhere."""
         leaf, place = self._leaves[index]
         gradient = take_gradient(leaf)
         place.gradient |= gradient is not None
@@ -516,7 +518,7 @@ class Leaves:
                 hide_gradient(leaf, place)
 
     def gradients_handed_out(self, present: Sequence[bool]) -> None:
-        """Records that this rank has its parts of the summed gradients, including parts for
+        """Records that this rank has its part of the summed gradients, including gradients of
         parameters that only other ranks have used. `present`: for each parameter, True if some rank
         has used it."""
         others = [
@@ -535,7 +537,7 @@ class Leaves:
         return any(place.gradient for _, place in self._leaves)
 
     def show_gradients(self) -> None:
-        """Makes the gradients ordinary ones for autograd at the beginning of a pass."""
+        """Makes the gradients ordinary gradients, for autograd, at the beginning of a pass."""
         if self._without_gradients:
             self._without_gradients = False
             for leaf, place in self._leaves:
@@ -549,8 +551,8 @@ class Leaves:
                 leaf.grad = None
 
     def refuse_set_gradients(self) -> None:
-        """Checks that the parameters have no gradients, because none of the step's backward passes
-        can have produced them. Called when the gradients of all passes have been moved elsewhere.
+        """Checks that the parameters have no gradients. Called when the gradients of all the step's
+        passes have been moved elsewhere, so that remaining ones must have been set by the script.
 
         Raises:
             ConfigurationError: the script has set a parameter's gradient.
@@ -560,8 +562,7 @@ class Leaves:
                 raise _cannot_set(place)
 
     def drop_gradients(self) -> None:
-        """Discards the gradients that are stored elsewhere, and gradients that the script has
-        set."""
+        """Discards the gradients that are stored elsewhere, and gradients set by the script."""
         for leaf, place in self._leaves:
             drop_gradient(leaf, place)
 
@@ -572,8 +573,8 @@ def is_hidden(tensor: Any) -> bool:
 
 
 def find_moved(parameters: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> int | None:
-    """Returns the index of a parameter that has its values on this rank, but not in its tensor in
-    `memory`; None if there is none."""
+    """Returns the index of a parameter whose values are on this rank, but not in the corresponding
+    tensor of `memory`; None if there is none."""
     for index, (parameter, own) in enumerate(zip(parameters, memory, strict=True)):
         if not is_hidden(parameter) and (
             parameter.data_ptr() != own.data_ptr() or parameter.dtype != own.dtype
@@ -583,8 +584,8 @@ def find_moved(parameters: Sequence[torch.Tensor], memory: Sequence[torch.Tensor
 
 
 def refuse_loading(module: nn.Module) -> None:
-    """Makes `load_state_dict` of the module, or of a part of it, raise if the state dict contains
-    values of hidden parameters. The error is raised before anything changes."""
+    """Makes `load_state_dict` of the module and its submodules raise an error if the state dict
+    contains values of hidden parameters. The error is raised before anything is loaded."""
     for part in module.modules():
         part.register_load_state_dict_pre_hook(_check_loading)
 
@@ -597,8 +598,7 @@ def _check_loading(module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 
 
 def blank_copies(module: nn.Module) -> dict[int, Any]:
-    """Returns a memo for `copy.deepcopy` that replaces hidden parameters by parameters without
-    values."""
+    """Returns a memo for `copy.deepcopy` that replaces hidden parameters with empty ones."""
     with inside():
         return {
             id(p): nn.Parameter(
@@ -610,8 +610,8 @@ def blank_copies(module: nn.Module) -> dict[int, Any]:
 
 
 def gradient_of(tensor: Any) -> torch.Tensor | None:
-    """Returns the gradient that autograd has stored in a parameter, whether the parameter is hidden
-    or not."""
+    """Returns the gradient that autograd has stored in a parameter, even if the parameter is
+    hidden."""
     if not isinstance(tensor, _Hidden):
         return tensor.grad  # type: ignore[no-any-return]  # any tensor's
     with inside():
@@ -619,16 +619,16 @@ def gradient_of(tensor: Any) -> torch.Tensor | None:
 
 
 def take_gradient(tensor: Any) -> torch.Tensor | None:
-    """Removes and returns the gradient that autograd has stored in a parameter, whether the
-    parameter is hidden or not."""
+    """Removes and returns the gradient that autograd has stored in a parameter, even if the
+    parameter is hidden."""
     gradient = gradient_of(tensor)
     drop_gradient(tensor)
     return gradient
 
 
 def drop_gradient(tensor: Any, place: HiddenParameter | None = None) -> None:
-    """Removes a parameter's gradient. `place`: if given, the gradient that is stored elsewhere is
-    removed too."""
+    """Removes a parameter's gradient. `place`: if given, a gradient that is stored elsewhere is
+    discarded too."""
     if place is not None:
         place.gradient = False
         show_gradient(tensor, place)

@@ -1,9 +1,9 @@
-"""Maps the shards of a state to the ranks that hold them. Decides which sharding is still complete,
-which rank sends each shard, and which shards need a copy on another rank.
+"""Maps the shards of a state to the ranks that hold them. Determines which sharding is still
+complete, which rank sends each shard, and which shards need a copy on another rank.
 
-Pure functions: all ranks compute the same decisions from the exchanged claims. A *place* identifies
-a shard: by its position in `sharding`, and by its stage, part and position in `mesh`. These
-packages transfer the shards.
+These are pure functions: all ranks reach the same decisions from the claims that they have
+exchanged. A *place* identifies a shard: its position in `sharding`, or its stage, part and position
+in `mesh`. These two packages transfer the shards.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Place = TypeVar("Place", int, tuple[int, int, int])
 
 
 class ShardsLostError(StateLostError):
-    """Raised when no rank holds some shard of the model any more."""
+    """Raised when some shard of the model is not on any rank any more."""
 
     def __init__(self, *, lost: int, shards: int) -> None:
-        """`lost`: number of lost shards. `shards`: number of all shards."""
+        """`lost`: number of lost shards. `shards`: total number of shards."""
         which = (
             f"{lost} of the model's {shards} shards" if lost < shards else "any shard of the model"
         )
@@ -37,7 +37,7 @@ class ShardsLostError(StateLostError):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Generic[Place]):
-    """Statement of one rank about the shards that it holds in one sharding."""
+    """One rank's statement of the shards that it holds in one sharding."""
 
     rank: int
     cut: int
@@ -51,7 +51,7 @@ class Claim(Generic[Place]):
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Generic[Place]):
-    """Plan to copy a shard that only one rank holds to another rank."""
+    """Planned copy, to another rank, of a shard that only one rank has."""
 
     place: Place
     sender: int
@@ -60,7 +60,7 @@ class Copy(Generic[Place]):
 
 @dataclass(kw_only=True)
 class ShardHolders(Generic[Place]):
-    """Holders of all shards in one sharding."""
+    """Holders and mirror holders of all shards of one sharding."""
 
     cut: int
     """Number of the sharding."""
@@ -69,7 +69,7 @@ class ShardHolders(Generic[Place]):
     holders: dict[Place, list[int]] = field(default_factory=dict)
     """Ranks that hold each shard, ascending."""
     mirror_holders: dict[Place, list[int]] = field(default_factory=dict)
-    """Ranks that keep a copy of each shard, ascending."""
+    """Ranks that have a copy (mirror) of each shard, ascending."""
 
     @property
     def lost(self) -> int:
@@ -86,14 +86,15 @@ class ShardHolders(Generic[Place]):
         return [*self.holders.get(place, ()), *self.mirror_holders.get(place, ())]
 
     def senders(self) -> dict[Place, int]:
-        """Returns the sending rank of each shard, if each shard is sent once."""
+        """Returns the rank that sends each shard if every shard is sent once. Distributes the
+        shards evenly."""
         turns = SendingTurns()
         return {place: turns.choose(ranks) for place, ranks in sorted(self.sources().items())}
 
 
 def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
-    """Returns the newest sharding in which every shard has a holder or a copy. `claims`: claims of
-    all ranks. A rank may have several.
+    """Returns the newest sharding in which every shard has a holder or a copy. `claims`: all ranks'
+    claims; a rank may make several.
 
     Raises:
         ShardsLostError: no sharding is complete.
@@ -120,7 +121,7 @@ def plan_copies(
     *,
     most: int | None = None,
 ) -> list[Copy[Place]]:
-    """Plans copies after which two of the ranks that stay have each shard.
+    """Plans copies so that at least two of the remaining ranks have each shard.
 
     No copy is planned for a shard if all other ranks already keep as many copies as they can.
 
@@ -150,14 +151,13 @@ def plan_copies(
 
 
 class SendingTurns:
-    """Chooses a sender among equivalent ranks: the rank that has sent least so far."""
+    """Chooses among ranks that can all send the same data: the rank that has sent least so far."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()
 
     def choose(self, candidates: Iterable[int], amount: int = 1) -> int:
-        """Returns the next sender and records its amount. `amount`: amount to be sent, in any
-        unit."""
+        """Chooses a sender, and records that it sends `amount` (in any unit)."""
         chosen = min(candidates, key=lambda one: (self._sent[one], one))
         self._sent[chosen] += amount
         return chosen

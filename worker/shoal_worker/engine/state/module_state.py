@@ -1,13 +1,13 @@
 """State of a module: its parameters, its buffers, and the other entries of `state_dict()`, each
 under its key in the state dict.
 
-`state_dict()` need not use the names of `named_parameters()`, because wrappers (activation
+`state_dict()` may use names other than `named_parameters()`, because wrappers (activation
 checkpointing) and hooks rename, omit or replace entries. An entry is therefore identified by its
-tensor, not by its name. Entries that hooks omit are part of the state nevertheless, under their own
+tensor, not by its name. Entries that hooks omit are nevertheless part of the state, under their own
 names: joiners, repeated steps and checkpoints need them.
 
-Entries that are neither parameters nor buffers (`get_extra_state()`, and those made by a module's
-own `state_dict` hooks) are passed on unchanged to the module's own `load_state_dict`.
+Entries that are neither parameters nor buffers (`get_extra_state()`, and entries made by a module's
+own `state_dict` hooks) are passed unchanged to the module's own `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal_worker.state.tree import flatten
 
 
 class ModuleState:
-    """Current state of a module. The tensors are the module's own."""
+    """Current state of a module. Shares the module's tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         with inside():
@@ -35,11 +35,12 @@ class ModuleState:
         named = parameters | dict(module.named_buffers(remove_duplicate=False))
         own = {id(tensor) for tensor in named.values()}
         self.tensors: dict[str, torch.Tensor] = {}
-        """Parameters and saved buffers, by key. A tied tensor appears under each of its keys."""
+        """Parameters and persistent buffers, by key. A tied tensor appears under each of its
+        keys."""
         self.others: dict[str, Any] = {}
         """Extra state, and entries made by hooks, by key."""
         self.replaced: set[str] = set()
-        """Keys for which `state_dict()` contains something other than the module's own tensor."""
+        """Keys whose entry in `state_dict()` is not the module's own tensor."""
         for key, value in self._listed.items():
             if id(value) in own:
                 self.tensors[key] = value
@@ -87,7 +88,7 @@ class ModuleState:
 
     def shapes(self, *, listed: bool = False) -> dict[str, torch.Size | None]:
         """Returns the shapes of the entries; None for entries whose shape need not match. `listed`:
-        True for the entries of `state_dict()`, in which hooks may have replaced tensors."""
+        True for the entries of `state_dict()`, where hooks may have replaced tensors."""
         shapes: dict[str, torch.Size | None] = {
             key: tensor.shape for key, tensor in self.tensors.items()
         }
@@ -96,8 +97,8 @@ class ModuleState:
         return shapes | dict.fromkeys(self.others)
 
     def shown(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns captured `values` in the form that the module's own `load_state_dict` expects.
-        Tensors that hooks replace in `state_dict()` get their current entries from there."""
+        """Converts captured `values` for the module's own `load_state_dict`. Entries that hooks
+        replace in `state_dict()` are taken from the current `state_dict()`."""
         if self.replaced.isdisjoint(values):
             return values
         given = OrderedDict(values)
@@ -108,14 +109,15 @@ class ModuleState:
 
 
 def other_entries(module: nn.Module) -> dict[str, Any]:
-    """Returns the extra state of the module and its parts, and entries made by hooks, by key."""
+    """Returns the extra state of the module and its submodules, and entries made by hooks, by
+    key."""
     return ModuleState(module).others
 
 
 def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> None:
     """Checks that every entry of the module's state can be sent to a joiner and saved; otherwise
-    raises ConfigurationError. Unless `whole` is True, ranks do not have unsharded parameters, and
-    entries that a hook computes from parameters are refused too."""
+    raises ConfigurationError. `whole`: True if ranks have unsharded parameters. Otherwise, entries
+    that a hook computes from parameters are refused too."""
     state = ModuleState(module)
     for key, value in state.others.items():
         try:
@@ -139,7 +141,7 @@ def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> 
 
 
 def _computed(module: nn.Module, state: ModuleState) -> list[str]:
-    """Returns the keys of entries that hooks compute from parameters. Such entries change when the
+    """Returns the keys of entries that hooks compute from parameters: entries that change if the
     parameters have no elements."""
     hooked = {key: value for key, value in state.others.items() if not key.endswith("_extra_state")}
     if not hooked or any(tensor.is_meta for tensor in state.tensors.values()):
@@ -167,7 +169,7 @@ def check_model_fits(
     values: Mapping[str, Any], module: nn.Module, shapes: Mapping[str, torch.Size | None]
 ) -> None:
     """Checks that a state fits the module. `values`: a captured state, or the result of
-    `full_state_dict` of any strategy. `shapes`: unsharded shapes, from `ModuleState.shapes`.
+    `full_state_dict` from any strategy. `shapes`: unsharded shapes, from `ModuleState.shapes`.
 
     Parameters that the module's `state_dict()` omits may be missing. Buffers that have no elements
     in this module may have any shape in the state.
@@ -215,18 +217,17 @@ def _owner(module: nn.Module, key: str) -> tuple[nn.Module | None, str]:
 
 
 def _is_unset(module: nn.Module, key: str) -> bool:
-    """Returns whether the key belongs to a buffer that is still None in this module and gets a
-    value in the first passes."""
+    """Returns whether the key belongs to a buffer that is still None in this module, because it
+    receives its value in the first passes."""
     owner, name = _owner(module, key)
     return owner is not None and name in owner._buffers and owner._buffers[name] is None
 
 
 @torch.no_grad()
 def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool = False) -> None:
-    """Loads a fitting state, or some of its entries, into a module. The module's hooks see the
-    values as in torch's own `load_state_dict`. `listed`: True if the values come from
-    `state_dict()`, so that the loading hooks convert what the saving hooks produced; False if they
-    come from `captured`."""
+    """Loads a state that fits the module, or some of its entries. The module's hooks run as in
+    torch's own `load_state_dict`. `listed`: True if the values come from `state_dict()`, so that
+    loading hooks reverse the changes of saving hooks; False if they come from `captured`."""
     for owner, name, value in _buffers_to_make(module, values):
         device = next((tensor.device for tensor in module.parameters()), value.device)
         owner._buffers[name] = torch.empty_like(value, device=device)
@@ -243,8 +244,7 @@ def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool 
 def _buffers_to_make(
     module: nn.Module, values: Mapping[str, Any]
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yields the buffers that lack memory for their value in `values`, with their owners and
-    names."""
+    """Yields the buffers without memory for their value in `values`, as (owner, name, value)."""
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
             continue

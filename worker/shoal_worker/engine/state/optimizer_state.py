@@ -1,5 +1,5 @@
-"""Per-parameter state of an optimizer: recognizes values that belong to a parameter's elements, and
-loads state dicts."""
+"""Per-parameter state of an optimizer: recognizes values with one element per element of the
+parameter, and loads state dicts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from shoal_worker.state.fits import ELEMENTWISE
 
 _ONE_NUMBER: Final = frozenset({"step", "mu_product", "eta", "mu"})
-"""Names under which optimizers of torch.optim keep one number per parameter. In a parameter without
-dimensions (a temperature, a scale), moments have the same shape as such a number, and only the name
-distinguishes them."""
+"""Names of state entries of torch.optim's optimizers with one number per parameter. For a parameter
+without dimensions (a temperature, a scale), moments have the same shape as such a number, and
+differ only by name."""
 
 _IN_THE_PARAMETERS_DTYPE: Final = ELEMENTWISE | {"Adafactor", "Muon"}
 """Optimizers of torch.optim that create their moments in the parameter's dtype."""
 
 
 def is_element(value: object, key: str, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value of the optimizer's state belongs to the elements of a parameter and
-    is sharded with it (a moment), unlike a step count. `key`: the value's name in the state.
-    `shape`: shape of the parameter, or of its local part."""
+    """Returns whether a value of the optimizer's state has one element per element of the parameter
+    and is sharded with it, as a moment is and a step count is not. `key`: the value's name in the
+    state. `shape`: shape of the parameter, or of its local part."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -31,9 +31,9 @@ def is_element(value: object, key: str, shape: torch.Size) -> TypeGuard[torch.Te
 
 
 def strided_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns `value`, a moment or a gradient, with the strides of `parameter`. Peers and files do
-    not preserve strides. On a CPU, torch's fused optimizers iterate over a parameter, its gradient
-    and its moments in memory order, regardless of their strides."""
+    """Returns `value`, a moment or a gradient, with the strides of `parameter`. Strides are not
+    preserved when a value is sent or saved. On a CPU, torch's fused optimizers iterate over a
+    parameter, its gradient and its moments in memory order, regardless of their strides."""
     if value.layout is not torch.strided or value.stride() == parameter.stride():
         return value
     return torch.empty_like(
@@ -45,8 +45,8 @@ def as_made_by(
     optimizer: torch.optim.Optimizer | None, value: Any, key: str, dtype: torch.dtype
 ) -> Any:
     """Converts a loaded value of the optimizer's state for a parameter of `dtype`. Optimizers of
-    torch.optim create moments in the parameter's dtype and cannot continue with others, but the
-    state may come from a run with another dtype. Values of other optimizers are returned unchanged.
+    torch.optim create moments in the parameter's dtype and cannot use others, but the state may
+    come from a run with a different dtype. Values of other optimizers are returned unchanged.
     """
     kind = type(optimizer)
     of_torch = (
@@ -64,13 +64,13 @@ def load_optimizer(
     """Loads a complete state dict into an optimizer of unsharded parameters. Moments get the memory
     layout of their parameters.
 
-    torch converts everything except "step" to the parameter's dtype, regardless of the optimizer's
-    own choice: float32 sums for bfloat16 parameters, integers, a running product. A rank that
-    receives its peers' state must not continue with less precision.
+    torch converts everything except "step" to the parameter's dtype, regardless of the dtype that
+    the optimizer has chosen: float32 sums for bfloat16 parameters, integers, a running product. A
+    rank that receives its peers' state must not lose precision.
 
     Args:
-        exact: True if the state was saved with parameters of the same dtypes, so that the dtypes of
-            its values are kept. An optimizer with its own loading method handles this itself.
+        exact: True if the state was saved with parameters of the same dtypes, so that its values
+            keep their dtypes. An optimizer with its own loading method handles this itself.
     """
     optimizer.load_state_dict(dict(state))
     exact = exact and type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict

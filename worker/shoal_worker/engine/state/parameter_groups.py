@@ -1,8 +1,8 @@
 """Divides parameters into units that are gathered, used and freed together, or reduced together.
 Also recomputes activations in the backward pass.
 
-Small units cost more collectives, large units more memory: with sharded parameters, the largest
-unit is unsharded in memory while it computes.
+Small units need more collectives, and large units more memory: if parameters are sharded, a unit is
+unsharded in memory while it is used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def checkpoint_activations(
     module: nn.Module, chosen: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 ) -> None:
     """Makes the chosen submodules recompute their activations in the backward pass instead of
-    keeping them. `chosen`: see `ShardingConfiguration.activation_checkpointing`. Submodules that
-    already do so are unchanged.
+    keeping them. `chosen`: see `ShardingConfiguration.activation_checkpointing`. Leaves submodules
+    that already do so unchanged.
 
     Raises:
         ConfigurationError: the model has no such submodule.
@@ -72,10 +72,10 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 def check_forward_passes(module: nn.Module, strategy: str) -> None:
     """Checks that all parts of the module use the forward pass of their class; otherwise raises
-    ConfigurationError (after `layer.forward = ...`). Layers are split by what their classes
-    compute, and copies of such a module would compute with the first one's parameters."""
+    ConfigurationError (after `layer.forward = ...`). Layers are split according to their classes,
+    and copies of a module with a replaced `forward` would use the parameters of the original."""
     for name, part in module.named_modules():
-        compiled = "_orig_mod" in part._modules  # by torch.compile; copies can create it
+        compiled = "_orig_mod" in part._modules  # by torch.compile; copying may also create it
         if _FORWARD in part.__dict__ and own_forward(part) is None and not compiled:
             raise ConfigurationError(
                 f"module {name!r} ({type(part).__name__}) has its own forward() (module.forward = "
@@ -111,13 +111,13 @@ def by_modules(
     """Returns a group for each module in `shard_modules` (classes, or names of submodules), after a
     first group for all other parameters.
 
-    None selects the children of containers that repeat a class (the blocks of a transformer), if
-    they have at least `at_least` elements. A parameter shared by several units belongs to the first
-    group. Groups are in the order of `named_modules`. A module's group does not include the
-    parameters of inner modules with their own group.
+    `shard_modules=None` selects the children of containers that repeat a class (the blocks of a
+    transformer), if they have at least `at_least` elements. A parameter shared by several units
+    belongs to the first group. Groups are in the order of `named_modules`. Parameters of a nested
+    module with its own group are not in the outer module's group.
 
     Raises:
-        ConfigurationError: a name or a class that the model lacks.
+        ConfigurationError: the model does not contain one of the names or classes.
     """
     modules = dict(module.named_modules())
     chosen = (
@@ -180,8 +180,8 @@ def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
 
 
 def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
-    """Splits a group by dtype and by whether parameters are trained. Parameters of one result can
-    share a vector and a reduction."""
+    """Splits a group by dtype and by whether parameters are trained. Parameters of one resulting
+    group can share a flat vector and a reduction."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, parameter in enumerate(group.parameters):
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(index)
@@ -195,8 +195,8 @@ def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
 
 
 def _enclosing(name: str, chosen: set[str]) -> str:
-    """Returns the name of the innermost module, among the chosen ones, that contains the parameter;
-    empty if there is none."""
+    """Returns the name of the innermost of the `chosen` modules that contains the parameter `name`;
+    empty if none does."""
     path = name.split(".")[:-1]
     while path:
         if ".".join(path) in chosen:

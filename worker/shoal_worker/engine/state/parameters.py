@@ -1,10 +1,10 @@
-"""Parameter values given by users, requirements on a model before training, and models built
-without values.
+"""Parameter values passed by users, requirements on a model before training, and models on the meta
+device.
 
-Values given from outside, such as a file's contents or another model's values, must be the same on
-all ranks. Ranks with different values would not notice: each would continue to train its own. Given
-values are therefore checked in an operation in which the ranks compare digests. If one rank cannot
-read them, no rank uses them.
+Values that a script sets, such as a file's contents or another model's values, must be the same on
+all ranks. If they differed, no rank would notice, and each would continue with its own. The ranks
+therefore compare digests of the values before they use them. If one rank cannot read the values, no
+rank uses them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def named_values(
     parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """Returns the argument of `with_parameters` as values by name. `own`: the model's unsharded
+    """Converts the argument of `with_parameters` to values by name. `own`: the model's unsharded
     parameters, in order.
 
     Raises:
@@ -95,7 +95,7 @@ def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def check_trains(module: nn.Module) -> None:
-    """Checks that at least one parameter of the module is trained; otherwise raises
+    """Checks that at least one parameter of the module requires gradients; otherwise raises
     ConfigurationError."""
     if not any(p.requires_grad for p in module.parameters()):
         raise ConfigurationError(
@@ -105,7 +105,8 @@ def check_trains(module: nn.Module) -> None:
 
 def check_shaped(module: nn.Module) -> None:
     """Checks that all parameters and buffers of the module have a shape; otherwise raises
-    ConfigurationError. Lazy ones get their shape only in the first forward pass."""
+    ConfigurationError. Lazy parameters and buffers get their shapes only in the first forward
+    pass."""
     if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ConfigurationError(
             "the model has lazy parameters or buffers without a shape: run one batch through it "
@@ -118,8 +119,8 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
     trained; otherwise raises ConfigurationError.
 
     Strategies move each parameter to separate memory, which would split a shared tensor in two.
-    `kept`: True if the strategy leaves parameters in place. Two parameters may then share memory,
-    but not a parameter and a buffer, because buffers are written at the end of a step.
+    `kept`: True if the strategy leaves parameters where they are. Two parameters may then share
+    memory, but not a parameter and a buffer, because buffers are written at the end of a step.
     """
     members = [
         _Member(
@@ -162,8 +163,8 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
 
 
 class ModuleMembers:
-    """Parameters of a module at `as_distributed`. A strategy that reduces only their gradients
-    checks with this class that no others are trained.
+    """Parameters of a module at `as_distributed`. A strategy that reduces only these parameters'
+    gradients uses this class to check that no other parameters are trained.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -180,7 +181,7 @@ class ModuleMembers:
 
     def check(self) -> None:
         """Checks that no unknown parameter requires gradients; otherwise raises ConfigurationError.
-        A known parameter may be renamed or moved. Cheap enough for each step."""
+        A known parameter may be renamed or moved. Fast enough to be called in each step."""
         now = [table.get(name) for table, name in self._places]
         if list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._found)):
             return
@@ -211,7 +212,7 @@ class _Member:
         self.end = self.begin + self.extent * tensor.element_size()
 
     def matters_beside(self, other: _Member, *, kept: bool) -> bool:
-        """Returns whether this tensor and `other` must not share memory. `kept`: see
+        """Returns whether an error is raised if this tensor and `other` share memory. `kept`: see
         `check_memory`.
         """
         trained = any(not one.is_buffer and one.tensor.requires_grad for one in (self, other))
@@ -223,7 +224,7 @@ class _Member:
 
     def shares_elements_with(self, other: _Member) -> bool:
         """Returns whether this tensor shares an element with `other`, which begins within this
-        tensor's range. Two columns of a matrix share none."""
+        tensor's memory range. Two columns of a matrix overlap in range but share no element."""
         size, apart = self.tensor.element_size(), other.begin - self.begin
         without_gaps = all(one.extent == one.tensor.numel() for one in (self, other))
         if without_gaps or other.tensor.element_size() != size or apart % size:
@@ -236,8 +237,8 @@ class _Member:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor consists of elements at an address. False for tensors on the meta
-    device, sparse tensors and wrapper classes."""
+    """Returns whether a tensor's elements are stored at a memory address. False for tensors on the
+    meta device, sparse tensors and wrapper classes."""
     plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return (
         plain
@@ -252,8 +253,8 @@ T = TypeVar("T")
 
 
 def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
-    """Returns the result of `read` after checking, in an operation of all ranks, that it is the
-    same on all of them. Nothing is changed. `kind`: the user's call, for errors.
+    """Returns the result of `read` after checking, in a collective operation, that all ranks have
+    the same result. `kind`: the user's call, for errors.
 
     Raises:
         ConfigurationError: the results differ between ranks, or `read` failed on another rank.
@@ -292,15 +293,14 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
 
 
 def has_values(module: nn.Module) -> bool:
-    """Returns whether all parameters and buffers have values, so that none is on the meta
-    device."""
+    """Returns whether no parameter or buffer is on the meta device."""
     return not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers that state_dict omits (persistent=False), by name. A rank that sends its
-    state sends them too. Otherwise a peer that has no values for them, or initialized them at
-    random, would compute different results.
+    """Returns the buffers that state_dict omits (persistent=False), by name. They are sent to peers
+    with the state, because a peer that has no values for them, or has initialized them randomly,
+    would compute different results.
     """
     saved = {id(tensor) for tensor in ModuleState(module).tensors.values()}
     return {
@@ -311,14 +311,14 @@ def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Loads a peer's `unsaved_buffers` into the module. Skips buffers of another shape or dtype,
-    because a cache may have any shape."""
+    """Loads a peer's `unsaved_buffers` into the module. Skips buffers with a different shape or
+    dtype, because the shape of a cache may vary."""
     _take_buffers(module, unsaved_buffers(module), buffers)
 
 
 def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     """Loads a peer's buffers into the module, including those that state_dict omits. Skips buffers
-    of another shape or dtype."""
+    with a different shape or dtype."""
     _take_buffers(module, dict(module.named_buffers(remove_duplicate=False)), buffers)
 
 
@@ -355,12 +355,12 @@ def materialize(
     other tensors to `device`.
 
     torch creates new tensors for this. The new parameters replace the old ones in the optimizer's
-    groups, and modules that shared a tensor still share it. `buffers`: a peer's `unsaved_buffers`,
-    with values for buffers on the meta device.
+    groups, and modules that share a tensor continue to share it. `buffers`: a peer's
+    `unsaved_buffers`, with values for buffers on the meta device.
 
     Raises:
-        ConfigurationError: one of these buffers is missing or has another shape, or a parameter has
-            hooks; nothing is changed.
+        ConfigurationError: one of these buffers is missing or has a different shape, or a parameter
+            has hooks. Nothing is changed.
     """
     given = _given(module, buffers or {})
     for _, _, tensor in _places(module):
@@ -410,8 +410,8 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _places(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Returns the location of each parameter and buffer in the module: its table, name and tensor.
-    A shared tensor occurs several times."""
+    """Returns a (dict, name, tensor) triple for each parameter and buffer in the module; the dict
+    is the `_parameters` or `_buffers` that contains it. A shared tensor occurs several times."""
     return [
         (tensors, name, tensor)
         for owner in module.modules()

@@ -1,6 +1,6 @@
-"""Interface to the state of one model and its optimizer, on a rank that need not hold all of it.
+"""Interface to the state of one model and its optimizer, on a rank that need not have all of it.
 
-Implementations divide the state over the ranks of a group (`sharding/sharded_state.py`), or over
+Implementations shard the state across the ranks of a group (`sharding/sharded_state.py`), or along
 the axes of a mesh (`mesh/parts.py`). Owned by the training thread.
 """
 
@@ -22,7 +22,7 @@ Settings = list[dict[str, Any]]
 
 
 class PartitionedState(abc.ABC):
-    """State of one model and of its optimizer, divided over ranks."""
+    """State of one model and its optimizer, partitioned across ranks."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -57,11 +57,11 @@ class PartitionedState(abc.ABC):
 
     @abc.abstractmethod
     def _group_shapes(self) -> Sequence[Sequence[torch.Size]]:
-        """Returns the unsharded shapes of the parameters in each of the optimizer's groups."""
+        """Returns the unsharded shapes of the parameters, for each of the optimizer's groups."""
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Checks that `state` belongs to the same model and optimizer; otherwise raises
-        CorruptDataError. `state`: result of `assemble` of any strategy."""
+        CorruptDataError. `state`: result of `assemble` from any strategy."""
         self._check_values(state["model"])
         if state["optimizer"] is not None:
             self._check_optimizer(state["optimizer"])
@@ -75,38 +75,38 @@ class PartitionedState(abc.ABC):
 
     @abc.abstractmethod
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the optimizer, and replaces its parameters with this rank's part. Called before the
-        first sharding."""
+        """Sets the optimizer, and replaces the parameters in its groups with this rank's part.
+        Called before the state is first sharded."""
 
     @abc.abstractmethod
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns {"model", "optimizer"}, the complete state as on a single process. Called by
-        every rank of `channel`.
+        """Returns {"model", "optimizer"}, the complete state as on a single process. Must be called
+        on every rank of `channel`.
 
         Raises:
-            StateLostError (SHARDS_LOST): some part is no longer held by any rank.
+            StateLostError (SHARDS_LOST): no rank has some part any more.
             MembershipChanged: the group has ended.
         """
 
     @abc.abstractmethod
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
-        """Returns the model's complete state dict, which may share memory with the state. Called by
-        every rank of `channel`. Raises like `assemble`."""
+        """Returns the model's complete state dict, which may share memory with the state. Must be
+        called on every rank of `channel`. Raises the same errors as `assemble`."""
 
     @abc.abstractmethod
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads this rank's part of a complete state dict, which is the same on every rank. The
-        optimizer's state and the sharding stay unchanged.
+        """Loads this rank's part of a complete state dict, which must be the same on every rank.
+        The optimizer's state and the sharding stay unchanged.
 
         Raises:
-            CorruptDataError: the state belongs to another model; nothing is changed.
+            CorruptDataError: the state belongs to a different model. Nothing is changed.
         """
 
     @abc.abstractmethod
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Loads this rank's part of a complete optimizer state dict, which is the same on every
-        rank.
+        """Loads this rank's part of a complete optimizer state dict, which must be the same on
+        every rank.
 
         Raises:
-            CorruptDataError: the state belongs to another optimizer; nothing is changed.
+            CorruptDataError: the state belongs to a different optimizer. Nothing is changed.
         """

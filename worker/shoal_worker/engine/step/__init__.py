@@ -1,7 +1,7 @@
-"""The passes of a step, and the changes that they make besides gradients.
+"""Forward and backward passes of a step, and the changes that they make besides gradients.
 
 `passes`: calls a module and computes its loss. `ranks_in_passes`: communication with other ranks in
 a pass. `buffers`: buffers that a step changes. `pass_writes`: all other changes by a pass.
-`compressed`: compressed gradients. `failed_collectives`: collectives whose failure makes a step
-lost. `tentative_update`: undoes an update if its batch does not count.
+`compressed`: compressed gradients. `failed_collectives`: collectives whose failure aborts a step.
+`tentative_update`: undoes an update if the step of its batch is aborted.
 """

@@ -1,21 +1,21 @@
-"""A module's buffers, and their values at the last committed step.
+"""Synchronizes a module's buffers across ranks, and restores them after an aborted step.
 
-A step already changes buffers in its forward pass. If the step is lost, they are restored. If it is
-committed, all ranks must have the same values. The ranks therefore sum the weighted change of each
-floating-point buffer and add it to the committed value. A buffer that no rank has changed keeps its
-exact value. A script's later changes in the same step stay local, like its changes between two
-steps.
+The forward pass already changes buffers, before the outcome of the step is known. If the step is
+aborted, they are restored. If it is committed, all ranks must have the same values. The ranks
+therefore sum the weighted change of each floating-point buffer and add it to the committed value. A
+buffer that no rank has changed keeps its exact value. A script's later changes in the same step
+stay local, like its changes between two steps.
 
 Counters are int64 buffers and stay exact. Their changes are summed in float64, and a change too
 large for that is refused; on a device, the error is raised one step later to avoid a wait. A count
-of steps changes equally on all ranks and is added once; other changes are summed.
+of steps changes by the same amount on all ranks and is added once; other changes are summed.
 
 `extremes.py` handles minima and maxima. All other state (bool, other integers, complex numbers,
-partially infinite tensors) must be changed equally on all ranks: its digest is part of the step
+partially infinite tensors) must be changed identically on all ranks: its digest is part of the step
 vote.
 
-Buffers are looked up by name each time, because modules also assign new tensors (`self.average =
-0.9 * self.average + ...`).
+Buffers are looked up by name each time, because modules may also assign new tensors (`self.average
+= 0.9 * self.average + ...`).
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ _ROWS: Final = 5
 prime, the square of the remainder, whether the change equals the number of samples, and the change
 again without a weight."""
 _MODULUS: Final = 4093
-"""Prime by which changes are divided to compare them. Changes that differ by a multiple of it count
-as equal."""
+"""Prime modulo which changes are compared. Changes that differ by a multiple of it count as
+equal."""
 _TOLERANCE: Final = 1e-5
-"""Upper limit for the variance of equal remainders. The variance of different ones is at least the
-smallest weight of a pass."""
+"""Maximum variance across ranks of remainders that count as equal. If remainders differ, their
+variance is at least the smallest weight of a pass."""
 _LARGEST_CHANGE: Final = 2.0**40
-"""Largest change of a counter. The mean of such integers over 4000 ranks, in float64, is off by
-less than a half."""
+"""Largest change of a counter in a step. Up to this size, and with 4000 ranks, the error of the
+mean in float64 is less than a half."""
 _WATCHED_SUMS: Final = 100
-"""Number of first steps in which counters are checked for likely mistakes."""
+"""Number of steps, from the first, in which counters are checked for likely mistakes."""
 
 
 class CommittedBuffers:
-    """Buffers of a module and their committed values. Owned by the training thread. In flat
-    tensors, floating-point buffers come before counters."""
+    """Buffers of a module and their committed values. Owned by the training thread. Buffers that
+    are averaged are called statistics; buffers of integers that are summed, counters. In flat
+    tensors, statistics come before counters."""
 
     def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
-        """`kinds`: the module's buffers with minima and maxima, from `find_extremes` at
-        `as_distributed`."""
+        """`kinds`: result of `find_extremes` for the module at `as_distributed`."""
         kinds = kinds or {}
         extremes: list[tuple[str, nn.Module, str]] = []
         followed: list[tuple[str, nn.Module, str]] = []
@@ -71,20 +71,21 @@ class CommittedBuffers:
         counters: list[tuple[nn.Module, str]] = []
         self._sums_to_watch = self._steps_to_watch = _WATCHED_SUMS
         self._multiples: torch.Tensor | None = None
-        """Marks the elements of counters whose last changes were multiples of this rank's number of
-        samples."""
+        """One flag for each element of the counters: True if its last change was a multiple of this
+        rank's number of samples."""
         others: list[tuple[nn.Module, str]] = []
         statistics: list[tuple[str, nn.Module, str]] = []
         self._counted: list[tuple[str, nn.Module, str]] = []
-        """Counters that are part of the state."""
+        """Counters that are saved with the state, as (full name, owner, local name)."""
         self._exact: list[tuple[str, nn.Module, str]] = []
-        """Buffers of the state that can neither be averaged nor summed."""
+        """Saved buffers that can be neither averaged nor summed, as (full name, owner, local
+        name)."""
         self._owners = [
             (prefix, owner, frozenset(owner._buffers)) for prefix, owner in module.named_modules()
         ]
-        """All modules, each with the names of its buffers at `as_distributed`."""
+        """All modules, as (full name, module, names of its buffers at `as_distributed`)."""
         self._unset: list[tuple[str, nn.Module, str]] = []
-        """Buffers of the state that were None at `as_distributed`."""
+        """Saved buffers that were None at `as_distributed`."""
         seen = set()
         for prefix, owner in module.named_modules():
             for name, buffer in owner._buffers.items():
@@ -111,21 +112,21 @@ class CommittedBuffers:
                     )
                 (floats if statistic else counters if counter else others).append((owner, name))
         self.extremes = Extremes(extremes, kinds, followers)
-        """Buffers that hold minima and maxima."""
+        """Buffers that contain minima and maxima."""
         self._saved = [*statistics, *self._counted, *self._exact, *extremes, *followed]
-        """All buffers of the state."""
+        """All saved buffers."""
         self._noted: list[tuple[torch.Tensor | None, int]] = []
         """Saved buffers, each with torch's count of its in-place changes, at the last commit; empty
-        if there was none."""
+        if no step has been committed."""
         self._between: dict[str, int] = {}
-        """Name -> digest of each buffer that was written between the last commit and the step's
-        beginning."""
+        """Digest of each buffer that was written between the last commit and the step's beginning,
+        by name."""
         self.between = 0
-        """Digest of all writes since the last commit; 0 if there were none. A lost step does not
-        change it."""
+        """Digest of all writes since the last commit; 0 if there were none. An aborted step does
+        not change it."""
         self._infinite = [each for each in statistics if _has_infinite(each[1]._buffers[each[2]])]
         """Floating-point buffers whose committed value has infinite elements. They were initialized
-        with infinities, and each element may become finite once."""
+        with infinities; once an element is finite, it stays finite."""
         self._marks: list[tuple[torch.Tensor | None, int]] = []
         """Exact buffers at the last commit, each with torch's count of its in-place changes."""
         self._within: int | None = None
@@ -139,14 +140,14 @@ class CommittedBuffers:
         self._base: tuple[torch.Tensor, torch.Tensor] | None = None
         """Committed statistics and counters, flat; computed on first use."""
         self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Flat statistics and counters at the time when their changes were last read. None: the
-        committed values."""
+        """Statistics and counters, flat, when their changes were last read. None: the committed
+        values."""
         self._seen: list[tuple[torch.Tensor | None, int]] = []
-        """Buffers at the time when their changes were last read, each with torch's count of its
-        in-place changes."""
+        """Buffers when their changes were last read, each with torch's count of its in-place
+        changes."""
         self._largest: list[tuple[torch.Tensor, torch.Event]] = []
-        """Largest changes of counters, while they are copied from a device. A value is available
-        once its event has occurred."""
+        """Largest changes of counters, while they are being copied from a device. A value is
+        available once its event has occurred."""
         self.commit()
 
     @property
@@ -160,7 +161,7 @@ class CommittedBuffers:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which changes of the buffers are summed."""
+        """Dtype of the buffers' changes while they are summed."""
         wide = any(
             buffer.dtype in (torch.float64, torch.int64)
             for buffer in self._committed[: self._counters.stop]
@@ -168,8 +169,8 @@ class CommittedBuffers:
         return torch.float64 if wide else torch.float32
 
     def step_begins(self) -> None:
-        """Makes the current values of the buffers the step's starting values, even if a script has
-        changed them since the last step."""
+        """Begins a step: records the buffers' current values as its starting values, including
+        changes that the script has made since the last step."""
         if self._noted:
             pairs = zip(self._saved, self._noted, _sight(self._saved), strict=True)
             touched = [
@@ -190,12 +191,12 @@ class CommittedBuffers:
         self.commit()
 
     def replaced(self) -> None:
-        """Makes values that were loaded from another state the committed ones."""
+        """Commits values that were loaded from another state."""
         self._noted, self._between, self.between = [], {}, 0
         self.commit()
 
     def statistics(self) -> list[torch.Tensor]:
-        """Returns the floating-point buffers that are averaged over the ranks."""
+        """Returns the floating-point buffers that are averaged across ranks."""
         return self._now()[self._floats]
 
     def counters(self) -> dict[str, torch.Tensor]:
@@ -207,7 +208,7 @@ class CommittedBuffers:
         }
 
     def digest_of_alike(self) -> int:
-        """Returns a digest of the current values of buffers that must be equal on all ranks."""
+        """Returns a digest of the current values of buffers that must be the same on all ranks."""
         found = [owner._buffers.get(name) for _, owner, name in self._exact]
         return digest_of([buffer for buffer in found if buffer is not None])
 
@@ -257,13 +258,13 @@ class CommittedBuffers:
             self._write(self._committed)
 
     def changes(self, like: torch.Tensor, weight: float, samples: float) -> torch.Tensor:
-        """Returns the buffers' changes in this rank's passes, flat: `size` numbers of the dtype and
-        on the device of `like`. Their sum over passes and ranks is the input of `apply`. `weight`,
-        `samples`: total weight and number of samples of the passes.
+        """Returns the buffers' changes in this rank's passes, as a flat tensor of `size` numbers
+        with the dtype and device of `like`. Their sum over passes and ranks is the input of
+        `apply`. `weight`, `samples`: total weight and number of samples of the passes.
 
         Raises:
-            ConfigurationError: a buffer has a new shape, or a counter has changed by more than can
-                be summed exactly.
+            ConfigurationError: a buffer has a new shape, or a counter has changed by too much to be
+                summed exactly.
         """
         if not self._sizes:
             return like.new_zeros(0)
@@ -291,9 +292,9 @@ class CommittedBuffers:
         return torch.cat([mean[:-1], counted, mean[-1:]])
 
     def _count_samples(self, counted: torch.Tensor, samples: float) -> torch.Tensor:
-        """Returns for each element whether it counts samples: whether its change equals the number
-        of samples in the passes. In a histogram, the sum over the elements of the buffer is
-        compared."""
+        """Returns one flag for each element of the counters: True if it counts samples, because its
+        change equals the number of samples in the passes. All elements of a buffer are marked if
+        their changes add up to this number, as in a histogram."""
         if samples <= 1:
             return torch.zeros_like(counted, dtype=torch.bool)
         found = counted == samples
@@ -340,8 +341,8 @@ class CommittedBuffers:
         that this rank has made since its own changes were read are kept.
 
         Floating-point buffers change by the weighted mean. An integer buffer that all passes
-        changed equally (a count of steps) changes by that amount, unless the amount is each pass's
-        number of samples. Other integer buffers change by the sum (a count of samples).
+        changed by the same amount (a count of steps) changes by that amount, unless the amount is
+        each pass's number of samples. Other integer buffers change by the sum (a count of samples).
 
         Raises:
             ConfigurationError: a buffer has a new shape.
@@ -359,7 +360,7 @@ class CommittedBuffers:
         means, summed = changes[: floats + 4 * count] / total, changes[floats + 4 * count : -1]
         once, rest, squares, of_samples = means[floats:].split(count) if count else (means[:0],) * 4
         moved = committed[0] + means[:floats] + _moved(now[0], taken[0].to(changes.dtype))
-        # For infinite elements the ranks computed the same: `exact_digest` checks that.
+        # All ranks have computed the same values for infinite elements; `exact_digest` checks that.
         moved = torch.where(committed[0].isfinite(), moved, now[0])
         alike = (squares - rest.square() < _TOLERANCE) & (of_samples < _TOLERANCE)
         each = alike.split(self._sizes[self._counters]) if count else ()
@@ -381,8 +382,9 @@ class CommittedBuffers:
         )
 
     def _watch_steps(self, steps: torch.Tensor) -> None:
-        """Warns once about counters whose change, equal on all ranks, is added once although a sum
-        over the ranks may be intended. `steps`: elements whose change is added once."""
+        """Warns once about counters that change by the same amount on all ranks, so that the change
+        is added only once, although a sum across ranks may be intended. `steps`: elements whose
+        change is added once."""
         self._steps_to_watch -= 1
         multiples, self._multiples = self._multiples, None
         if multiples is None or not (doubtful := steps & multiples.to(steps.device)).any():
@@ -401,8 +403,9 @@ class CommittedBuffers:
         )
 
     def _watch_sums(self, doubtful: torch.Tensor) -> None:
-        """Warns once about int64 buffers that are treated as counters but may not be any.
-        `doubtful`: elements whose changes are summed and differ from the number of samples."""
+        """Warns once about int64 buffers that are treated as counters but may have a different
+        meaning. `doubtful`: elements whose changes are summed and differ from the number of
+        samples."""
         self._sums_to_watch -= 1
         parts = doubtful.split(self._sizes[self._counters]) if doubtful.any() else ()
         pairs = zip(self._counted, parts, strict=False)
@@ -422,8 +425,8 @@ class CommittedBuffers:
     # summed
 
     def exact_names(self) -> list[str]:
-        """Returns the names of buffers that have changed and must change equally on all ranks:
-        bool, integers other than int64, complex numbers. Also includes floating-point buffers whose
+        """Returns the names of changed buffers that must change identically on all ranks: bool,
+        integers other than int64, complex numbers. Also includes floating-point buffers whose
         committed value has infinite elements."""
         now = _sight(self._exact)
         pairs = zip(self._exact, self._marks, now, strict=True)
@@ -434,12 +437,12 @@ class CommittedBuffers:
         return sorted(changed | {path for path, _, _ in self._infinite})
 
     def alike_names(self) -> list[str]:
-        """Returns the names of all buffers that must be equal on all ranks."""
+        """Returns the names of all buffers that must be the same on all ranks."""
         return [path for path, _, _ in self._exact]
 
     def _is_other(self, owner: nn.Module, name: str) -> bool:
         """Returns whether a buffer differs from its committed value. Writes that leave the values
-        unchanged do not count, because ranks may differ in them."""
+        unchanged do not count, because ranks may differ in such writes."""
         buffer = owner._buffers.get(name)
         committed = self._committed[self._places.index((owner, name))]
         return buffer is None or not same(buffer, committed)
@@ -451,8 +454,8 @@ class CommittedBuffers:
         step.written_between = joined(writes.between, self.between)
 
     def exact_digest(self) -> int:
-        """Returns a digest of the passes' changes to buffers that must change equally; 0 if nothing
-        has changed."""
+        """Returns a digest of the passes' changes to buffers that must change identically on all
+        ranks; 0 if nothing has changed."""
         self.refuse_new()
         for path, owner, name in self._unset:
             if owner._buffers.get(name) is not None:
@@ -465,7 +468,7 @@ class CommittedBuffers:
         return self._digest_of_exact() if self._within is None else self._within
 
     def refuse_new(self) -> None:
-        """Checks that no module has a new buffer in its state since `as_distributed`; otherwise
+        """Checks that no module has registered a new saved buffer since `as_distributed`; otherwise
         raises ConfigurationError."""
         for prefix, owner, names in self._owners:
             if len(owner._buffers) == len(names):
@@ -479,14 +482,14 @@ class CommittedBuffers:
                     raise ConfigurationError(
                         f"buffer {f'{prefix}.{name}' if prefix else name!r} was registered after "
                         "as_distributed (for example in forward()), so each rank would keep a "
-                        "separate value. Register it before as_distributed, with a value of its "
-                        "final shape, or with persistent=False",
+                        "separate value. Either register it before as_distributed, already in "
+                        "its final shape, or pass persistent=False to register_buffer",
                         reason="BUFFERS_DIFFER",
                     )
 
     def micro_batch_ends(self) -> None:
-        """Ends the passes of a micro-batch that counts. Raises ConfigurationError if buffers that
-        must change equally changed differently than in the first micro-batch."""
+        """Called after the passes of a micro-batch with a weight above 0. Raises ConfigurationError
+        if buffers that must change identically have not changed as in the first micro-batch."""
         self.extremes.micro_batch_ends()
         found = self._digest_of_exact()
         if self._within is not None and found != self._within:
@@ -509,7 +512,7 @@ class CommittedBuffers:
 
     def apart(self, names: Sequence[str] | None = None) -> ConfigurationError:
         """Returns the error for buffers that changed differently between ranks or micro-batches.
-        `names`: buffers that may be concerned."""
+        `names`: buffers that may have caused the difference."""
         names = self.exact_names() if names is None else names
         what = f"buffers {names[:3]} were changed" if names else "another rank changed a buffer"
         return ConfigurationError(
@@ -544,7 +547,8 @@ class CommittedBuffers:
                 )
 
     def _before(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the committed statistics and counters, flat. The caller must not change them."""
+        """Returns the committed statistics and counters, flat. The caller must not modify the
+        result."""
         if self._base is None or (self._base[0].dtype, self._base[0].device) != (
             like.dtype,
             like.device,
@@ -600,8 +604,8 @@ class CommittedBuffers:
                 owner, name = self._places[i]
                 now[i] = torch.empty_like(value)
                 owner._buffers[name] = now[i]
-        # Written through .data, because the backward pass of a forward pass that used a buffer may
-        # still follow, as in a pipeline.
+        # Written through .data, because autograd may still need the buffer for a backward pass, as
+        # in a pipeline.
         _copy([buffer.data for buffer in now], values)
 
 
@@ -619,8 +623,8 @@ def _has_infinite(buffer: torch.Tensor | None) -> bool:
 
 @torch.no_grad()
 def give_memory(module: nn.Module) -> None:
-    """Copies each buffer that is an expanded view, so that every element has its own memory. Such a
-    view cannot be written to, restored or loaded."""
+    """Replaces each buffer that is an expanded view with a copy in which every element has its own
+    memory. Expanded views cannot be written to, restored or loaded."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta or buffer.layout is not torch.strided:
@@ -651,8 +655,8 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
 
 
 def _moved(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Returns the elementwise difference. It is zero where both values are equal, even if they are
-    infinities or NaNs, and where the earlier value was infinite."""
+    """Returns the elementwise difference. It is zero where both values are the same, even if they
+    are infinities or NaNs, and where the earlier value was infinite."""
     alike = (now == before) | (now.isnan() & before.isnan()) | before.isinf()
     return torch.where(alike, 0.0, now - before)
 

@@ -1,12 +1,12 @@
-"""Compressed gradients in a session. Residuals of the compression count only if their step counts,
-and are saved and restored.
+"""Compresses gradients. Residuals of the compression are kept only if their step is committed, and
+are saved and restored with the run's state.
 
-There is one object per model with `gradient_compression=`. Engines send their buckets through it
-(`Flight`, sharding's collectives) and report how each step ended. Its proposed residuals are kept
-only if the step is committed (docs/explanation/compression.md#error-feedback).
+Each model with `gradient_compression=` has one `GradientCompression`. Engines send their buckets
+through it (`Flight`, sharding's collectives) and report the outcome of each step, which determines
+whether its residuals are kept (docs/explanation/compression.md#error-feedback).
 
-Used by the training thread, or by the thread of a backward pass while the training thread waits for
-it.
+Must be used by the training thread, or by the thread of a backward pass while the training thread
+waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 _KINDS: Final = ("buckets", "micro-batches", "units")
-"""Number of different layouts of a model's gradients for which residuals are kept."""
+"""Kinds of gradient layout. Residuals are kept for each kind."""
 _PER_KIND: Final = 1 << 20
 
 
@@ -43,14 +43,13 @@ class GradientCompression:
         self._session = session
         self._reduction = CompressedReduction(compressor)
         self._layouts: dict[str, str] = {}
-        """Layouts for which there are residuals."""
+        """Current layout of each kind, as JSON."""
         self._numels: dict[int, int] = {}
         """Number of elements of each bucket."""
         self._units = 1.0
-        """Scale of the residuals relative to gradients: a GradScaler's scale times the weight by
-        which sums are divided."""
+        """Scale of the residuals relative to gradients: a GradScaler's scale times `_divisor`."""
         self._divisor = 1.0
-        """Weight by which sums are divided."""
+        """Divisor of the sums: the total weight of the step."""
         self._scaler: str | None = None
         """Name of the GradScaler that steps this model's optimizer; empty if none does; None if not
         yet known."""
@@ -59,8 +58,8 @@ class GradientCompression:
 
     def laid_out(self, kind: str, layout: object, numels: Sequence[int]) -> None:
         """Sets the current layout of the gradients. `layout`: each bucket's parameters, as JSON.
-        `numels`: number of elements of each bucket, including padding. Residuals of another layout
-        are dropped."""
+        `numels`: number of elements of each bucket, including padding. Residuals of a different
+        layout are dropped."""
         said = json.dumps(layout)
         if self._layouts.setdefault(kind, said) != said:
             self._layouts[kind] = said
@@ -70,7 +69,8 @@ class GradientCompression:
             self._numels[self._index(kind, number)] = numel
 
     def weigh(self, divisor: float) -> None:
-        """Sets the divisor of the step's sums. Called before the step's first bucket."""
+        """Sets the divisor of the step's sums. Must be called before the step's first bucket is
+        sent."""
         self._divisor = divisor
         units = self._session.registered.loss_scale(self._scaler) * divisor
         if units != self._units and math.isfinite(units) and units > 0:
@@ -78,8 +78,8 @@ class GradientCompression:
             self._units = units
 
     def note_scaler(self, name: str) -> None:
-        """Records the GradScaler that has stepped this model's optimizer; empty: none. Before the
-        first call, all registered scalers are assumed to scale this model's loss."""
+        """Records the GradScaler that has stepped this model's optimizer; empty: no scaler. Before
+        the first call, all registered scalers are assumed to scale this model's loss."""
         if name != self._scaler:
             self._scaler = name
             self._units = self._session.registered.loss_scale(name) * self._divisor
@@ -92,8 +92,8 @@ class GradientCompression:
         number: int,
         shapes: Sequence[Sequence[int]],
     ) -> Reduction:
-        """Starts a compressed all-reduce: sums a bucket over the group's ranks, in place. `shapes`:
-        shapes of the bucket's tensors, in memory order.
+        """Starts a compressed all-reduce: sums a bucket across the group's ranks, in place.
+        `shapes`: shapes of the bucket's tensors, in memory order.
 
         Raises:
             MembershipChanged: the group has ended."""
@@ -105,7 +105,7 @@ class GradientCompression:
 
     def pay(self, bucket: torch.Tensor, kind: str, number: int) -> None:
         """Adds the residuals of earlier steps to the gradients of a bucket. Used in a world of one,
-        where nothing is compressed or sent."""
+        where gradients are neither compressed nor sent."""
         self._reduction.start(
             bucket, None, index=self._index(kind, number), step=self._session.steps
         ).wait()
@@ -113,7 +113,7 @@ class GradientCompression:
     def start_scatter(
         self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int
     ) -> Reduction:
-        """Starts a compressed reduce-scatter: sums the flat `full` over the group's ranks, and
+        """Starts a compressed reduce-scatter: sums the flat `full` across the group's ranks, and
         stores this rank's part of the sum in `shard`.
 
         Raises:
@@ -175,8 +175,8 @@ class GradientCompression:
         }
 
     def part(self, whole: StatePart, channel: Channel) -> StatePart:
-        """Returns the state for a checkpoint that the ranks write together. Adds one shard for each
-        rank with residuals to `whole`."""
+        """Returns the state for a sharded checkpoint: `whole`, with an additional shard for each
+        rank that has residuals."""
         units = json.loads(channel.exchange(json.dumps(self._units).encode())[0])
         self._reduction.rescale(units / self._units)
         self._units = units
@@ -210,8 +210,8 @@ class GradientCompression:
         """Restores the state of a peer or a checkpoint. None: the run that saved the checkpoint did
         not use compression.
 
-        From a checkpoint, rank r of n takes the residuals of the saved ranks r, r + n, r + 2n, ...
-        All residuals are therefore kept. A rank without a saved counterpart has none.
+        From a checkpoint, rank r of n takes the residuals of the saved ranks r, r + n, r + 2n, ...,
+        so that all residuals are used. A rank beyond the saved ranks starts without residuals.
         """
         self._reduction.rollback()
         if state is not None:
@@ -256,8 +256,8 @@ def check_floating(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of a dense tensor with its dimensions in memory order, the one with the
-    largest stride first."""
+    """Returns the shape of a dense tensor with its dimensions in memory order (descending
+    strides)."""
     strides = parameter.stride()
     return tuple(
         parameter.shape[d] for d in sorted(range(parameter.dim()), key=lambda d: -strides[d])

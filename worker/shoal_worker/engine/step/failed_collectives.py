@@ -1,4 +1,4 @@
-"""Waits for collectives of a step, and marks the step as lost if one fails. (For collectives of
+"""Waits for collectives of a step, and marks the step as failed if one fails. (For collectives of
 tensor-parallel layers, see `mesh/step_group.py`.)"""
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 
 def is_open(session: StrategySession) -> bool:
-    """Returns whether a step is in progress before its commit all-reduce. In such a step,
-    collectives may be ordered without waiting for them: the commit all-reduce first waits for all
-    of them (`Group.settle`), and their results are kept only if all have succeeded."""
+    """Returns whether a step is in progress before its commit all-reduce. In such a step, it
+    suffices to order later computation after a collective, without waiting on the host: the commit
+    all-reduce first waits for all collectives (`Group.settle`), and the results are kept only if
+    all have succeeded."""
     step = session.step
     return step is not None and step.control is None
 
 
 def come_after(session: StrategySession, group: Group, work: dist.Work) -> None:
-    """Makes later computation wait for a collective of `group`. In an open step (`is_open`) only
-    the device waits for it, otherwise this thread does.
+    """Makes later computation wait for a collective of `group`. In an open step (`is_open`), only
+    the device waits; otherwise, this thread waits too.
 
     Must not be used for results that determine control flow on the host or are used as indices.
     Raises MembershipChanged if the collective failed."""
@@ -38,7 +39,7 @@ def come_after(session: StrategySession, group: Group, work: dist.Work) -> None:
 
 class LosingStep:
     """Context for collectives of the current step. A failure (`MembershipChanged`) marks the step
-    as lost instead of raising into the user's passes.
+    as failed instead of raising an exception in the user's passes.
 
     `failed`: True afterwards if a collective failed.
     """
@@ -47,7 +48,7 @@ class LosingStep:
 
     def __init__(self, session: StrategySession, *, raises_outside: bool = False) -> None:
         """`raises_outside`: True to raise failures that occur between steps, in an operation that
-        is then repeated as a whole."""
+        can be repeated."""
         self._session: Final = session
         self._raises_outside: Final = raises_outside
         self.failed = False
@@ -73,8 +74,8 @@ class LosingStep:
 def await_reductions(
     session: StrategySession, works: Sequence[tuple[Group, dist.Work]], step: Step | None
 ) -> bool:
-    """Waits for all reductions of `step`, even if one fails: none may still write to memory that
-    the step's repetition uses. Returns True if the step is not lost, so that all sums are
+    """Waits for all reductions of `step`, even if one fails, because none may still write to memory
+    when the step is repeated. Returns True if the step has not failed, so that all sums are
     available."""
     for group, work in works:
         with LosingStep(session):
@@ -84,7 +85,7 @@ def await_reductions(
 
 def completes(session: StrategySession, step: Step) -> bool:
     """Called after the last reduction of `step`; passes a failpoint for tests. Returns True if the
-    step is not lost."""
+    step has not failed."""
     if step.lost is not None:
         return False
     with LosingStep(session) as completing:
@@ -93,8 +94,8 @@ def completes(session: StrategySession, step: Step) -> bool:
 
 
 def await_ordered(session: StrategySession, group: Group, work: dist.Work) -> bool:
-    """Calls `come_after`. Returns True unless the collective has failed. A failure in a step marks
-    the step as lost; a failure between steps raises MembershipChanged."""
+    """Calls `come_after`, and returns whether the collective has not failed. A failure in a step
+    marks the step as failed; a failure between steps raises MembershipChanged."""
     with LosingStep(session, raises_outside=True) as waiting:
         come_after(session, group, work)
     return not waiting.failed

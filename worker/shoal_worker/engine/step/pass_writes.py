@@ -1,16 +1,17 @@
-"""Changes that a pass makes besides buffers and gradients: parameters written in `forward()`,
-tensors and numbers in module attributes, and extra state.
+"""Changes that a pass makes to anything except buffers and gradients: parameters written in
+`forward()`, tensors and numbers in module attributes, and extra state.
 
-A lost step is repeated, so all these changes are undone. Written parameters (momentum encoders,
-initialization from the first batch, weight clipping) must be written equally on all ranks, so their
-digest is part of the step vote. If ranks hold only parts of parameters, a pass's writes would be
-lost and are therefore refused.
+An aborted step is repeated, so all these changes are undone. Parameters that passes write (momentum
+encoders, initialization from the first batch, weight clipping) must be written identically on all
+ranks, so their digest is part of the step vote. If ranks have only parts of parameters, a pass's
+writes would be lost, and are therefore refused.
 
 Writes are detected from torch's count of in-place changes and from a parameter's memory address.
-torch does not count writes through `.data`: digests detect them in the first step of a process, and
-samples of each parameter's elements on the host do so afterwards. A copy of a parameter is kept
-from its first write on. Before that, copies are kept only of a small model. In a larger one, a lost
-step that was the first to write cannot be undone, which raises an error.
+torch does not count writes through `.data`: they are detected by digests in the first step of a
+process, and later by sampled elements of each parameter in host memory. A copy of a parameter is
+kept from its first write on. Before that, copies are kept only if the model is small. In a larger
+model, the first write of a parameter cannot be undone, which raises an error if its step is
+aborted.
 
 A script's writes between two steps have a separate digest in the step vote. If ranks differ in it,
 they compare all parameters before the step is applied.
@@ -38,7 +39,7 @@ _SMALL: Final = 1 << 26
 _SAMPLED: Final = 8
 """Number of elements sampled from each parameter, to detect writes that torch does not count."""
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Size of an element in bytes -> the integer dtype of that size."""
+"""Integer dtypes by size of an element in bytes."""
 _NUMBERS: Final = frozenset({int, float})
 _TENSORS: Final = frozenset({torch.Tensor})
 
@@ -64,11 +65,11 @@ class WrittenParameters:
         self._copies: dict[int, torch.Tensor] = {}
         """Values of the parameters known to be written, at the step's beginning."""
         self._digests: list[int] = []
-        """Digests of all parameters at the beginning of the process's first step; empty in other
+        """Digests of all parameters at the beginning of the process's first step; empty in later
         steps."""
         self._seen: list[tuple[int, int]] = []
         """Version and memory address of each parameter at the step's beginning. Empty if no step
-        has begun that could be lost."""
+        has begun that could be aborted."""
         self._watched: set[int] = set()
         """Indices of parameters known to be written."""
         self._written: list[int] = []
@@ -87,13 +88,13 @@ class WrittenParameters:
         """Sampled elements of each parameter at the step's beginning."""
         self._committed: tuple[list[tuple[int, int]], torch.Tensor | None] | None = None
         """Versions, addresses and sampled elements of the parameters at the last commit; None if no
-        step of this state was committed."""
+        step has been committed since the parameters were loaded."""
         self._noted: dict[int, torch.Tensor | None] = {}
-        """Values that the parameters which the script writes between steps had at the last commit
-        (see `overwritten`). None until the first commit after such a write."""
+        """Values at the last commit of parameters that the script writes between steps, by index
+        (see `overwritten`). None before the first commit after such a write."""
         self.between = 0
-        """Digest of the writes since the last commit; 0 if there were none. A lost step does not
-        change it."""
+        """Digest of the writes since the last commit; 0 if there were none. An aborted step does
+        not change it."""
 
     @property
     def known(self) -> list[str]:
@@ -102,7 +103,7 @@ class WrittenParameters:
 
     @torch.no_grad()
     def watch(self, names: Iterable[str]) -> None:
-        """Adds parameters that, according to a peer, passes write to."""
+        """Adds parameters that passes write to, as reported by a peer."""
         known = frozenset(names)
         self._watched |= {index for index, (name, _) in enumerate(self._named) if name in known}
 
@@ -141,8 +142,8 @@ class WrittenParameters:
         now: list[tuple[int, int]],
         elements: torch.Tensor | None,
     ) -> int:
-        """Returns a digest of the parameters that have changed since an earlier observation; 0 if
-        there are none."""
+        """Returns a digest of the parameters that have changed between two observations of
+        versions, addresses and sampled elements; 0 if none have."""
         if now == seen and _equal(elements, sampled):
             return 0
         changed = {
@@ -181,7 +182,7 @@ class WrittenParameters:
 
     def _changed(self) -> list[int]:
         """Returns the indices of written parameters. Omits parameters whose values are known to be
-        unchanged, because ranks may differ in writes that change nothing."""
+        unchanged, because ranks may differ in writes that leave the values unchanged."""
         if self._updating:
             return self._written
         if not self._seen:
@@ -217,7 +218,7 @@ class WrittenParameters:
     @torch.no_grad()
     def names_beyond_rounding(self) -> list[str]:
         """Returns the names of written parameters, except parameters that were changed and restored
-        through `.data`. Judging by the sampled elements, these differ only by rounding."""
+        through `.data`, so that their sampled elements differ only by rounding."""
         changed = self._changed()
         if self._elements is None or self._digests or not self._seen:
             return [self._named[index][0] for index in changed]
@@ -240,21 +241,22 @@ class WrittenParameters:
 
     @torch.no_grad()
     def micro_batch_begins(self) -> None:
-        """Restores the values with which the first micro-batch began, for the next micro-batch."""
+        """Restores written parameters to their values at the beginning of the first micro-batch, so
+        that the next micro-batch starts from the same values."""
         if self._within:
             self._write_back(self._changed())
 
     def micro_batch_ends(self) -> None:
-        """Checks that this micro-batch wrote the same values as this rank's earlier ones; otherwise
-        raises ConfigurationError."""
+        """Checks that this micro-batch wrote the same values as this rank's earlier micro-batches;
+        otherwise raises ConfigurationError."""
         found = self.digest()
         if self._within is not None and found != self._within:
             raise self.apart(self.names())
         self._within = found
 
     def apart(self, names: list[str]) -> ConfigurationError:
-        """Returns the error for parameters to which ranks or micro-batches wrote different values.
-        `names`: names of parameters that this rank has written."""
+        """Returns the error to raise if ranks or micro-batches have written different values to
+        parameters. `names`: names of parameters that this rank has written."""
         what = (
             f"parameters {names[:3]} were written"
             if names
@@ -271,7 +273,7 @@ class WrittenParameters:
     def refuse(self, *, unless: Callable[[], bool] = bool) -> None:
         """Checks that no parameter was written, because this strategy would lose the values;
         otherwise raises ConfigurationError. `unless`: function that returns True if a collective
-        has failed, so that the step is lost in any case."""
+        has failed, so that the step is aborted in any case."""
         names = self.names()
         if names and not unless():
             raise written_in_vain(names[0], self._strategy)
@@ -281,9 +283,9 @@ class WrittenParameters:
         """Returns the names of parameters that a script has written since the last `note`. A value
         that was changed and then restored counts as unchanged, even if it differs by rounding.
 
-        Sampled elements show most writes. If only torch's count of in-place changes shows the first
-        write of a parameter, a warning is logged, because the write may have been undone. From then
-        on all elements of that parameter are compared.
+        Most writes change the sampled elements. If the first write of a parameter changes only
+        torch's count of in-place changes, a warning is logged, because the write may have been
+        undone. From then on, all elements of that parameter are compared.
         """
         if self._committed is None or self._elements is None:
             return []
@@ -324,7 +326,7 @@ class WrittenParameters:
     @torch.no_grad()
     def put_back(self) -> None:
         """Restores the parameters' values at the step's beginning. Raises PreconditionError if
-        these are unknown."""
+        these values were not copied."""
         changed, self._first = self._changed(), False
         self._write_back(changed)
         self._seen, self._updating, self._committed = [], False, None
@@ -343,24 +345,23 @@ class WrittenParameters:
         self._seen, self._sampled = self._sight(), self._sample()
 
     def commit(self) -> None:
-        """Commits the writes whose digest was computed. From now on, copies of the written
-        parameters are kept."""
+        """Commits the writes whose digest was computed, and keeps copies of the written parameters
+        from now on."""
         self._watched |= set(self._written)
         self.forget()
         self.note()
 
     @torch.no_grad()
     def note(self) -> None:
-        """Records the parameters' values at a commit. Writes after that and before the next step
-        count as made between steps."""
+        """Records the parameters' values at a commit. Writes from now until the next step count as
+        writes between steps."""
         self._committed, self.between = (self._sight(), self._sample()), 0
         for index, noted in self._noted.items():
             value = self._named[index][1].detach()
             self._noted[index] = value.clone() if noted is None else noted.copy_(value)
 
     def forget(self) -> None:
-        """Discards what is known about the step's beginning, so that the current values are
-        kept."""
+        """Discards the record of the step's beginning, so that the current values are kept."""
         self._first, self._digests, self._seen = False, [], []
         self._updating = False
 
@@ -378,14 +379,14 @@ class WrittenParameters:
 
 
 class SampledElements:
-    """Reads a few elements of each host tensor in one torch operation."""
+    """Reads a few elements of each tensor in host memory in one torch operation."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._addresses: list[int] = []
         self._views: list[torch.Tensor] = []
         self._owners: list[int] = []
-        """Index of the tensor to which each sampled element belongs."""
+        """Index of each sampled element's tensor."""
 
     def take(self) -> torch.Tensor:
         """Returns a copy of the sampled elements' bits, in one dtype."""
@@ -408,15 +409,15 @@ class SampledElements:
         return about_equal(one, other)
 
     def owners(self, marked: torch.Tensor) -> set[int]:
-        """Returns the indices of the tensors that have a marked element. `marked`: one flag for
-        each sampled element."""
+        """Returns the indices of the tensors that have a marked element. `marked`: one flag per
+        sampled element."""
         return {self._owners[place] for place in marked.nonzero().view(-1).tolist()}
 
 
 def some_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a flat view of the bits of a few elements of a host tensor. The elements are spread
-    over the whole tensor if it is contiguous, otherwise over its first dimension. For complex
-    numbers, only the real parts are viewed."""
+    """Returns a flat view of the bits of a few elements of a tensor in host memory. The elements
+    are spread over the entire tensor if it is contiguous, otherwise over its first dimension. For
+    complex numbers, only the real parts are included."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
@@ -438,7 +439,7 @@ def _equal(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def written_in_vain(name: str, strategy: str) -> ConfigurationError:
-    """Returns the error for a parameter that was written although ranks hold only parts of it."""
+    """Returns the error for a parameter that was written although ranks have only parts of it."""
     return ConfigurationError(
         f"parameter {name!r} was written in the passes of a step (for example by forward()): with "
         f"strategy={strategy!r}, passes use a copy or a part of the parameter, and the written "
@@ -449,8 +450,8 @@ def written_in_vain(name: str, strategy: str) -> ConfigurationError:
 
 
 def about_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two floating-point tensors are equal except for rounding, as if a value of
-    similar size had been added and subtracted again."""
+    """Returns whether two floating-point tensors are equal up to the rounding error of adding and
+    subtracting a value of similar size."""
     if one.shape != other.shape:
         return False
     error = 4 * torch.finfo(one.dtype).eps * one.abs().max()
@@ -458,19 +459,19 @@ def about_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def same(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors have equal values; NaNs are equal."""
+    """Returns whether two tensors have the same values. NaNs count as equal."""
     if value.shape != other.shape:
         return False
     return torch.equal(value, other) or digest_of([value]) == digest_of([other])
 
 
 class ModuleAttributes:
-    """Keeps the tensors and numbers in plain attributes of modules, and the modules' extra state,
-    as they were at the step's beginning."""
+    """Copy of the tensors and numbers in plain attributes of modules, and of the modules' extra
+    state, at the step's beginning."""
 
     def __init__(self, module: nn.Module, *, numbers: bool = True) -> None:
-        """`numbers`: True to restore numbers in attributes too; otherwise they count as the
-        script's own."""
+        """`numbers`: True to restore numbers in attributes too; False if numbers belong to the
+        script and must not be restored."""
         # torch's own layers have no attributes that a pass changes.
         self._parts = [
             part
@@ -503,7 +504,7 @@ class ModuleAttributes:
         self, kept: dict[str, Any], name: str, value: torch.Tensor, known: Mapping[int, Any]
     ) -> None:
         if value.grad_fn is not None or value.is_inference():
-            del kept[name]  # otherwise it would keep the memory of a pass alive
+            del kept[name]  # otherwise it would keep a pass's memory alive
             return
         before = known.get(id(value))
         if before is not None and before[0] is value and before[1] == value._version:
@@ -513,7 +514,7 @@ class ModuleAttributes:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restores the attributes and extra state after a lost step."""
+        """Restores the attributes and extra state after an aborted step."""
         for part, kept in self._before:
             attributes = part.__dict__
             for name in [
@@ -538,5 +539,6 @@ class ModuleAttributes:
             part.set_extra_state(copy.deepcopy(state))
 
     def forget(self) -> None:
-        """Keeps the current attributes and extra state after a committed step."""
+        """Discards the copy after a committed step, so that the current attributes and extra state
+        are kept."""
         self._before, self._extra = [], []

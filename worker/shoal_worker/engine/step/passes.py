@@ -1,5 +1,5 @@
-"""Functions for passes in all engines: calling the module, computing its loss, and observing the
-backward pass."""
+"""Functions for the forward and backward passes in all engines: calling the module, computing its
+loss, and observing the backward pass."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ batch."""
 
 
 def call_module(module: Callable[..., Any], inputs: Any) -> Any:
-    """Calls `module` with `inputs`: a mapping as keyword arguments, a tuple as positional ones,
-    anything else as one argument."""
+    """Calls `module` with `inputs`: a mapping as keyword arguments, a tuple as positional
+    arguments, anything else as one argument."""
     if isinstance(inputs, Mapping):
         return module(**inputs)
     if isinstance(inputs, tuple):
@@ -77,8 +77,8 @@ def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
 
 
 def half_a_pass() -> PreconditionError:
-    """Returns the error for a script that continues although a backward pass of the step has raised
-    an exception midway."""
+    """Returns the error for a script that continues a step after one of its backward passes has
+    raised an exception."""
     return PreconditionError(
         "a backward pass of this step failed midway: some of its gradients were sent to the "
         "other ranks and others are missing, so this rank can neither finish the step nor undo "
@@ -88,7 +88,7 @@ def half_a_pass() -> PreconditionError:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Returns the distinct tensors in a module's inputs or outputs, the least deeply nested first.
+    """Returns the distinct tensors in a module's inputs or outputs, in order of nesting depth.
     Searches containers, dataclasses, and attributes of other objects."""
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -139,8 +139,7 @@ def _attributes_of(one: Any) -> Iterable[Any]:
 
 
 def _mangled(name: str, kind: type) -> str:
-    """Returns the name under which instances store a slot. Python prefixes private names with the
-    class name."""
+    """Returns the attribute name of a slot. Python prefixes private names with the class name."""
     private = name.startswith("__") and not name.endswith("__")
     return f"_{kind.__name__.lstrip('_')}{name}" if private and kind.__name__.strip("_") else name
 
@@ -159,15 +158,16 @@ _WITHOUT_TENSORS: Final = (
     ),
 )
 _MOST_OF_OBJECTS: Final = 10_000
-"""Maximum number of values inspected in attributes of objects, because an attribute may lead to a
-dataset."""
+"""Maximum number of values inspected in attributes of objects. There is a limit because an
+attribute may refer to a dataset."""
 
 
 def when_gradients_come(
     tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]
 ) -> bool:
     """Registers `call` to run once in a backward pass: when any, or all, of the tensors in `tree`
-    that require a gradient have received it. Returns False if `tensors_in` finds no such tensor."""
+    that require gradients have received them. Returns False if `tensors_in` finds no such
+    tensor."""
     found = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
     if len(found) == 1:
         found[0].register_hook(call)  # equivalent to the other hook, at a tenth of its cost

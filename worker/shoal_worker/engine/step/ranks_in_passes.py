@@ -1,13 +1,13 @@
 """Communication with other ranks in the middle of a pass, for synchronized norms and for losses
-over the entire batch.
+that are computed from the global batch.
 
-Uses a separate connection in each generation. During a backward pass, gradients are sent in an
-order that may differ between ranks if some ranks use different parameters. On a shared connection,
-a gather could be paired with a sum.
+Each generation has a separate process group for this purpose. During a backward pass, the order of
+gradient reductions may differ between ranks if they use different parameters. In a shared group,
+one rank's gather could therefore be paired with another rank's reduction.
 
-A failed gather marks the step as lost without raising into the pass (`failed_collectives.py`). Runs
-where passes run: on the training thread, or on torch's thread for a backward pass, while the
-training thread waits.
+A failed gather marks the step as failed and does not raise an exception in the pass
+(`failed_collectives.py`). Methods are called on the training thread or, while it waits, on the
+autograd thread of a backward pass.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from shoal_worker.engine.step.failed_collectives import LosingStep
 
 
 class RanksInPasses:
-    """Ranks of a step that gather tensors from each other in its passes. All ranks gather in the
-    same order."""
+    """Gathers tensors from all ranks in the passes of a step. All ranks must gather in the same
+    order."""
 
     def __init__(self, session: StrategySession, name: str) -> None:
-        """`name`: name of the connection."""
+        """`name`: connection name, such as "synchronized norms"."""
         self._session = session
         self._name = name
         self._generation: Group | None = None
-        """Group of the generation to which `_apart` belongs."""
+        """Main group of the generation that `_apart` was created for."""
         self._apart: Group | None = None
 
     @property
     def weight(self) -> float | None:
         """This rank's fraction of the total weight of the step's samples, from 0 to 1. None if the
-        current pass does not belong to a step of several ranks."""
+        current pass is not part of a step with several ranks."""
         session = self._session
         step = session.step
         if step is None or step.share is None or session.is_joining:
@@ -57,9 +57,9 @@ class RanksInPasses:
     def gather(
         self, own: torch.Tensor, *, before: Callable[[], None] = lambda: None
     ) -> torch.Tensor | None:
-        """Gathers `own`, which has the same number of elements on every rank. Returns one flattened
-        row per rank, or None if the step is lost. `before`: called once the ranks are connected; if
-        it raises MembershipChanged, the step is lost."""
+        """Gathers `own`, which must have the same number of elements on every rank. Returns one
+        flattened row per rank, or None if the step has failed. `before`: called once the ranks are
+        connected; if it raises MembershipChanged, the step fails."""
         step = self._session.step
         if step is None or step.lost is not None:
             return None

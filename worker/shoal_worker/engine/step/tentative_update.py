@@ -1,4 +1,5 @@
-"""A reversible update of one of several models, in a step whose outcome is not yet known."""
+"""Update of one of several models that can be undone, because the outcome of the step is not yet
+known."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from shoal_worker.engine.state.hidden_parameters import inside
 
 class TentativeUpdate:
     """Copy of the parameters and the optimizer state that an update changes on this rank, made
-    before the update. It needs as much memory as they do. Settings of parameter groups are not
-    included. Owned by the training thread."""
+    before the update. It takes as much memory as the originals. Settings of parameter groups are
+    not included. Owned by the training thread."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Copies everything that `optimizer` is about to change. Created just before the update."""
@@ -26,7 +27,7 @@ class TentativeUpdate:
         self.withdrawn = False
 
     def exchange(self) -> None:
-        """Undoes the update. If it is already undone, makes it again."""
+        """Undoes the update, or reapplies it if it is undone."""
         optimizer = self._optimizer
         with inside(), torch.no_grad():
             now = [piece.detach().clone() for piece in self._updated]

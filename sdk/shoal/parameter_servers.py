@@ -43,7 +43,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 DEFAULT_PATIENCE: Final = timedelta(seconds=30)
 _LONGEST_BACKOFF_S: Final = 1.0
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Transfer rate assumed for the deadline of a pull, to which a minute is added."""
+"""Transfer rate, in bytes per second, assumed for the deadline of a pull; a minute is added."""
 _CURABLE: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _PASSING: Final = frozenset(
     {"TENSORS_UNDECLARED", "STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN"}

@@ -56,7 +56,7 @@ _CONNECT_S: Final = 3.0
 """Maximum time in seconds to connect, perform the TLS handshake and receive the server's first
 response. If a firewall blocks the port, a call occasionally takes this much longer."""
 _AGAIN_AFTER_S: Final = 60.0
-"""Seconds after which an unavailable transport is tried again."""
+"""Seconds before an unavailable transport is tried again."""
 _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 MessageT = TypeVar("MessageT", pb.PushResponse, pb.PullHeader)
@@ -73,7 +73,7 @@ class OpenedConnection:
         """Takes ownership of `connected`. `address`: address of the server, for error messages."""
         self.member_id = member_id
         self.is_usable = True
-        """True if another stream can begin on this connection."""
+        """True if a further stream can start on this connection."""
         self._socket = connected
         self._is_plain = not isinstance(connected, ssl.SSLSocket)
         self._address = address

@@ -214,7 +214,7 @@ class ParameterServerClient:
         *,
         deadline: timedelta | None = None,
     ) -> list[pb.PullHeader]:
-        """Pulls partitions, and returns their headers in the order in which they were sent.
+        """Pulls partitions, and returns their headers in the order of sending.
 
         `into`: returns the buffer for the payload of a partition, given its header; None discards
         the payload. It is not called for `unchanged` partitions. Buffers must be writable,

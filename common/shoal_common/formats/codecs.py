@@ -73,8 +73,8 @@ SIGN_BLOCK: Final = 1024
 TOPK_BLOCK: Final = 65536
 RANDOMK_HEADER_BYTES: Final = 16
 POWERSGD_LARGEST_RANK: Final = 64
-"""Maximum rank of a piece. Decoding makes this many passes over a piece, and a server does nothing
-else while it decodes."""
+"""Maximum rank of a piece. Decoding a piece makes as many passes over it as its rank, and blocks
+the server."""
 _TILE: Final = 1 << 16
 """Number of values processed at a time, so that they stay in the processor's cache."""
 
@@ -97,7 +97,7 @@ def blocks(length: int, block: int) -> int:
 def piece_shape(*, offset: int, length: int, row: int) -> tuple[int, int]:
     """Returns the number of rows and columns of a range of elements of a flattened tensor. A range
     that splits a row counts as one row. A range of a vector also counts as one row, since factoring
-    it would gain nothing.
+    it would not reduce its size.
 
     `row`: number of elements per index of the tensor's first dimension.
     """

@@ -20,7 +20,7 @@ Hyperparameters = Mapping[str, float]
 
 
 class Unit(enum.Enum):
-    """Granularity at which an optimizer updates values."""
+    """Granularity of an optimizer's updates."""
 
     ELEMENT = "element"
     """Each element is updated independently, so adjacent tensors can be merged."""
@@ -65,7 +65,7 @@ class OptimizerDeclaration:
     """Minimum size of the values, in bytes, for torch's fused implementation; None: it is never
     used."""
     not_for: frozenset[str] = frozenset()
-    """Dtypes for which the optimizer produces NaN, by numpy's names."""
+    """Numpy names of dtypes that make the optimizer produce NaN."""
     always_tried: Callable[[Hyperparameters], bool] = lambda values: False
     """Returns whether a valid update may produce NaN with these hyperparameters. If so, each update
     is first tried on a copy."""

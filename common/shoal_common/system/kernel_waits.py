@@ -100,8 +100,8 @@ def process_state(pid: int) -> str:
 
 
 def _switches(thread: int) -> str:
-    """Returns how often a thread of this process has gone to sleep, as text; empty if the thread
-    has ended."""
+    """Returns how many times a thread of this process has gone to sleep, as text; empty if the
+    thread has ended."""
     return _field(Path(f"/proc/self/task/{thread}/status"), "voluntary_ctxt_switches")
 
 

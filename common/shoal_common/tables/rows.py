@@ -182,7 +182,7 @@ class Rows:
         return int((self._find(ids) < 0).sum())
 
     def reserve(self, more: int) -> None:
-        """Reserves space for `more` rows. If this raises MemoryError, nothing has changed."""
+        """Reserves space for `more` rows. If this raises MemoryError, the table is unchanged."""
         needed = self._count + more
         if needed > len(self._ids):
             room = max(needed, len(self._ids) * 3 // 2, _FEWEST)

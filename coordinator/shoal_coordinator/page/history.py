@@ -36,7 +36,7 @@ class Point:
     loss: float
     """Mean of the losses last reported by the ranks; NaN if none was reported."""
     samples_per_s: float
-    """Samples per second, summed over the ranks."""
+    """Samples per second, summed across ranks."""
     ranks: int
 
 

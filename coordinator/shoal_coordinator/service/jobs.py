@@ -123,9 +123,9 @@ class Jobs:
         return False, granted
 
     async def confirm(self, refusal: ShoalError, *, timeout_s: float) -> None:
-        """Checks against Redis that a refusal is up to date, before the caller is told that its run
-        has ended or is unknown and exits or discards its state. Raises UnavailableError if a
-        different coordinator has, or may have, newer information.
+        """Checks against Redis that a refusal is up to date. Must be called before RUN_ENDED or
+        RUN_UNKNOWN is sent, since the caller then exits or discards its state. Raises
+        UnavailableError if a different coordinator has, or may have, newer information.
 
         Refusals are not written to Redis. Without this check, a coordinator that was cut off from
         Redis or suspended could therefore give an outdated answer.

@@ -92,7 +92,7 @@ class ServerSessions:
                 job.sessions.attach_server(server_id, mailbox)
                 if (
                     server_id in job.state.servers
-                ):  # a server without a record was drained and is told to exit
+                ):  # a server without a record was drained and is instructed to exit
                     job.set_server_pulse(server_id, ServerPulse(heard_ms=self._clock.now().ms))
                 if answer.done():
                     self._detach(job, server_id, mailbox)

@@ -218,7 +218,7 @@ class JobStore:
 
     async def events(self, job_id: str, *, after: str, count: int) -> list[StoredEvent]:
         """Returns up to `count` events, oldest first. `after`: id of the event that precedes the
-        first result; "0": begin with the oldest event that Redis still has."""
+        first result; "0": start with the oldest event that Redis still has."""
         async with _redis_errors():
             entries = await self._client.xrange(_events_key(job_id), min=f"({after}", count=count)
         return [_parse_event(event_id, fields) for event_id, fields in entries]

@@ -2,11 +2,11 @@
 I/O. `membership.py` implements the waits.
 
 A member's clock counts the iterations since its own first report, so members may number their
-iterations from any value. A joiner starts at the clock of the slowest member, whatever number it
-reports first. Members that have left are ignored. A resting member is ignored until its next
-report, when it starts like a joiner.
+iterations from any value. A joiner starts at the clock of the slowest member, regardless of its
+first reported number. Members that have left are ignored. A resting member is ignored until its
+next report, when it starts like a joiner.
 
-ssp (Ho et al., NIPS 2013): a member may begin its next iteration while its clock is at most `bound`
+ssp (Ho et al., NIPS 2013): a member may start its next iteration while its clock is at most `bound`
 ahead of the slowest member's clock. The slowest member itself never waits, so some member can
 always proceed.
 
@@ -201,7 +201,7 @@ class Clocks:
         return self._members[member].clock - self._slowest
 
     def may_proceed(self, member: str, consistency: Consistency) -> bool:
-        """Returns whether a member may begin its next iteration now."""
+        """Returns whether a member may start its next iteration now."""
         return consistency.mode is ConsistencyMode.ASP or self.lead(member) <= consistency.bound
 
     @property

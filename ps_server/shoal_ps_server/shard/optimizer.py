@@ -157,8 +157,7 @@ class OptimizerSettings:
 
     @property
     def unit(self) -> Unit:
-        """Granularity at which the optimizer updates values: single elements, rows or whole
-        tensors."""
+        """Granularity of the optimizer's updates: single elements, rows or complete tensors."""
         return SERVER_OPTIMIZERS[self.name].unit
 
     def most_state_bytes(self, pieces: Iterable[Piece], element: ElementType) -> int:

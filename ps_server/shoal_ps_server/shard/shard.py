@@ -251,8 +251,8 @@ class Shard:
 
         Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and the errors of
         `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED, InvalidRequestError /
-        RESULT_NOT_FINITE, and the errors of `check_open` and `Upload.values`. After an error
-        nothing is admitted.
+        RESULT_NOT_FINITE, and the errors of `check_open` and `Upload.values`. After an error, no
+        change is admitted.
         """
         started = time.perf_counter()
         header = upload.header
@@ -441,8 +441,8 @@ class Shard:
         return self.known(upload.header) if admitted is None else self.apply(admitted)
 
     def push(self, upload: Upload) -> Outcome:
-        """Admits and applies one gradient. Raises the errors of `admit_push`; after an error
-        nothing has changed."""
+        """Admits and applies one gradient. Raises the errors of `admit_push`; after an error, the
+        shard is unchanged."""
         admitted = self.admit_push(upload)
         return self.known(upload.header) if admitted is None else self.apply(admitted)
 

@@ -215,7 +215,7 @@ class Changes:
         the number 0."""
         if self._journal is None:
             return _done(effect(0))
-        # The new file begins with records that a snapshot taken at this point may lack.
+        # The new file starts with records that a snapshot taken at this point may lack.
         self._layout_written, self._members_due = None, True
         return self._journal.rotate(effect)
 

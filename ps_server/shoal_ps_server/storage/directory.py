@@ -43,8 +43,8 @@ compose.yaml, so that restarts do not displace older state."""
 
 
 class DataDirectory:
-    """An open and locked data directory. A context manager. The lock is released whenever the
-    process ends, for any reason."""
+    """An open and locked data directory. A context manager. The lock is released when the process
+    exits for any reason."""
 
     def __init__(self, path: Path) -> None:
         """Creates the directory if necessary, and locks it. Raises ConfigurationError if it is

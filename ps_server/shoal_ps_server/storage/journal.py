@@ -66,14 +66,14 @@ class Follower(Protocol):
 @dataclass(kw_only=True)
 class _Entry(Generic[T]):
     record: Record | None
-    """Record to write; None if there is nothing to write."""
+    """Record to write; None if there is none."""
     effect: Callable[[], T]
     refused: Callable[[], None]
     done: asyncio.Future[T]
     rotates: bool = False
-    """True if this entry begins the next file."""
+    """True if this entry starts the next file."""
     number: int = 0
-    """Number of the file that begins with this entry. It is set before the loop is notified."""
+    """Number of the file that starts with this entry. It is set before the loop is notified."""
     over: bool = False
     """True if the entry's effect has been called or the entry was refused. Belongs to the loop."""
     position: int = 0

@@ -148,8 +148,8 @@ class SnapshotKeeper:
             return Written(path=self._directory.snapshot, nbytes=nbytes)
 
     async def write_if_changed(self) -> None:
-        """Writes a snapshot, unless there is nothing to write or nothing has changed since the last
-        one. Raises UnavailableError like `write`."""
+        """Writes a snapshot if there is state to write and it has changed since the last snapshot.
+        Raises UnavailableError like `write`."""
         state = self._state()
         if self._directory is None or state is None:
             return

@@ -75,7 +75,7 @@ class Found:
 
 
 def read(data: memoryview, start: int, journal_id: int, file: int) -> Found | None:
-    """Returns the record that begins at `start`. Returns None if there is no complete and valid
+    """Returns the record that starts at `start`. Returns None if there is no complete and valid
     record of this journal and file."""
     if start + OVERHEAD_BYTES > data.nbytes:
         return None
@@ -121,7 +121,7 @@ def read_all(data: memoryview, journal_id: int, file: int) -> Iterator[Found]:
 
 
 def later(data: memoryview, start: int, journal_id: int, file: int) -> Iterator[Found]:
-    """Yields valid records that begin anywhere after `start`. Used to find records behind damaged
+    """Yields valid records that start anywhere after `start`. Used to find records behind damaged
     data."""
     for position in _places(data, start + 1):
         if (found := read(data, position, journal_id, file)) is not None:

@@ -4,7 +4,7 @@ temporary name, synced, and renamed.
 Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and, for earlier values that delay
 compensation needs, `PARTITION:base:VERSION`. A bucket of a table has `PARTITION:rows:ids`,
 `PARTITION:rows:values`, `PARTITION:rows:updated_at` and `PARTITION:rows:state:NAME`. Names of
-partitions handed over by another server begin with `taken:` or `coming:`. The metadata lists the
+partitions handed over by another server start with `taken:` or `coming:`. The metadata lists the
 pieces of each run. It has three entries: `format` identifies the file, `shoal` is the JSON of
 image.py with each tensor's xxh3-64, and `xxh3` is the xxh3-64 of that JSON.
 

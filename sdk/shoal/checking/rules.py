@@ -346,7 +346,7 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
             value := dict(_assigned(node)).get(name)
         ):
             if node in loop.body and not _has_name(value, name):
-                return False  # every iteration begins with a new value
+                return False  # every iteration starts with a new value
             chosen = any(isinstance(above, ast.If) for above in _until(script, node, loop))
             carried = carried or chosen or _has_name(value, name)
             if isinstance(value, ast.Call) and last_name(value) in ("max", "min"):

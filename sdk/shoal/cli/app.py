@@ -87,8 +87,8 @@ def run_command() -> None:
     try:
         app(prog_name="shoal")
     except ShoalError as error:
-        # Reasons have entries in docs/troubleshooting.md; a class's default reason would add
-        # nothing to the message.
+        # Reasons have entries in docs/troubleshooting.md; a class's default reason would not add
+        # information to the message.
         reason = "" if error.reason == error.default_reason else f" [{error.reason}]"
         print(f"shoal: {error}{reason}", file=sys.stderr)  # noqa: T201 - errors become text here
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)

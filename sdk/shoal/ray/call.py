@@ -36,7 +36,7 @@ class Value:
 
     rank: int
     world_size: int
-    """World size of the generation in which the function returned on this rank."""
+    """World size of this rank's generation when the function returned."""
     value: Any
 
 

@@ -145,7 +145,7 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
 
 
 def member_ready(draft: Draft, event: MemberReady) -> None:
-    """Records that a member requests a rank. A repeated request changes nothing."""
+    """Records that a member requests a rank. A repeated request has no effect."""
     member = live_member(draft, event.member_id)
     if member.phase is not MemberPhase.JOINED:
         return

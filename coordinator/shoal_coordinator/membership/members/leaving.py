@@ -67,7 +67,7 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
     without the member was already written.
 
     The first member with a rank that finishes ends the run for all members. If a member was asked
-    to leave, only that member leaves, whatever reason it reports.
+    to leave, only that member leaves, for any reported reason.
     """
     member = live_member(draft, event.member_id)
     if event.reason is LeaveReason.FAILED:

@@ -1,6 +1,6 @@
-"""Explains stalled steps: tells all members which member is waiting for which, before anything is
-done about it. Evicts members in the two cases that the coordinator can decide: hung members, and
-members on lost machines.
+"""Explains stalled steps: tells all members which member is waiting for which, before any member is
+evicted. Evicts members in the two cases that the coordinator can decide: hung members, and members
+on lost machines.
 
 Each heartbeat reports whether the member's training thread is waiting for its peers, since when,
 and which peers it cannot reach. Either some members are waiting for others that are not waiting, or

@@ -354,7 +354,7 @@ class FailedServer:
     failures: int
     """Number of consecutive failed moves; at least one."""
     until_ms: int
-    """Time at which the process may take part in moves again."""
+    """End of the process's exclusion from moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,8 +398,8 @@ class Recovery:
     world_size: int
     """Number of ranks in the newest lost generation; 0 if unknown."""
     until_ms: int | None
-    """Time at which a generation is written for the members that have returned by then. None: the
-    generation has been written."""
+    """Deadline for members to return; a generation is then written for the members that have
+    returned. None: the generation has been written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,7 +453,7 @@ class JobState:
     members: Mapping[str, Member] = field(default_factory=dict)
     """Live members; disjoint from `departed`."""
     departed: Mapping[str, Departure] = field(default_factory=dict)
-    """Former members by id, in the order in which they left. Their ids are never used again."""
+    """Former members by id, in order of departure. Their ids are never used again."""
     servers: Mapping[str, Server] = field(default_factory=dict)
     layout: ShardLayout | None = None
     """Assignment of the declared tensors to servers. Once it is set, only the owners of partitions

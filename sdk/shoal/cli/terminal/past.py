@@ -81,7 +81,7 @@ def comparison_view(one: RecordedRun, other: RecordedRun) -> RenderableType:
 
 
 def finished_line(run: RecordedRun) -> str:
-    """Returns a line with the name of a past run and the time at which it ended."""
+    """Returns a line with the name and the end time of a past run."""
     if run.end is None:
         return f"run {run.name}: {run.outcome}"
     return (

@@ -23,8 +23,8 @@ class Column:
     name: str
     cells: Sequence[str | Text]
     dispensable: int = 0
-    """Order in which columns are dropped if they do not fit: the largest number first. 0: the
-    column is never dropped."""
+    """Priority for dropping the column if not all columns fit: the largest number is dropped first.
+    0: the column is never dropped."""
     right: bool = True
     """True to right-align the cells, as for numbers."""
 

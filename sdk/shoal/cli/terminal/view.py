@@ -133,8 +133,8 @@ def _headline(job: Job) -> Text:
 
 
 def _stopped_at(job: Job) -> str:
-    """Returns text that names the step at which an incomplete run ended; empty if the step is
-    unknown or the run completed."""
+    """Returns text with the last step of an incomplete run; empty if the step is unknown or the run
+    completed."""
     if job.ending is JobEnding.COMPLETED or not job.steps:
         return ""
     total = f" of {job.steps_in_all:,}" if job.steps_in_all is not None else ""

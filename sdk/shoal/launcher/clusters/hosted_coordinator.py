@@ -1,5 +1,5 @@
-"""Coordinator with its own Redis server that other machines can reach. It runs beside the command,
-or the run on Ray, that it coordinates.
+"""Coordinator with its own Redis server that other machines can reach. It runs alongside the
+command, or the run on Ray, that it coordinates.
 
 The coordinator must outlive the command: batch systems send SIGTERM to all processes of a job at
 the same time, but the workers need the coordinator in order to leave together. The coordinator and

@@ -90,7 +90,7 @@ class WorkerEnd:
     host: str
     pid: int
     ended: str
-    """Way in which the process ended: `exit code 0`, `SIGKILL`, ..."""
+    """How the process ended: `exit code 0`, `SIGKILL`, ..."""
     steps: int
     """Number of committed steps of the run when the worker exited; 0 if the worker did not commit
     any."""
@@ -255,7 +255,7 @@ def history_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 class History:
-    """Past runs of this user. It keeps nothing in memory, so all processes see the same runs."""
+    """Past runs of this user. It keeps no state in memory, so all processes see the same runs."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or history_directory()

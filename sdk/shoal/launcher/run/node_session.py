@@ -91,8 +91,8 @@ class NodeSession:
         """Error that ended the session; None while the session is open. If `is_closed`, the run has
         finished elsewhere."""
         self.works_in = 0
-        """Generation in which the launcher's workers were started. Set by the launcher and reported
-        in heartbeats."""
+        """Generation of the launchers when this launcher's workers were started. Set by the
+        launcher and reported in heartbeats."""
         self._client = client
         self._join = pb.Join(
             job_id=job_id,

@@ -146,7 +146,7 @@ class Outcome:
 
 
 class Submissions:
-    """Submissions of this user on this host. It keeps nothing in memory, so all processes see the
+    """Submissions of this user on this host. It keeps no state in memory, so all processes see the
     same submissions."""
 
     def __init__(self, directory: Path | None = None) -> None:

@@ -58,7 +58,7 @@ class JobEnd(Enum):
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended, so that a new member would have nothing to do."""
+        """True if the job has ended, so that a new member would have no work."""
         return self in (JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED)
 
 

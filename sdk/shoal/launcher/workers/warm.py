@@ -267,7 +267,7 @@ class _WarmProcess:
     ) -> Child:
         """Forks a worker. `log`: file for its output; None: pipes.
 
-        Raises WarmProcessError, in which case no worker exists, and OSError if no file descriptors
+        Raises WarmProcessError, after which no worker exists, and OSError if no file descriptors
         are left.
         """
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:

@@ -401,7 +401,7 @@ class ParameterServer:
         )
         return summary.stored_bytes
 
-    # ------------------------------------------------------------------------------------ its parts
+    # ----------------------------------------------------------------------- callbacks of its parts
 
     async def _fetch_layout(self) -> Layout:
         if self._session is None:
@@ -510,7 +510,7 @@ class ParameterServer:
     def _members(self) -> Members:
         return Members.of(self._membership.fence, self._membership.clocks)
 
-    # -------------------------------------------------------------------------------- start and end
+    # ------------------------------------------------------------------------------- start and stop
 
     async def _until_over(self, stop: asyncio.Event, session: CoordinatorSession) -> None:
         """Waits until `stop` is set or the job has ended. If the session ends permanently, raises

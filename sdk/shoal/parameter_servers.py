@@ -129,7 +129,7 @@ class ModelReader:
     ) -> None:
         self.close()
 
-    # ----------------------------------------------------------------------------- the call at work
+    # ---------------------------------------------------------------------------- calls in progress
 
     def _retry_until(self) -> None:
         deadline = time.monotonic() + self._patience.total_seconds()

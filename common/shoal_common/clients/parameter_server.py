@@ -324,7 +324,7 @@ class ParameterServerClient:
                 raise outgoing.failure from error
             raise
 
-    # ------------------------------------------------------------------------------------- the rest
+    # ---------------------------------------------------------------------------------- other calls
 
     def configure_optimizer(
         self,

@@ -278,7 +278,7 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-# ------------------------------------------------------------------------- what the C library tells
+# --------------------------------------------------------------------- interfaces, by the C library
 
 
 class _InterfaceAddress(ctypes.Structure):

@@ -85,7 +85,7 @@ class Rows:
         if image is not None:
             self._restore(image)
 
-    # -------------------------------------------------------------------------------------- looking
+    # -------------------------------------------------------------------------------------- reading
 
     def __len__(self) -> int:
         """Returns the number of stored rows."""
@@ -290,7 +290,7 @@ class Rows:
         # keeps the size of the reserved space
         self._table = _SlotTable(self._ids[:left], room=len(self._ids))
 
-    # -------------------------------------------------------------------------------------- finding
+    # -------------------------------------------------------------------------------- finding slots
 
     def _arrays(self) -> list[npt.NDArray[Any]]:
         """Returns all arrays with data of rows, each indexed by slot."""

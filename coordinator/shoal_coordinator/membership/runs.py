@@ -110,7 +110,7 @@ def check_run(draft: Draft, event: OfRun) -> None:
     raise not_current(draft, run, draft.now)
 
 
-# -------------------------------------------------------------------------------------- what begins
+# ----------------------------------------------------------------------- starting and resuming runs
 
 
 def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
@@ -270,7 +270,7 @@ def _ending(draft: Draft) -> RunEnding:
     return RunEnding(why=why)
 
 
-# -------------------------------------------------------------------------------- who belongs to it
+# ------------------------------------------------------------------------------ membership of a run
 
 
 def same_run(one: RunId, other: RunId) -> bool:

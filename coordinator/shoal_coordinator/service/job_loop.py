@@ -141,7 +141,7 @@ class JobLoop:
         """Time at which the coordinator learned of a possible loss that it has not decided about
         yet; None if there is none."""
 
-    # --------------------------------------------------------------------- what others tell and ask
+    # -------------------------------------------------------------------- calls by other components
 
     @property
     def pulses(self) -> Pulses:

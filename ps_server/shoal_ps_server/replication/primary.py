@@ -388,7 +388,7 @@ class Backup:
             if self._held is None and self._journal is not None:
                 self._journal.follow_no_more()
 
-    # --------------------------------------------------------------------------------- holding back
+    # ----------------------------------------------------------------------------- delaying changes
 
     @property
     def _is_noting(self) -> bool:

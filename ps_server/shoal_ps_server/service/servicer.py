@@ -276,7 +276,7 @@ class ParameterServerServicer:
             await self._receiver.take(messages)
             return pb.TakePartitionsResponse(incarnation=incarnation())
 
-    # ------------------------------------------------------------------------------------- the rest
+    # ---------------------------------------------------------------------------------- other calls
 
     async def configure_optimizer(
         self, request: pb.ConfigureOptimizerRequest, context: Any

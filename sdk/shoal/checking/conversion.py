@@ -130,7 +130,7 @@ def convert(source: str, name: str = "<script>") -> Conversion | None:
     return Conversion(source=marked, changes=edits.count, marks=marks, refusal=refusal)
 
 
-# -------------------------------------------------------------------------------------------- shape
+# -------------------------------------------------------------------------- structure of the script
 
 
 def _find_shape(script: Script) -> _Shape:
@@ -556,7 +556,7 @@ def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast
             yield call
 
 
-# -------------------------------------------------------------------------------------------- marks
+# --------------------------------------------------------------------------- comments with findings
 
 
 def _marked(source: str, name: str, left: tuple[Finding, ...]) -> tuple[str, int]:

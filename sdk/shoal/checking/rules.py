@@ -454,7 +454,7 @@ def _seeds(script: Script) -> Iterator[Finding]:
             )
 
 
-# ---------------------------------------------------------------------------------------- left over
+# ----------------------------------------------------------- code for other libraries or one device
 
 _WRAPPERS: Final = (
     "torch.nn.parallel.DistributedDataParallel",

@@ -189,7 +189,7 @@ RankOrServer = Annotated[
 ]
 
 
-# ---------------------------------------------------------- how a command shows itself to a cluster
+# -------------------------------------------------------------------------------------- credentials
 
 
 def _file(flag: str, text: str) -> Any:

@@ -93,7 +93,7 @@ class AsyncClient:
         """Returns the result of a job or None while it runs, like `Client.outcome`."""
         return await self._call(lambda: self._client.outcome(job_id))
 
-    # -------------------------------------------------------------------------------------- looking
+    # ----------------------------------------------------------------------------------- inspecting
 
     async def jobs(self) -> tuple[JobSummary, ...]:
         """Returns all known jobs, like `Client.jobs`."""
@@ -148,7 +148,7 @@ class AsyncClient:
         `Client.state_dict`."""
         return await self._call(lambda: self._client.state_dict(job_id, timeout=timeout))
 
-    # --------------------------------------------------------------------------------------- ending
+    # ------------------------------------------------------------------------------------- stopping
 
     async def stop(self, job_id: str, *, reason: str = "") -> None:
         """Asks all workers of a job to stop, like `Client.stop`."""

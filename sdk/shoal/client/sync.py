@@ -173,7 +173,7 @@ class Client:
         submission = self._submission(job_id)
         return _end_of(self.job(job_id)) if submission is None else _result_of(submission)
 
-    # -------------------------------------------------------------------------------------- looking
+    # ----------------------------------------------------------------------------------- inspecting
 
     def jobs(self) -> tuple[JobSummary, ...]:
         """Returns the jobs known to the shared coordinator. Without a shared coordinator, returns
@@ -302,7 +302,7 @@ class Client:
         with ModelReader(self._connections.settings(job_id), job_id, patience=timeout) as reader:
             return reader.state_dict()
 
-    # --------------------------------------------------------------------------------------- ending
+    # ------------------------------------------------------------------------------------- stopping
 
     def stop(self, job_id: str, *, reason: str = "") -> None:
         """Asks all workers to stop at their next step boundary, and returns immediately; use `wait`

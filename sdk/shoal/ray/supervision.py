@@ -162,7 +162,7 @@ class Supervision:
         request is not retried."""
         return method.options(max_task_retries=0).remote()
 
-    # ----------------------------------------------------------------------------------------- ends
+    # --------------------------------------------------------------------------- exits of launchers
 
     def _hear(self, seat: Seat) -> None:
         try:
@@ -240,7 +240,7 @@ class Supervision:
             )
         return False
 
-    # --------------------------------------------------------------------------------- who is there
+    # ----------------------------------------------------------------------------- checks of actors
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -362,7 +362,7 @@ class Draft:
                     self.ledger(name, epoch)
         return [ledger for ledger in self._ledgers.values() if ledger.holds_of(member_id)]
 
-    # --------------------------------------------------------------------------------------- ending
+    # ------------------------------------------------------------------------------------- freezing
 
     def freeze(self) -> tuple[JobState, Changes]:
         """Returns the state after all events, and the parts of the state that must be written."""

@@ -358,7 +358,7 @@ class ElasticFit(_FitLoop):
             )
         call._call_strategy_hook(trainer, "on_train_batch_start", batch, number)
 
-    # ----------------------------------------------------------------------- when something is over
+    # --------------------------------------------------------------------- ends of steps and epochs
 
     def _step_is_over(self, number: int, results: tuple[Any, Any]) -> None:
         """Performs Lightning's actions after a committed step, in the same order."""

@@ -253,7 +253,7 @@ class Results(_ResultCollection):
         )
         super().log(known.fx, known.name, given, batch_size=weight, **known.arguments)
 
-    # -------------------------------------------------------------------- what was logged elsewhere
+    # ----------------------------------------------------------------- values logged on other ranks
 
     def take_elsewhere(self) -> list[list[Any]]:
         """Returns the values logged outside of batches since the last call, as lists of hook, name

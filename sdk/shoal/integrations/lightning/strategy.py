@@ -73,7 +73,7 @@ class ShoalStrategy(Strategy):
         self._module: pl.LightningModule | None = None
         """Module that the distributed model was created from."""
 
-    # ----------------------------------------------------------------------- what Lightning is told
+    # -------------------------------------------------------------- properties that Lightning reads
 
     @property
     def root_device(self) -> torch.device:
@@ -216,7 +216,7 @@ class ShoalStrategy(Strategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
 
-    # ----------------------------------------------------------------------- what ranks do together
+    # ---------------------------------------------------------------------------------- collectives
 
     def barrier(self, name: str | None = None) -> None:
         """Does nothing, since Shoal synchronizes the ranks."""

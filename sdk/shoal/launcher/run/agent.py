@@ -645,7 +645,7 @@ class Agent:
         else:
             self._note(f"{what}; continuing, replaced by pid {pid}")
 
-    # -------------------------------------------------------------------------------------- the end
+    # ------------------------------------------------------------------------------- end of the run
 
     def _conclude(self, *, known: bool) -> None:
         """Ends the run if no workers are left and none will be started. `known`: True if the

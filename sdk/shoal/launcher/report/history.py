@@ -90,7 +90,7 @@ class WorkerEnd:
     host: str
     pid: int
     ended: str
-    """How the process ended: `exit code 0`, `SIGKILL`, ..."""
+    """Exit of the process: `exit code 0`, `SIGKILL`, ..."""
     steps: int
     """Number of committed steps of the run when the worker exited; 0 if the worker did not commit
     any."""

@@ -106,6 +106,19 @@ def test_a_preemption_notice_makes_the_workers_leave_while_the_others_go_on(
     assert stays.wait() == 0, stays.stderr
 
 
+def test_a_preemption_notice_ends_the_run_of_shoal_up(shell: Shell, elastic_worker: Path) -> None:
+    with metadata_service("gcp") as service:
+        command = shell.start(
+            *("up", "--workers", "2", "--preemption-notice", "gcp"),
+            *(elastic_worker, shell.directory / "finish"),
+            SHOAL_METADATA_URL=service.url,
+        )
+        command.wait_for(lambda: "generation 1 rank 1 of 2" in command.stdout, "two ranks")
+        service.pages[metadata.GCP_PREEMPTED] = "TRUE"
+        assert command.wait() == PREEMPTED, command.stderr
+    assert "GCP will stop this machine within 30 s (preempted); the workers on" in command.stderr
+
+
 def test_a_machine_on_which_workers_die_again_and_again_is_excluded_with_the_reason(
     shell: Shell, endpoint: str, client: CoordinatorClient, elastic_worker: Path
 ) -> None:

@@ -68,7 +68,8 @@ def test_metrics_tell_of_the_disk_and_of_the_bound_that_workers_keep(
     assert metric(process, "shoal_ps_disk_bytes") == usage.total
     assert 0 < metric(process, "shoal_ps_disk_free_bytes") <= usage.total
     cluster.wait_until(
-        lambda: metric(process, "shoal_ps_clock_bound") == 7, "a heartbeat, with which the gauges are set"
+        lambda: metric(process, "shoal_ps_clock_bound") == 7,
+        "a heartbeat, with which the gauges are set",
     )
     assert process.end() == 0
 

@@ -29,8 +29,8 @@ MODULES = sorted(f"{path.parent.name}.metrics" for path in ROOT.glob("*/shoal*/m
 
 
 def registries() -> Iterator[CollectorRegistry]:
-    """Yields one registry per class that declares metrics: those in the services' metrics.py, gRPC's
-    interceptors and the watch of an event loop."""
+    """Yields one registry per class that declares metrics: those in the services' metrics.py,
+    gRPC's interceptors and the watch of an event loop."""
     declaring = [ServerMetrics, ClientMetricsInterceptor]
     for name in MODULES:
         module = importlib.import_module(name)

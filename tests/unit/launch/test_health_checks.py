@@ -39,7 +39,10 @@ class OneWrongElement(TorchFunctionMode):
 
 def test_a_processor_that_computes_one_element_wrong_is_found() -> None:
     assert "8 products" in checks.matrix()
-    with OneWrongElement(), pytest.raises(checks.Failed, match=r"wrong in 1 rows, first in row 717"):
+    with (
+        OneWrongElement(),
+        pytest.raises(checks.Failed, match=r"wrong in 1 rows, first in row 717"),
+    ):
         checks.matrix()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -113,6 +114,15 @@ def test_a_file_that_cannot_be_written_is_a_failure_with_the_systems_reason() ->
         [sys.executable, "-c", limited], capture_output=True, text=True, check=True, timeout=200
     )
     assert ended.stdout.strip() == "disk: [Errno 27] File too large"
+
+
+def test_a_directory_of_temporary_files_that_is_gone_is_a_failure_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    results = asyncio.run(check_machine())
+    assert [result.name for result in results if not result.ok] == ["disk"]
+    assert "No such file or directory" in failures_text(results)
 
 
 def test_checks_that_do_not_end_have_failed() -> None:

@@ -66,8 +66,7 @@ def rpc_graphs(selector: str) -> Sequence[Graph]:
             unit="percentunit",
             queries=[
                 (
-                    "rate(shoal_event_loop_blocked_seconds_total{"
-                    f"{selector}}}[$__rate_interval])",
+                    f"rate(shoal_event_loop_blocked_seconds_total{{{selector}}}[$__rate_interval])",
                     "{{instance}}",
                 )
             ],

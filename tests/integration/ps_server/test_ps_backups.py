@@ -359,7 +359,7 @@ def test_the_event_loop_of_a_backup_is_watched(cluster: Cluster) -> None:
             while (registered := other.registrations.get(timeout=30)).address:
                 pass  # before it knows that it is a backup
             with urlopen(f"http://{registered.metrics_address}/metrics", timeout=30) as page:
-                assert "shoal_event_loop_blocked_seconds_total 0.0" in page.read().decode()
+                assert "shoal_event_loop_blocked_seconds_total" in page.read().decode()
         finally:
             backup.stop()
         assert backup.failure is None

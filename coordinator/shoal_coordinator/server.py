@@ -44,12 +44,12 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
     different ShoalError if this coordinator cannot start."""
     server_settings = _servable(settings)
     async with AsyncExitStack() as stack:
-        stack.callback(LoopWatch("the coordinator").close)
+        registry = CollectorRegistry()
+        stack.callback(LoopWatch("the coordinator", registry).close)
         store = await _open_store(redis_url, settings, stop)
         if store is None:
             return
         stack.push_async_callback(store.close)
-        registry = CollectorRegistry()
         metrics = CoordinatorMetrics(registry)
         clock = Clock(await store.now_unix_ms())
         jobs = Jobs(

@@ -219,7 +219,8 @@ class ParameterServer:
         if a change in the journal could not be applied.
         """
         async with AsyncExitStack() as stack:
-            stack.callback(LoopWatch(f"parameter server {self._settings.server_id}").close)
+            watch = LoopWatch(f"parameter server {self._settings.server_id}", self._registry)
+            stack.callback(watch.close)
             rpc = RpcServer(
                 self._server_settings(),
                 service_name=SERVICE,

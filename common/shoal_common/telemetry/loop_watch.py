@@ -1,5 +1,5 @@
 """Logs the stack of a blocked event loop, so that the log of an unresponsive service shows the line
-where it hangs."""
+where it hangs. A metric counts the blocked time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from shoal_common.system.kernel_waits import kernel_wait
 
@@ -20,7 +26,25 @@ _AGAIN_S: Final = 60.0
 """Minimum time in seconds between two reports."""
 
 
-class LoopWatch:
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """State of a loop at its last turn. Never modified, only replaced, because other threads read
+    it."""
+
+    turned_at: float
+    """Monotonic time in seconds."""
+    blocked_s: float
+    """Total time, in seconds, that the loop has been blocked."""
+
+    def at(self, now: float, after_s: float) -> _Seen:
+        """Returns the state after a turn of the loop at `now`."""
+        passed_s = now - self.turned_at
+        return _Seen(
+            turned_at=now, blocked_s=self.blocked_s + (passed_s if passed_s > after_s else 0.0)
+        )
+
+
+class LoopWatch(Collector):
     """Watches the running event loop on a separate thread, until `close`.
 
     The loop records the time several times per `after`. If the record is older than `after`, the
@@ -29,15 +53,27 @@ class LoopWatch:
     returned.
     """
 
-    def __init__(self, name: str, *, after: timedelta = timedelta(seconds=5)) -> None:
-        """Starts watching. Must be called on the loop's thread. `name`: name of the service, used
-        in logs. `after`: time after which the loop counts as blocked."""
+    def __init__(
+        self,
+        name: str,
+        registry: CollectorRegistry,
+        *,
+        after: timedelta = timedelta(seconds=5),
+    ) -> None:
+        """Starts watching. Must be called on the loop's thread.
+
+        Args:
+            name: name of the service, used in logs.
+            registry: registry for the metric of the blocked time.
+            after: time after which the loop counts as blocked.
+        """
         self._name, self._after_s = name, after.total_seconds()
         self._loop = asyncio.get_running_loop()
         self._native_id, self._ident = threading.get_native_id(), threading.get_ident()
         self._reported_at = -_AGAIN_S
         self._closed = threading.Event()
-        self._turned_at = time.monotonic()
+        self._seen = _Seen(turned_at=time.monotonic(), blocked_s=0.0)
+        registry.register(self)
         self._turns = self._loop.call_soon(self._turn)
         self._thread = threading.Thread(target=self._watch, name="shoal-loop-watch", daemon=True)
         self._thread.start()
@@ -48,10 +84,21 @@ class LoopWatch:
         self._closed.set()
         self._thread.join()
 
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields the blocked time, including the current blockage, if any."""
+        now = time.monotonic()  # read before `_seen`, so that the counter never decreases
+        seen = self._seen.at(now, self._after_s)
+        yield CounterMetricFamily(
+            "shoal_event_loop_blocked_seconds",
+            "Time for which the service's event loop was blocked, or its process stopped, for "
+            "more than 5 s at a time.",
+            value=seen.blocked_s,
+        )
+
     def _turn(self) -> None:
         now = time.monotonic()
-        blocked_s = now - self._turned_at
-        self._turned_at = now
+        blocked_s = now - self._seen.turned_at
+        self._seen = self._seen.at(now, self._after_s)
         if blocked_s > self._after_s:
             logger.warning(
                 "the event loop of %s was blocked, or its process stopped, for %.1f s",
@@ -64,7 +111,7 @@ class LoopWatch:
         looked_at = time.monotonic()
         while not self._closed.wait(self._after_s / 4):
             now = time.monotonic()
-            blocked_s, late = now - self._turned_at, now > looked_at + self._after_s
+            blocked_s, late = now - self._seen.turned_at, now > looked_at + self._after_s
             looked_at = now
             if late:  # the process was stopped, or a call held Python's lock: not the current stack
                 continue

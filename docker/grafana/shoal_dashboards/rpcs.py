@@ -1,4 +1,5 @@
-"""Panels of gRPC calls, for the dashboards of the coordinator and the parameter servers."""
+"""Panels of gRPC calls and of the event loop that answers them, for the dashboards of the
+coordinator and the parameter servers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from shoal_dashboards.panels import Graph
 
 def rpc_graphs(selector: str) -> Sequence[Graph]:
     """Returns panels of the gRPC calls to the targets with these Prometheus labels, such as
-    'job="coordinator"'."""
+    'job="coordinator"', and of their event loops."""
     return (
         Graph(
             title="Calls",
@@ -56,6 +57,18 @@ def rpc_graphs(selector: str) -> Sequence[Graph]:
                     "{{grpc_method}} received",
                 ),
                 (_per_method("grpc_server_msg_sent_total", selector), "{{grpc_method}} sent"),
+            ],
+        ),
+        Graph(
+            title="Blocked event loop",
+            text="Share of the time for which the event loop was blocked for more than 5 s. It "
+            "answers no call meanwhile; the service's log has its stack.",
+            unit="percentunit",
+            queries=[
+                (
+                    f"rate(shoal_event_loop_blocked_seconds_total{{{selector}}}[$__rate_interval])",
+                    "{{instance}}",
+                )
             ],
         ),
     )

@@ -26,6 +26,7 @@ from shoal_common.rpc.channel import aio_channel
 from shoal_common.rpc.status import from_rpc_error
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import serve_metrics
+from shoal_common.telemetry.loop_watch import LoopWatch
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.metrics import Metrics
@@ -98,6 +99,8 @@ class Standby:
         InternalError if it is promoted although a change could not be applied.
         """
         async with AsyncExitStack() as stack:
+            watch = LoopWatch(f"parameter server {self._settings.server_id}", self._registry)
+            stack.callback(watch.close)
             http = stack.enter_context(
                 serve_metrics(
                     str(self._settings.http),

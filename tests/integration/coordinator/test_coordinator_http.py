@@ -8,8 +8,9 @@ from typing import Any
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
+from shoal_common.redis import EmbeddedRedis
 
-from tests.integration.coordinator.harness import Coordinator, Job, eventually
+from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually
 
 MakeJob = Callable[..., Job]
 
@@ -111,7 +112,30 @@ def test_every_metric_has_a_help_text_and_the_services_prefix(
     own = [family for family in families if family.name.startswith("shoal_coordinator_")]
     assert len(own) >= 14
     assert all(family.documentation.endswith(".") for family in own)
-    assert all(family.name.startswith(("shoal_coordinator_", "grpc_")) for family in families)
+    shared = ("grpc_", "shoal_event_loop_")
+    assert all(family.name.startswith(("shoal_coordinator_", *shared)) for family in families)
+
+
+def test_metrics_and_the_log_tell_of_a_blocked_event_loop(
+    make_coordinator: Callable[..., Coordinator], own_redis: EmbeddedRedis
+) -> None:
+    failpoint = {"SHOAL_FAILPOINTS": "decision.before_write@1=hang"}
+    coordinator = make_coordinator("--redis", own_redis.url, environment=failpoint)
+    before = value(coordinator, "shoal_event_loop_blocked_seconds_total")
+    with coordinator.client() as client:
+        job = create_job(coordinator, client)
+        job.join("a")
+        eventually(
+            lambda: value(coordinator, "shoal_event_loop_blocked_seconds_total") > before + 5,
+            "the blocked time to be counted",
+        )
+        eventually(
+            lambda: "the event loop of the coordinator has been blocked for" in coordinator.log,
+            "the stack of the blocked loop",
+        )
+        assert "in _commit" in coordinator.log
+        job.close()
+    coordinator.kill()  # SIGTERM would wait for the event loop
 
 
 def test_health_is_ok_while_the_coordinator_serves(shared_coordinator: Coordinator) -> None:

@@ -64,6 +64,10 @@ def test_the_line_in_which_a_rank_hangs_is_named_to_the_others_and_in_the_status
     assert re.search(r"rank 0 \(pid \d+ on \S+\):\n", both)
     assert "rank 0" not in shell.run("stacks", "1")[1]
     assert "thread 1" in shell.run("stacks", "1", "--all")[1]
+    of_job = shell.run("stacks", record.job_id)[1]
+    assert all(f"rank {rank} (pid " in of_job for rank in range(2)), of_job
+    status, _, err = shell.run("stacks", "all", "--job", record.job_id)
+    assert (status, "'all': expected a rank of job" in err) == (2, True), err
     status, _, err = shell.run("stacks", "7")
     assert status == 1
     assert "has no rank 7" in err

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -106,6 +107,19 @@ def test_a_preemption_notice_makes_the_workers_leave_while_the_others_go_on(
     assert stays.wait() == 0, stays.stderr
 
 
+def test_a_preemption_notice_ends_the_run_of_shoal_up(shell: Shell, elastic_worker: Path) -> None:
+    with metadata_service("gcp") as service:
+        command = shell.start(
+            *("up", "--workers", "2", "--preemption-notice", "gcp"),
+            *(elastic_worker, shell.directory / "finish"),
+            SHOAL_METADATA_URL=service.url,
+        )
+        command.wait_for(lambda: "generation 1 rank 1 of 2" in command.stdout, "two ranks")
+        service.pages[metadata.GCP_PREEMPTED] = "TRUE"
+        assert command.wait() == PREEMPTED, command.stderr
+    assert "GCP will stop this machine within 30 s (preempted); the workers on" in command.stderr
+
+
 def test_a_machine_on_which_workers_die_again_and_again_is_excluded_with_the_reason(
     shell: Shell, endpoint: str, client: CoordinatorClient, elastic_worker: Path
 ) -> None:
@@ -175,3 +189,29 @@ def test_a_machine_that_fails_its_health_checks_is_refused_until_it_passes_them(
     assert not client.get_job("default").machines
     finish.touch()
     assert [good.wait(), repaired.wait()] == [0, 0], repaired.stderr
+
+
+@pytest.mark.slow
+def test_no_worker_is_replaced_on_a_machine_that_has_become_unhealthy(
+    shell: Shell, endpoint: str, client: CoordinatorClient, elastic_worker: Path
+) -> None:
+    good = start(shell, endpoint, elastic_worker, host="good")
+    good.wait_for(lambda: pids(client, "good"), "a rank")
+    finish, temporary = shell.directory / "finish", shell.directory / "temporary"
+    temporary.mkdir()
+    sick = shell.start_program(
+        *(sys.executable, "-m", "shoal", "run", "--nnodes", "1:2", "--rdzv-endpoint", endpoint),
+        *("--health-checks", elastic_worker, finish),
+        SHOAL_HOST="sick",
+        TMPDIR=str(temporary),
+    )
+    sick.wait_for(lambda: pids(client, "sick"), "a rank on the healthy machine")
+    shutil.rmtree(temporary)  # the disk fails
+    os.kill(pids(client, "sick")[0], signal.SIGKILL)
+    assert sick.wait() == PUT_OUT, sick.stderr
+    assert "ended with SIGKILL; not replaced" in sick.stderr
+    assert "this machine failed its health checks: disk: [Errno 2] No such file" in sick.stderr
+    (machine,) = client.get_job("default").machines
+    assert (machine.host, machine.condition) == ("sick", pb.MACHINE_CONDITION_UNHEALTHY)
+    finish.touch()
+    assert good.wait() == 0, good.stderr

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -342,6 +343,26 @@ def test_a_backup_whose_directory_cannot_be_read_copies_all_anew(
     assert holds(data) == {
         each.partition_id: each.version for each in member.client.get_server().partitions
     }
+
+
+def test_the_event_loop_of_a_backup_is_watched(cluster: Cluster) -> None:
+    primary(cluster)
+    with told_to_follow(cluster) as other:
+        backup = Running(
+            cluster.directory,
+            until_serving=False,
+            coordinator=other.address,
+            server_id="b",
+            data_dir=cluster.directory / "b",
+        )
+        try:
+            while (registered := other.registrations.get(timeout=30)).address:
+                pass  # before it knows that it is a backup
+            with urlopen(f"http://{registered.metrics_address}/metrics", timeout=30) as page:
+                assert "shoal_event_loop_blocked_seconds_total" in page.read().decode()
+        finally:
+            backup.stop()
+        assert backup.failure is None
 
 
 def _pushes(member: Any) -> bool:

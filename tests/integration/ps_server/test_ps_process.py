@@ -25,6 +25,7 @@ from shoal_common.errors import (
     AuthenticationError,
     ConfigurationError,
     CorruptDataError,
+    DeadlineError,
     InvalidRequestError,
     PermissionDeniedError,
     PreconditionError,
@@ -36,11 +37,20 @@ from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
 
-from tests.integration.ps_server.conftest import shard_map
+from tests.integration.ps_server.conftest import ServerProcess, shard_map
 
 
 def flags(cluster, *more: str) -> tuple[str, ...]:
     return ("--coordinator", cluster.address, "--job", "job", "--server-id", "server", *more)
+
+
+def metric(process: ServerProcess, name: str) -> float:
+    """Returns the value of the first sample of this name."""
+    with urllib.request.urlopen(f"http://{process.http}/metrics", timeout=30) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return next(
+        sample.value for family in families for sample in family.samples if sample.name == name
+    )
 
 
 def test_metrics_tell_of_the_disk_and_of_the_bound_that_workers_keep(
@@ -54,20 +64,37 @@ def test_metrics_tell_of_the_disk_and_of_the_bound_that_workers_keep(
         "job", optimizer, pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=7)
     )
 
-    def told(name: str) -> float:
-        with urllib.request.urlopen(f"http://{process.http}/metrics", timeout=30) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-        return next(
-            sample.value for family in families for sample in family.samples if sample.name == name
-        )
-
     usage = shutil.disk_usage(tmp_path)
-    assert told("shoal_ps_disk_bytes") == usage.total
-    assert 0 < told("shoal_ps_disk_free_bytes") <= usage.total
+    assert metric(process, "shoal_ps_disk_bytes") == usage.total
+    assert 0 < metric(process, "shoal_ps_disk_free_bytes") <= usage.total
     cluster.wait_until(
-        lambda: told("shoal_ps_clock_bound") == 7, "a heartbeat, with which the gauges are set"
+        lambda: metric(process, "shoal_ps_clock_bound") == 7,
+        "a heartbeat, with which the gauges are set",
     )
     assert process.end() == 0
+
+
+@pytest.mark.slow
+def test_metrics_and_the_log_tell_of_a_blocked_event_loop(cluster, start, tmp_path) -> None:
+    process = start(
+        *flags(cluster, "--data-dir", str(tmp_path / "data")),
+        SHOAL_FAILPOINTS="journal.effect_made@1=hang",
+    )
+    address = process.address()
+    before = metric(process, "shoal_event_loop_blocked_seconds_total")
+    channel = ChannelSettings(address=address, deadline=timedelta(seconds=6))
+    optimizer = pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 0.1})
+    with ParameterServerClient(channel) as client, pytest.raises(DeadlineError):
+        client.configure_optimizer("job", optimizer, pb.Consistency(mode=pb.Consistency.MODE_ASP))
+    cluster.wait_until(
+        lambda: metric(process, "shoal_event_loop_blocked_seconds_total") > before + 5,
+        "the blocked time to be counted",
+    )
+    cluster.wait_until(
+        lambda: "the event loop of parameter server server has been blocked" in process.log,
+        "the stack of the blocked loop",
+    )
+    assert "journal.py" in process.log
 
 
 def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_path) -> None:

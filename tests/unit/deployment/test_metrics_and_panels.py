@@ -3,6 +3,7 @@ that exist."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import re
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 from shoal_common.rpc.metrics import ClientMetricsInterceptor, ServerMetrics
+from shoal_common.telemetry.loop_watch import LoopWatch
 from shoal_dashboards.boards import BOARDS, WITHOUT_PANEL
 from shoal_dashboards.panels import Listing
 
@@ -27,8 +29,8 @@ MODULES = sorted(f"{path.parent.name}.metrics" for path in ROOT.glob("*/shoal*/m
 
 
 def registries() -> Iterator[CollectorRegistry]:
-    """Yields one registry per class that declares metrics: those in the services' metrics.py and in
-    gRPC's interceptors."""
+    """Yields one registry per class that declares metrics: those in the services' metrics.py,
+    gRPC's interceptors and the watch of an event loop."""
     declaring = [ServerMetrics, ClientMetricsInterceptor]
     for name in MODULES:
         module = importlib.import_module(name)
@@ -46,6 +48,13 @@ def registries() -> Iterator[CollectorRegistry]:
         else:
             registry = each().registry
         yield registry
+    yield asyncio.run(_registry_of_a_loop())
+
+
+async def _registry_of_a_loop() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    LoopWatch("a service", registry).close()
+    return registry
 
 
 FAMILIES = {family.name: family for registry in registries() for family in registry.collect()}

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +19,9 @@ from shoal.launcher.machines.health import check_clock, check_machine, failures_
 from torch.overrides import TorchFunctionMode
 
 
-class OneWrongBit(TorchFunctionMode):
-    """Arithmetic with one wrong bit in one element of each matrix product of floats."""
+class OneWrongElement(TorchFunctionMode):
+    """Arithmetic in which one element of each matrix product of floats is wrong, and one of each
+    copy."""
 
     def __torch_function__(
         self,
@@ -31,13 +33,54 @@ class OneWrongBit(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func.__name__ in ("matmul", "__matmul__") and result.dtype == torch.float32:
             result[717, 3] += 1
+        if func.__name__ == "clone":
+            result[-1] ^= 1
         return result
 
 
 def test_a_processor_that_computes_one_element_wrong_is_found() -> None:
     assert "8 products" in checks.matrix()
-    with OneWrongBit(), pytest.raises(checks.Failed, match=r"wrong in 1 rows, first in row 717"):
+    with (
+        OneWrongElement(),
+        pytest.raises(checks.Failed, match=r"wrong in 1 rows, first in row 717"),
+    ):
         checks.matrix()
+
+
+def test_a_device_that_returns_other_data_is_found() -> None:
+    """The function is given the CPU as its device. tests/gpu/test_health.py checks real GPUs."""
+    assert checks.gpu_memory("cpu") == "256 MiB copied to the device and back"
+    with OneWrongElement(), pytest.raises(checks.Failed, match="differs from its original"):
+        checks.gpu_memory("cpu")
+
+
+def test_a_wrong_sum_over_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL needs GPUs, so the sums of a stand-in are checked."""
+
+    def all_reduce(tensors: Sequence[torch.Tensor]) -> None:
+        total = torch.stack(list(tensors)).sum(0)
+        for tensor in tensors:
+            tensor.copy_(total)
+        tensors[2][77] += wrong
+
+    monkeypatch.setattr(torch.cuda.nccl, "all_reduce", all_reduce)
+    wrong = 0.0
+    assert checks.nccl(["cpu"] * 3) == "summed over 3 GPUs"
+    wrong = 0.5
+    with pytest.raises(checks.Failed, match="the sum over 3 GPUs is wrong on cpu"):
+        checks.nccl(["cpu"] * 3)
+
+
+def test_each_gpu_is_checked_and_nccl_over_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda.nccl, "is_available", lambda tensors: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: device)
+    assert [name for name, _ in checks.checks("/tmp")] == [
+        *("disk", "memory", "matrix product"),
+        *("matrix product on cuda:0", "memory of cuda:0"),
+        *("matrix product on cuda:1", "memory of cuda:1"),
+        "NCCL",
+    ]
 
 
 def test_a_disk_that_returns_other_data_is_found(
@@ -71,6 +114,15 @@ def test_a_file_that_cannot_be_written_is_a_failure_with_the_systems_reason() ->
         [sys.executable, "-c", limited], capture_output=True, text=True, check=True, timeout=200
     )
     assert ended.stdout.strip() == "disk: [Errno 27] File too large"
+
+
+def test_a_directory_of_temporary_files_that_is_gone_is_a_failure_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    results = asyncio.run(check_machine())
+    assert [result.name for result in results if not result.ok] == ["disk"]
+    assert "No such file or directory" in failures_text(results)
 
 
 def test_checks_that_do_not_end_have_failed() -> None:

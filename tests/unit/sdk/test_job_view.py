@@ -91,6 +91,22 @@ def test_the_upload_backlog_is_shown_if_there_is_one() -> None:
     assert [m["upload_backlog_bytes"] for m in document["members"]] == [3 << 19, 0]
 
 
+def test_shares_are_shown_while_micro_batches_are_dealt_by_speed() -> None:
+    def job(*shares: float) -> pb.GetJobResponse:
+        members = [member(rank, step=7, share=share) for rank, share in enumerate(shares)]
+        return pb.GetJobResponse(
+            spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members
+        )
+
+    header, first, second = (line.split() for line in shown(job(5 / 3, 1 / 3)).splitlines()[1:4])
+    assert "share" in header
+    assert "1.67" in first
+    assert "0.33" in second
+    assert "share" not in shown(job(0, 0))
+    document = job_json(job_of(job(1.5, 0.5)))
+    assert [m["share"] for m in document["members"]] == [1.5, 0.5]
+
+
 def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
     servers = [
         pb.ServerStatus(

@@ -217,7 +217,7 @@ class Balance:
                 "%.0f %% less time",
                 loader,
                 slowest,
-                costs[slowest] / statistics.median(costs),
+                costs[slowest] / statistics.median_low(costs),
                 items,
                 _shown(then),
                 100 * (1 - would_take_s / takes_s),

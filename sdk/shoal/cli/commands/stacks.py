@@ -10,9 +10,13 @@ from shoal.cli.options import Coordinator, Job
 
 
 def stacks(
-    rank: Annotated[
-        int | None,
-        typer.Argument(help="Show only this rank. Default: all ranks.", show_default=False),
+    rank_or_job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RANK|JOB",
+            help="Show only this rank, or the ranks of this job. Default: all ranks of the job.",
+            show_default=False,
+        ),
     ] = None,
     coordinator: Coordinator = None,
     job: Job = None,
@@ -28,12 +32,22 @@ def stacks(
     """
     import socket
 
-    from shoal_common.errors import ShoalError, UnknownResourceError
+    from shoal_common.errors import ConfigurationError, ShoalError, UnknownResourceError
     from shoal_worker.elastic.coordinator.script_lines import folded, parse_calls
 
     from shoal.cli.target import target
     from shoal.launcher.processes.members import member_stacks
 
+    rank = None
+    if rank_or_job is not None:
+        if rank_or_job.isdecimal():
+            rank = int(rank_or_job)
+        elif job in (None, rank_or_job):
+            job = rank_or_job
+        else:
+            raise ConfigurationError(
+                f"{rank_or_job!r}: expected a rank of job {job}; `shoal status` lists its ranks"
+            )
     with target(coordinator, job) as found:
         members = found.client.job(found.job_id).members
         chosen = [each for each in members if each.rank is not None and rank in (None, each.rank)]

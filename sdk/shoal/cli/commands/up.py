@@ -11,11 +11,14 @@ from shoal.cli.options import (
     FailFast,
     FailOnStop,
     FromScratch,
+    HealthChecks,
     MaxRestarts,
     MaxServers,
     Metrics,
+    MinWorkers,
     Module,
     Plot,
+    PreemptionNotice,
     Progress,
     RecordDirectory,
     Script,
@@ -23,12 +26,14 @@ from shoal.cli.options import (
     Servers,
     Warm,
 )
+from shoal.launcher.machines.notices import NoticeSource
 
 
 def up(
     script: Script,
     arguments: Arguments = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="Workers.", min=1)] = 3,
+    min_workers: MinWorkers = None,
     servers: Servers = 0,
     server_backups: ServerBackups = 0,
     max_servers: MaxServers = 0,
@@ -40,6 +45,8 @@ def up(
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
     warm: Warm = True,
+    preemption_notice: PreemptionNotice = NoticeSource.AUTO,
+    health_checks: HealthChecks = False,
     progress: Progress = True,
     plot: Plot = None,
 ) -> None:
@@ -57,6 +64,7 @@ def up(
         program=script,
         job_id=new_job_id(script),
         workers=workers,
+        min_workers=min_workers,
         servers=servers,
         server_backups=server_backups,
         max_servers=max_servers,
@@ -67,6 +75,8 @@ def up(
         record_directory=record_dir,
         metrics=metrics,
         warm=warm,
+        preemption_notice=preemption_notice,
+        health_checks=health_checks,
         progress=progress,
         plot=plot,
     )

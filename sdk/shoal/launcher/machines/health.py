@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -32,9 +33,10 @@ async def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult
     """Runs all checks and returns their results. A check that does not finish within the total
     `timeout`, or that crashes its process, counts as failed. If this coroutine is cancelled, the
     checks are killed."""
-    with tempfile.TemporaryFile() as errors:
+    # in memory, since the disk of temporary files may be the defective part
+    with os.fdopen(os.memfd_create("shoal-health"), "w+b") as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "shoal.launcher.machines.checks", tempfile.gettempdir()),
+            *(sys.executable, "-P", "-m", "shoal.launcher.machines.checks", _temporary_directory()),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -65,6 +67,14 @@ async def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult
             )
             results.append(CheckResult(name="all checks", ok=False, detail=what))
         return results
+
+
+def _temporary_directory() -> str:
+    """Returns the directory for temporary files, even if none can be written there."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # none is writable; the check will say why
+        return os.environ.get("TMPDIR", "/tmp")  # noqa: S108
 
 
 def check_clock(offset: timedelta, uncertainty: timedelta) -> CheckResult:

@@ -48,8 +48,9 @@ if shoal.is_main_process():
 
 Call `optimizer.zero_grad()` in every step. In plain torch and under `ddp`, a loop that calls it
 less often sums the gradients of several steps. Strategies that shard gradients free them after the
-step, so if a backward pass runs before the old gradients are cleared, `optimizer.step()` raises. To
-divide large batches, use `micro_batch_size=` ([guide](guides/accumulation.md)).
+step, so a later backward pass cannot add to them; if it runs before `zero_grad()`,
+`optimizer.step()` raises. To divide large batches, use `micro_batch_size=`
+([guide](guides/accumulation.md)).
 
 ## Which values the optimizer has
 

@@ -437,10 +437,10 @@ class CoordinatorSession:
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
-        """Returns whether `error` means that this server's run has ended or is lost, so that its
-        state will not be requested again. If the coordinator does not know the run but may still
-        learn of it (UnavailableError), returns False until _LOST_RUN_WAIT after the first such
-        error, so that the run's members can return."""
+        """Returns whether `error` means that this server's run has ended or is lost; nobody will
+        request its state again. UnavailableError means that the coordinator may still learn of the
+        run. It counts only once _LOST_RUN_WAIT has passed since the first such error, which gives
+        the run's members time to return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at

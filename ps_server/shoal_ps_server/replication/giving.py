@@ -103,8 +103,8 @@ class Giver:
             return self._given[1]  # the coordinator may not have read the report yet
         if order.giver_incarnation != incarnation() or order.move <= self._given_up:
             raise UnavailableError(
-                f"move {order.move} was abandoned: its partitions were served again, so a copy "
-                "already sent may be outdated; start a new move",
+                f"move {order.move} was abandoned: this server resumed serving its partitions, so "
+                "a copy already sent may be outdated; start a new move",
                 reason="MOVE_GIVEN_UP",
             )
         self._check(order)

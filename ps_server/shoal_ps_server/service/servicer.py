@@ -408,8 +408,9 @@ class ParameterServerServicer:
         lost."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
-                "partitions of this server are moving to another one, which already has the "
-                "clocks; fetch the shard map again from the coordinator, and repeat this call",
+                "partitions of this server are moving to another one, which already has a copy "
+                "of the workers' clocks; fetch the shard map again from the coordinator, and "
+                "repeat this call",
                 reason="PARTITION_MOVING",
                 retry_after=MOVING_RETRY,
             )

@@ -1,15 +1,15 @@
 """Files of the journal, `journal.NUMBER`. Each file is written once, sequentially.
 
 A snapshot starts a new file; once the snapshot is on disk, earlier files are obsolete. One of them
-is kept as a spare and becomes the next file, because overwriting existing pages takes the kernel a
-tenth of the time needed to allocate new ones. Data behind the last record of a file may therefore
-be from an older file; each record contains the number of its file.
+is kept as a spare and becomes the next file, because the kernel overwrites existing pages ten times
+as fast as it allocates new ones. Bytes after the last record of a file may therefore come from an
+older file; each record contains the number of its file.
 
 The first record of a file identifies its owner and the end of the previous file. The file
 `journal.id` contains a random number that seeds the checksums of all records. The last file ends
 with its last record. If a crash interrupted the write of that record, the record was never
-acknowledged. If a record behind damaged bytes shows that these bytes were once on disk, the disk
-has lost acknowledged data, and the server does not start.
+acknowledged. If a record after damaged bytes proves that those bytes had reached the disk, the disk
+has lost acknowledged data, and the server refuses to start.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class Segments:
             if any(found.durable > end for found in behind):
                 raise _corrupt(
                     path,
-                    f"its valid records end at byte {end}, but a record behind the damage "
-                    "shows that more was on disk",
+                    f"its valid records end at byte {end}, but a record after the damage shows "
+                    "that more had been written to disk",
                 )
             if behind:
                 logger.warning(

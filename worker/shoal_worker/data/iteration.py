@@ -78,8 +78,8 @@ def weights_of_rows(batch: Any, weight_fn: WeightFn, rows: Sequence[int]) -> lis
     if lengths != {sum(rows)}:
         raise ConfigurationError(
             f"train_step received {sum(rows)} rows, but the loader's batch has tensors of "
-            f"{sorted(lengths)} rows: with weight_fn=, a pipeline must train on the same rows "
-            "that it weighs. Pass the batch as the loader yielded it, or leave weight_fn out"
+            f"{sorted(lengths)} rows: with weight_fn=, a pipeline must train on exactly the rows "
+            "that weight_fn received. Pass the batch as the loader yielded it, or remove weight_fn"
         )
     parts = [
         one.split(list(rows))

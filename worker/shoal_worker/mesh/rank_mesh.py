@@ -173,9 +173,9 @@ class RankMesh:
     # --------------------------------------------------------------------------------------- passes
 
     def seed_step(self) -> None:
-        """Seeds the generators of a replica's ranks identically for the step that begins, from the
-        first rank's seed, the step and the replica. Used if there is no Shoal loader that seeds
-        them."""
+        """Gives all ranks of a replica the same random seed for this step, derived from the first
+        rank's seed, the step and the replica. Called only for steps without a Shoal loader, which
+        would seed them itself."""
         if self.cut.axes.replica_size > 1:
             seed_generators((self._seed, self._session.steps, self.cut.at.data))
 

@@ -46,8 +46,8 @@ def optimizer_state(
     scalars: Sequence[Sequence[Mapping[str, Any]]],
     wholes: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Returns the optimizer state in the format of `torch.optim.Optimizer.state_dict()` on a single
-    process. `places`: parameters in each group."""
+    """Returns the optimizer state as `torch.optim.Optimizer.state_dict()` would in a single
+    process. `places`: for each parameter group, the indices of its parameters."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for group, own in zip(places, settings, strict=True):

@@ -95,7 +95,7 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     written = document.pop("xxh3_64", None)
     if written != _digest(document, tensors):
         raise CorruptDataError(
-            "the file is damaged, because its content does not match its digest; use a copy",
+            "the file is damaged: its content does not match its digest; use an intact copy",
             reason="FILE_CORRUPT",
         )
     for name, (dtype, shape) in document.pop(_AS_BYTES, {}).items():

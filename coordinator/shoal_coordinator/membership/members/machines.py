@@ -57,7 +57,7 @@ def machine_reported(draft: Draft, event: MachineReported) -> None:
 
 
 def check_machine(draft: Draft, host: str) -> None:
-    """Raises PreconditionError if the machine is refused new members."""
+    """Raises PreconditionError if the job accepts no new members on this machine."""
     machine = draft.machines.get(host)
     if machine is not None and machine.refuses:
         raise PreconditionError(

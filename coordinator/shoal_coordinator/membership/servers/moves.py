@@ -263,8 +263,8 @@ def _is_safe(draft: Draft, index: int) -> bool:
 
 
 def _end_place(draft: Draft, index: int) -> None:
-    """Tells the servers of a drained place to exit, now or when they connect. Removes the place
-    once all of them have exited, or if their streams broke before the message could be sent."""
+    """Tells the connected servers of a drained place to exit. Once none is alive, removes the
+    place; a server that reconnects later is told to exit then."""
     servers = [server for server in draft.servers.values() if server.index == index]
     reason = f"drained: {draft.moves.draining[index]}"
     for server in servers:

@@ -70,7 +70,8 @@ class Site(Protocol):
         ...
 
     async def moved(self) -> None:
-        """Waits until launchers have joined or left, so that the last place is no longer valid."""
+        """Waits until launchers have joined or left, which invalidates the result of the last
+        `place()`."""
         ...
 
     def fail(self, reason: str) -> None:

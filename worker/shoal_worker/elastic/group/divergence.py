@@ -98,8 +98,8 @@ def operations_apart(who: str) -> PreconditionError:
     """Returns the error for ranks that do different things between two steps. `who`: text with the
     ranks and their operations."""
     return PreconditionError(
-        f"ranks diverged ({who}); every rank must call evaluate, "
-        "save_checkpoint, should_early_stop and the loader's iterations in the same order. "
+        f"ranks diverged ({who}); every rank must call evaluate, save_checkpoint and "
+        "should_early_stop, and iterate over the loader, in the same order. "
         f"{COUNTING}",
         reason=REASON,
     )

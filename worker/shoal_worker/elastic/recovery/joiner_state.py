@@ -217,8 +217,8 @@ class JoinerState:
 
 
 def _frozen_in(captured: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Returns the frozen parameters `names` that a captured state contains, by their names in that
-    state."""
+    """Returns those frozen parameters of `names` that a captured state contains, keyed by their
+    flattened names in the state."""
     tensors = flatten(captured)[1]
     return {name: tensors[name] for each in names if (name := f"{_REPLICA}{each}") in tensors}
 

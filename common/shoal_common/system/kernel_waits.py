@@ -58,7 +58,8 @@ _OUTPUTS: Final = {1: "standard output", 2: "standard error"}
 
 
 class KernelWait:
-    """Tracks the wait of one thread while the thread makes no progress."""
+    """Finds out what a stalled thread is waiting for. Compares successive calls of `look`, so that
+    a brief wait for the GIL is not reported."""
 
     def __init__(self) -> None:
         self._before: tuple[int, str] = (0, "")

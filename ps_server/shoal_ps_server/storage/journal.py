@@ -235,8 +235,8 @@ class Journal:
 
     @property
     def is_broken(self) -> bool:
-        """True if memory lacks a change that is on disk, because a record's effect was not
-        called."""
+        """True if no further effects are called, because one has failed or `give_up` was called.
+        Memory may then lack changes that are on disk."""
         return self._unmade is not None
 
     @property

@@ -136,7 +136,7 @@ def taken_record(
     move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
 ) -> Record:
     """Returns the record of a move whose partitions have all arrived. `batches`: finished batches,
-    as recorded by the giver."""
+    as recorded by the server that sent the partitions."""
     return Record(
         kind=TAKEN,
         fields={"move": move, "partitions": list(partition_ids), "batches": list(batches)},

@@ -90,9 +90,9 @@ way, as in torch's own data parallelism.
 - **Buffers.** The buffers of `state_dict()` follow one rule for each dtype, under every strategy
   with a common step (`test_one_rule_for_buffers.py`, `test_buffers.py`). Under `local_sgd` the rule
   applies to each round.
-- **Floating-point buffers** become the weighted mean over all ranks. If all elements are infinite
-  at `as_distributed`, the buffer becomes the minimum over all ranks instead; if all are negative
-  infinity, the maximum.
+- **Floating-point buffers** become the weighted mean over all ranks. If all elements are positive
+  infinity when `as_distributed` is called, the buffer becomes the minimum over all ranks instead;
+  if all are negative infinity, the maximum.
 - **Quantization observers** of torch: `min_val` and `max_val` become the minimum and maximum over
   all ranks, and `scale` and `zero_point` are computed from them. In a pass, each rank computes
   quantization parameters from its own samples. Per-channel observers get their shape in the first

@@ -291,7 +291,7 @@ class ReplicatedGradients(MeshGradients):
         )
 
     def _added_times(self, name: str) -> tuple[torch.Tensor, float]:
-        """Returns the accumulated gradient as a tensor and its factor."""
+        """Returns a tensor and a factor; their product is the parameter's accumulated gradient."""
         return self._first[name] if name in self._first else (self.added(name), 1.0)
 
     @override

@@ -26,7 +26,7 @@ class Replicas:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasSeen:
-    """Digests of the members that have left so far."""
+    """Digests of the state of the members that have left so far, for one step of one generation."""
 
     generation: int
     step: int

@@ -200,8 +200,8 @@ class Results(_ResultCollection):
         if missing is not None and not self._warned:
             self._warned = True
             _log.warning(
-                "a worker died after a step, before the values that it had logged in it were "
-                "gathered; the logged values and metrics of that step cover only the samples "
+                "a worker died after a step, before its logged values were gathered; the logged "
+                "values and metrics of that step cover only the samples "
                 "of the other workers (the loss and the model's parameters are exact)"
             )
         self._note_batch_values([one["counted"] for one in parts], values)

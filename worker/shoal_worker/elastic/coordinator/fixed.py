@@ -1,13 +1,13 @@
 """Membership of a rank of `shoal.launch` or `mpiexec`. The ranks are known from the start and never
 change.
 
-The launch assigns the ranks itself, so it needs neither a coordinator nor Redis. Session, steps,
-operations and checkpoints run the same code as in a job, with a single generation. The
+The launcher assigns the ranks, so neither a coordinator nor Redis is needed. Sessions, steps,
+operations and checkpoints use the same code as in a job, with a single generation. The
 coordinator's other functions are not needed, because no rank fails alone and none can join later:
 the ranks are threads of one process, or MPI terminates all of them when one fails.
 
-Used only by the rank's thread, except `has_left`. Ranks that are threads access the registry of
-trained modules in turns."""
+Used only by the rank's thread, except `has_left`. If the ranks are threads, they take turns
+accessing the registry of trained modules."""
 
 from __future__ import annotations
 

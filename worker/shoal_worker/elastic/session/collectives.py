@@ -110,8 +110,8 @@ def unpacked(payload: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], kind: str) -> Any:
-    """Converts a value to JSON, where each item is a list that begins with the item's kind. Stores
-    tensors in `tensors`; the JSON contains their numbers."""
+    """Converts a value to nested JSON lists, each of which begins with the kind of the value that
+    it represents. Adds tensors to `tensors`; the JSON refers to them by their keys."""
     if (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided

@@ -284,7 +284,7 @@ class CommittedState:
                 self._warned.add(source.name)
                 _log.warning(
                     "save_checkpoint was called within epoch %d of loader %r: under async_sgd a "
-                    "checkpoint does not contain which batches are finished, so a run that "
+                    "checkpoint does not record which batches are finished, so a run that "
                     "resumes from it repeats the epoch from its beginning. To train on each "
                     "sample once, save after the loop over the batches has ended",
                     source.repeats,

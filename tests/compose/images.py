@@ -78,7 +78,7 @@ def make_base(engine: Engine, cache: Path) -> None:
 
     Raises:
         EngineError: no base is available, or the engine starts no container. Neither can be this
-        repository's fault.
+            repository's fault.
     """
     archive = _debian(cache)
     engine.podman("import", "--quiet", str(archive), _DEBIAN)

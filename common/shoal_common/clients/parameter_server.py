@@ -111,14 +111,14 @@ class ParameterServerClient:
         """Prepares the client; the first call opens a connection.
 
         Args:
-        settings: address of the server, and options for calling it.
-        interceptors: interceptors of the calls, e.g. for metrics.
-        transport: transport of tensors. With AUTO, an unavailable transport is skipped, logged
-            once, and tried again after a minute. With any other value, only that transport is used;
-            if it is unavailable, calls raise UnavailableError / TRANSPORT_UNAVAILABLE.
-        member_id: member that makes most of the calls. Connections for other members are opened
-            when they are needed.
-        fell_back: called with each transport that fails unexpectedly.
+            settings: address of the server, and options for calling it.
+            interceptors: interceptors of the calls, e.g. for metrics.
+            transport: transport of tensors. With AUTO, an unavailable transport is skipped, logged
+                once, and tried again after a minute. With any other value, only that transport is
+                used; if it is unavailable, calls raise UnavailableError / TRANSPORT_UNAVAILABLE.
+            member_id: member that makes most of the calls. Connections for other members are opened
+                when they are needed.
+            fell_back: called with each transport that fails unexpectedly.
         """
         keep_freed_memory()
         self._member_id = member_id

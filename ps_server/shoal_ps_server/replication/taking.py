@@ -79,12 +79,12 @@ class Receiver:
         """Prepares a server to receive partitions.
 
         Args:
-        job_id: id of the job.
-        shard, moves, membership, changes: state of the server.
-        layout_of: returns the shard map of an epoch or a newer epoch; with True as second argument,
-            the coordinator's current shard map.
-        agree: configures this server like the giver, and returns the common configuration. Raises
-            PreconditionError / OPTIMIZER_CONFLICT.
+            job_id: id of the job.
+            shard, moves, membership, changes: state of the server.
+            layout_of: returns the shard map of an epoch or a newer epoch; with True as second
+                argument, the coordinator's current shard map.
+            agree: configures this server like the giver, and returns the common configuration.
+                Raises PreconditionError / OPTIMIZER_CONFLICT.
         """
         self._job_id = job_id
         self._shard = shard

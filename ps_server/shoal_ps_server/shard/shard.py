@@ -122,9 +122,9 @@ class Shard:
         """Creates a shard, empty or from a snapshot.
 
         Args:
-        optimizer: settings of the job's optimizer; None if they are not configured yet.
-        restored: partitions from a snapshot.
-        batches: ranges of keys of finished batches, as in `Batches`.
+            optimizer: settings of the job's optimizer; None if they are not configured yet.
+            restored: partitions from a snapshot.
+            batches: ranges of keys of finished batches, as in `Batches`.
         """
         self.batches = Batches(batches)
         """Batches that are finished according to all applied changes, as stored in snapshots."""

@@ -227,7 +227,7 @@ class Client:
             follow: True to also return new events as they happen, across restarts of the
                 coordinator, until the job's own cluster ends or the stream is closed.
             timeout: maximum time until the stream ends, after which DeadlineError is raised; None:
-            no limit.
+                no limit.
         """
         self.job(job_id)  # raises if there is no such job
         client = self._connections.of(job_id)

@@ -106,10 +106,10 @@ class Supervision:
         """Starts supervising a run.
 
         Args:
-        launchers: launchers of the run, which ends when they have exited.
-        servers: parameter servers, which exit after the launchers.
-        tend: function to call every half second.
-        patience: maximum time without a place for any launcher.
+            launchers: launchers of the run, which ends when they have exited.
+            servers: parameter servers, which exit after the launchers.
+            tend: function to call every half second.
+            patience: maximum time without a place for any launcher.
         """
         self._launchers = list(launchers)
         self._servers = list(servers)

@@ -84,7 +84,7 @@ class OuterSteps:
         """Pushes the round before its last step.
 
         Raises:
-        PreconditionError: the batches of the round are leased, so they must commit together.
+            PreconditionError: the batches of the round are leased, so they must commit together.
         """
         if self._round.is_leased:
             raise PreconditionError(

@@ -151,8 +151,8 @@ class Shards:
         note, to the rank that does.
 
         Raises:
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
-        Exception: any other error.
+            UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
+            Exception: any other error.
         """
         try:
             self.write(temporary)

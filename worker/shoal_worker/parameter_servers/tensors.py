@@ -552,7 +552,7 @@ class PulledValues:
         """Returns memory for receiving the payload of `length` values.
 
         Raises:
-        CorruptDataError (STREAM_MALFORMED): the codec was not requested.
+            CorruptDataError (STREAM_MALFORMED): the codec was not requested.
         """
         if codec != self.codec:
             raise CorruptDataError(

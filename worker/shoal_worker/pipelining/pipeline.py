@@ -262,7 +262,7 @@ def own_loss(output: Any, targets: Any) -> torch.Tensor:
     """Returns the loss that the model itself has computed.
 
     Raises:
-    ConfigurationError: the output has no loss.
+        ConfigurationError: the output has no loss.
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor):

@@ -71,7 +71,7 @@ class Trainer(transformers.Trainer):
 
         Raises:
             ConfigurationError: a different strategy, or arguments that this Trainer does not
-            support.
+                support.
         """
         args = TrainingArguments("tmp_trainer") if args is None else args
         options = dict(strategy_options or {})

@@ -106,13 +106,13 @@ class Agent:
         """Prepares the agent; `run` starts the workers.
 
         Args:
-        settings: settings of the run.
-        site: coordinator of the run, and this launcher's place among other launchers.
-        pump: pump that writes the output.
-        note: callback that shows a message to the user.
-        colour: True to color the prefixes of workers' lines.
-        show: callback that receives the progress of the run.
-        recorder: records the run for the history; None: no record.
+            settings: settings of the run.
+            site: coordinator of the run, and this launcher's place among other launchers.
+            pump: pump that writes the output.
+            note: callback that shows a message to the user.
+            colour: True to color the prefixes of workers' lines.
+            show: callback that receives the progress of the run.
+            recorder: records the run for the history; None: no record.
         """
         self._settings = settings
         self._site = site

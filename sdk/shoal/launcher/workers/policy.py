@@ -123,12 +123,12 @@ class RestartPolicy:
         """Creates the policy of a new run.
 
         Args:
-        workers: number of processes.
-        max_restarts: maximum number of restarts: in total for a plain script, per worker for
-            elastic workers. None: 0, or ELASTIC_RESTARTS for elastic workers that did not raise an
-            exception.
-        fail_fast: True to end the job when an elastic worker has raised an exception.
-        fail_on_stop: True if a run that was asked to stop counts as not finished.
+            workers: number of processes.
+            max_restarts: maximum number of restarts: in total for a plain script, per worker for
+                elastic workers. None: 0, or ELASTIC_RESTARTS for elastic workers that did not raise
+                an exception.
+            fail_fast: True to end the job when an elastic worker has raised an exception.
+            fail_on_stop: True if a run that was asked to stop counts as not finished.
         """
         self.restarts = 0
         """Number of restarts of all workers so far."""

@@ -96,7 +96,7 @@ class BatchComparison:
 
         Raises:
             PreconditionError (SAME_BATCHES): all replicas have trained on the same, changing
-            batches of a DataLoader.
+                batches of a DataLoader.
         """
         self.checked += 1
         inputs, self._inputs = self._inputs, []

@@ -228,7 +228,10 @@ def test_a_lost_step_undoes_what_its_passes_changed(strategy: str) -> None:
         wanted, found, strict=True
     ):
         assert state.keys() == state_then.keys()
-        assert all(torch.equal(torch.as_tensor(state_then[name]), torch.as_tensor(value)) for name, value in state.items())
+        assert all(
+            torch.equal(torch.as_tensor(state_then[name]), torch.as_tensor(value))
+            for name, value in state.items()
+        )
         assert tensor_then == tensor
         if strategy not in ("tensor", "pipeline", "hybrid"):  # as docs/torch-calls.md says
             assert number_then == number

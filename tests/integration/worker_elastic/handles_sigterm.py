@@ -1,5 +1,5 @@
-"""A script that sets its own SIGTERM handler, or ignores the signal. WHEN selects whether it does so
-before or after `shoal.init()`."""
+"""A script that sets its own SIGTERM handler, or ignores the signal. WHEN selects whether it does
+so before or after `shoal.init()`."""
 
 import json
 import logging

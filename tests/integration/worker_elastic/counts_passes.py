@@ -1,6 +1,7 @@
 """A script whose module counts its training passes in every way that a module can: in a buffer, in
-extra state, in plain attributes and, under ddp, in a frozen parameter. Writes its result as one
-JSON file to OUTPUT."""
+extra state, in plain attributes and, under ddp, in a frozen parameter. The script counts its
+batches three times in a registered object. Writes its result as one JSON file to
+OUTPUT."""
 
 import json
 import os
@@ -43,6 +44,19 @@ class Counting(nn.Module):
         self.extra = dict(state)
 
 
+class Seen:
+    """An object that the script registers: batches received, passed through the model, stepped."""
+
+    def __init__(self) -> None:
+        self.batches = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+
 torch.set_num_threads(1)
 shoal.init()
 torch.manual_seed(0)
@@ -53,16 +67,22 @@ model, optimizer = shoal.as_distributed(
 )
 x = torch.randn(80, 10, generator=torch.Generator().manual_seed(1))
 loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=8)
+seen = Seen()
+shoal.register_state(seen=seen)
 lost = 0
 for _ in loader.epochs(2):
     for (inputs,) in loader:
+        seen.batches[0] += 1
         model(inputs).square().mean().backward()
+        seen.batches[1] += 1
         lost += not optimizer.step()
+        seen.batches[2] += 1
         optimizer.zero_grad()
 state: dict[str, Any] = model.full_state_dict()
 result = {
     "steps": loader.global_step,
     "lost": lost,
+    "seen": seen.batches.tolist(),
     "frozen": state["frozen"].item(),
     "buffer": state["buffer"].item(),
     "extra": state["_extra_state"],

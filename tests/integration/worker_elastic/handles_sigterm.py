@@ -1,4 +1,5 @@
-"""A script that sets its own SIGTERM handler, before or after `shoal.init()` as WHEN selects."""
+"""A script that sets its own SIGTERM handler, or ignores the signal. WHEN selects whether it does
+so before or after `shoal.init()`."""
 
 import json
 import logging
@@ -16,6 +17,8 @@ output, when = Path(os.environ["OUTPUT"]), os.environ["WHEN"]
 heard = []
 if when == "before":
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+elif when == "ignored":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 shoal.init()
 if when == "after":
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
@@ -24,7 +27,7 @@ model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0
 loader = shoal.ElasticDataLoader(
     torch.utils.data.TensorDataset(torch.ones(32, 2)), global_batch_size=4
 )
-last = 10 if when == "after" else 10**9
+last = 10**9 if when == "before" else 10
 for _ in loader.epochs(10**6):
     for (x,) in loader:
         model(x).square().mean().backward()

@@ -28,3 +28,15 @@ def test_a_handler_that_was_set_after_is_warned_of(zygote: Zygote, tmp_path: Pat
         said = running.workers[0].said()
     assert told == {"heard": [signal.SIGTERM], "steps": 10}
     assert said.count("does not notice that it must leave") == 1
+
+
+def test_a_script_that_ignores_the_signal_is_warned_and_goes_on(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    with cluster(zygote, tmp_path, max_workers=1, script=SCRIPT, WHEN="ignored") as running:
+        running.start(0)
+        (told,) = running.finish(0)
+        said = running.workers[0].said()
+    assert told == {"heard": [], "steps": 10}
+    assert said.count("does not notice that it must leave") == 1
+    assert "the script ignores SIGTERM" in said

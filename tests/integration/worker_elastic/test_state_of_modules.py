@@ -1,5 +1,5 @@
-"""Changes that a module makes in its passes count once per step, even if a step is lost and another
-worker joins."""
+"""Changes that a module makes in its passes, and a script in a registered object, count once per
+step, even if a step is lost and another worker joins."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SCRIPT = Path(__file__).parent / "counts_passes.py"
 STEPS = 20
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_lost_step_and_a_joiner_leave_what_passes_change_as_without_faults(
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp", "hsdp"])
+def test_a_lost_step_and_a_joiner_leave_what_a_step_changes_as_without_faults(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     with cluster(
         zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, STRATEGY=strategy
     ) as running:
-        running.start(0, SHOAL_FAILPOINTS="session.before_apply@5=kill")
+        running.start(0, SHOAL_FAILPOINTS="reduction.completed@5=kill")
         running.start(1)
         assert running.workers[0].wait() == -signal.SIGKILL
         running.start(2)
@@ -30,6 +30,7 @@ def test_a_lost_step_and_a_joiner_leave_what_passes_change_as_without_faults(
     for result in (survivor, joiner):
         assert result["steps"] == result["buffer"] == STEPS
         assert result["extra"] == {"passes": STEPS}
+        assert result["seen"] == [STEPS] * 3
         assert result["frozen"] == (STEPS if strategy == "ddp" else 0)
     assert survivor["lost"] == 1
     assert survivor["number"] == survivor["tensor"] == STEPS

@@ -116,6 +116,7 @@ way, as in torch's own data parallelism.
 - **Written parameters.** A forward pass may write parameters (momentum encoders, initialization
   from the first batch, weight clipping) under `ddp`, `zero1` and `zero2`. All ranks and
   micro-batches must write the same values; otherwise `PARAMETERS_WRITTEN` names the parameters.
+  In a model of more than 64 MiB, the first such write must not be in a step with micro-batches.
   Strategies that compute with copies or parts of parameters refuse such writes, even in one
   process. `local_sgd` refuses such writes to frozen parameters, and `async_sgd` refuses all of
   them. torch does not count writes to `p.data`, so Shoal detects them by comparing values of

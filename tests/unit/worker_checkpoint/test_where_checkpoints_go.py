@@ -33,12 +33,14 @@ def train(strategy: str) -> None:
         torch.utils.data.TensorDataset(torch.ones(8, 64)), global_batch_size=4
     )
     for (x,) in loader:
-        model(x).square().mean().backward()
+        model.train_step(x, None, lambda output, _: output.square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [*STRATEGIES, "zero1", "zero2", "hsdp", "local_sgd", "pipeline", "hybrid"]
+)
 def test_a_relative_directory_is_that_of_the_call(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

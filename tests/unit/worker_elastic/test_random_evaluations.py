@@ -29,14 +29,21 @@ def noisy(model: nn.Module, batch: Any) -> dict[str, float]:
     return {"sum": model(rows + noise).square().sum().item()}
 
 
-def evaluations(kind: str) -> tuple[list[float], float]:
+def evaluations(
+    kind: str, strategy: str = "ddp", deterministic: bool = False
+) -> tuple[list[float], float]:
     """Returns the results of two evaluations in a row and a random number that the script draws
     afterwards."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     net = nn.Linear(4, 1)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0))
+    model, optimizer = shoal.as_distributed(
+        net,
+        torch.optim.SGD(net.parameters(), 0.0),
+        strategy=strategy,
+        deterministic=deterministic,
+    )
     batches: Any = {
         "shoal's": lambda: shoal.ElasticDataLoader(
             TensorDataset(ROWS), global_batch_size=8, train=False
@@ -44,8 +51,12 @@ def evaluations(kind: str) -> tuple[list[float], float]:
         "torch's": lambda: DataLoader(TensorDataset(ROWS), batch_size=8),
         "torch's, drawing": lambda: DataLoader(Noisy(), batch_size=8),
     }[kind]()
-    for (rows,) in shoal.ElasticDataLoader(TensorDataset(ROWS[:6]), global_batch_size=6):
-        model(0 * rows).mean().backward()
+    loader = shoal.ElasticDataLoader(
+        TensorDataset(ROWS[:6]), global_batch_size=6, micro_batch_size=2 if deterministic else None
+    )
+    for step in loader.steps() if deterministic else ([batch] for batch in loader):
+        for (rows,) in step:
+            model(0 * rows).mean().backward()
         assert optimizer.step()
     torch.manual_seed(0)  # in a step, each rank draws its own random numbers
     results = [shoal.evaluate(model, batches, noisy)["sum"] for _ in range(2)]
@@ -53,14 +64,26 @@ def evaluations(kind: str) -> tuple[list[float], float]:
 
 
 @pytest.mark.usefixtures("fresh_session")
-@pytest.mark.parametrize("kind", ["shoal's", "torch's", "torch's, drawing"])
-def test_an_evaluation_that_draws_is_the_same_on_any_number_of_ranks(kind: str) -> None:
-    alone = evaluations(kind)  # without ranks, like `python train.py`
+@pytest.mark.parametrize(
+    ("kind", "strategy", "deterministic"),
+    [
+        *((kind, "ddp", False) for kind in ("shoal's", "torch's", "torch's, drawing")),
+        ("shoal's", "ddp", True),
+        ("torch's, drawing", "ddp", True),
+        ("shoal's", "zero3", True),
+        ("shoal's", "tensor", False),
+    ],
+)
+def test_an_evaluation_that_draws_is_the_same_on_any_number_of_ranks(
+    kind: str, strategy: str, deterministic: bool
+) -> None:
+    def rank() -> tuple[list[float], float]:
+        return evaluations(kind, strategy, deterministic)
+
+    alone = rank()  # without ranks, like `python train.py`
     assert alone[0][0] != alone[0][1], "the two evaluations draw different numbers"
     for world_size in (1, 2, 3):
-        assert (
-            shoal.launch(lambda: evaluations(kind), world_size=world_size) == [alone] * world_size
-        )
+        assert shoal.launch(rank, world_size=world_size) == [alone] * world_size
 
 
 def test_each_batch_of_an_evaluation_draws_its_own_numbers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import shoal
@@ -205,6 +205,31 @@ def test_extra_state_goes_wherever_the_state_goes(tmp_path: Path, strategy: str,
     assert shoal.launch(resume, world_size=2) == [[seen, seen]] * 2
 
 
+AROUND = ["ddp", "zero3", "tensor", "zero1", "pipeline", "fsdp", "local_sgd", "hsdp", "hybrid"]
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"), list(zip(AROUND, [*AROUND[1:], AROUND[0]], strict=True)), ids=str
+)
+def test_extra_state_is_loaded_under_another_strategy(
+    tmp_path: Path, saves: str, loads: str
+) -> None:
+    def save() -> None:
+        model, optimizer = distributed(lambda: counting("dict"), saves)
+        steps(model, optimizer)
+        shoal.save_checkpoint(tmp_path)
+
+    def load() -> list[Any]:
+        model, _ = distributed(lambda: counting("dict"), loads)
+        assert shoal.resume(tmp_path)
+        state = model.full_state_dict()
+        return [state["1._extra_state"], state["4._extra_state"]]
+
+    shoal.launch(save, world_size=2)
+    seen = {"seen": 12 if saves == "pipeline" else 3}  # pipeline splits each batch itself
+    assert shoal.launch(load, world_size=2) == [[seen, seen]] * 2
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor"])
 def test_extra_state_that_cannot_travel_is_refused_at_once(strategy: str) -> None:
     class Odd(nn.Linear):
@@ -320,7 +345,9 @@ def adapted() -> nn.Sequential:
     return net
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "zero1", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "local_sgd", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+)
 def test_evaluation_calls_the_modules_own_train_and_eval(strategy: str) -> None:
     def total(model: nn.Module, batch: Any) -> dict[str, float]:
         net = getattr(model, "module", model)
@@ -346,3 +373,76 @@ def test_evaluation_calls_the_modules_own_train_and_eval(strategy: str) -> None:
         assert not merged
         assert modes == [True, True, False, True]
         assert found["merged"] == 3
+
+
+class Switched(nn.Module):
+    """A layer that works only if its mode was set by its own `train()`."""
+
+    evaluated: ClassVar[int] = 0
+    """Passes in evaluation mode, also those of copies of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = True
+
+    def train(self, mode: bool = True) -> Switched:
+        self.mode = mode
+        super().train(mode)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mode is not self.training:
+            raise AssertionError(f"training was set to {self.training} without train()")
+        Switched.evaluated += not self.training
+        return x
+
+
+def switched() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(Switched(), nn.Linear(4, 8), nn.Tanh(), Switched(), nn.Linear(8, 1))
+    net[2].eval()
+    return net
+
+
+def evaluate(model: Any, optimizer: Any) -> None:
+    data = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, train=False)
+    shoal.evaluate(model, data, lambda model, batch: {"rows": float(len(model(batch[0])))})
+
+
+def predict(model: Any, optimizer: Any) -> None:
+    model.predict(X[:8])
+
+
+def fit(model: Any, optimizer: Any) -> None:
+    data = (X, X.sum(1, keepdim=True))
+    optimizer.optimize(
+        shoal.OptimizationInputData(
+            training=data,
+            validation=data,
+            loss_fn=nn.functional.mse_loss,
+            epochs=1,
+            global_batch_size=8,
+        )
+    )
+
+
+@pytest.mark.parametrize("call", [evaluate, predict, fit])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "zero2"])
+def test_every_evaluation_sets_the_mode_by_the_modules_own_methods(
+    strategy: str, call: Callable[[Any, Any], None]
+) -> None:
+    def train() -> tuple[list[bool], int]:
+        net = switched()
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+        )
+        steps(model, optimizer)
+        before = Switched.evaluated
+        call(model, optimizer)
+        evaluated = Switched.evaluated - before
+        steps(model, optimizer)
+        return [part.training for part in net], evaluated
+
+    results = shoal.launch(train, world_size=2)
+    assert [modes for modes, _ in results] == [[True, True, False, True, True]] * 2
+    assert any(evaluated for _, evaluated in results)

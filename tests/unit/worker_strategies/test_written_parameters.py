@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import shoal
 import torch
-from shoal import ConfigurationError
+from shoal import ConfigurationError, PreconditionError
+from shoal_worker.elastic.session.worker_process import current_session
+from shoal_worker.engine.step import pass_writes
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -140,6 +142,116 @@ def test_where_ranks_hold_parts_of_parameters_writes_are_refused(
 ) -> None:
     with pytest.raises(shoal.ShoalError, match=r"0\.key\.weight"):
         shoal.launch(train, momentum, how, strategy, world_size=world_size)
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("how", ["in place", "data in place", "data"])
+def test_where_ranks_average_only_what_is_trained_writes_to_the_rest_are_refused(
+    how: str, micro: int | None
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"0\.key\.weight.*only trained") as refused:
+        shoal.launch(train, momentum, how, "local_sgd", micro, world_size=2)
+    assert refused.value.reason == "PARAMETERS_WRITTEN"
+
+
+class Counting(nn.Module):
+    """Counts its training passes in every way that a module can: in a buffer, in extra state, in
+    plain attributes and, from pass `writes_from` on, in a frozen parameter."""
+
+    buffer: torch.Tensor
+
+    def __init__(self, writes_from: float) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.register_buffer("buffer", torch.tensor(0))
+        self.writes_from, self.number, self.tensor, self.extra = writes_from, 0, torch.zeros(()), 0
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            if self.number >= self.writes_from:
+                self.frozen.add_(1)
+            self.buffer += 1
+            self.number += 1
+            self.tensor += 1
+            self.extra += 1
+        return x
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+
+def counted(
+    strategy: str, lost: int | None, writes_from: float, micro: int | None = 2
+) -> tuple[dict[str, torch.Tensor], float, float]:
+    """Trains for 6 steps. After the passes of step `lost`, all ranks abort it, as they do when a
+    rank is lost. Returns the final state, and the module's attributes."""
+    torch.manual_seed(1)
+    counting = Counting(writes_from)
+    net = nn.Sequential(counting, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy
+    )
+    loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, micro_batch_size=micro)
+    committed = []
+
+    def loss(output: torch.Tensor, _: object) -> torch.Tensor:
+        if micro is None:
+            abort()  # before backward(), which commits the step
+        return output.square().mean()
+
+    def abort() -> None:
+        if len(committed) == lost:
+            current_session().lifecycle.abort_step("a rank was lost")
+
+    for step in loader.steps() if micro else ([batch] for batch in loader):
+        for (x,) in step:
+            model.train_step(x, None, loss)
+        if micro is not None:
+            abort()
+        committed.append(bool(optimizer.step()))
+        optimizer.zero_grad()
+    assert loader.global_step == 6
+    assert committed.count(False) == (lost is not None)
+    return model.full_state_dict(), counting.number, counting.tensor.item()
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", *CARRY, *REFUSE])
+def test_a_lost_step_undoes_what_its_passes_changed(strategy: str) -> None:
+    writes_from = 0 if strategy in CARRY else float("inf")
+    wanted = shoal.launch(counted, strategy, None, writes_from, world_size=2)
+    found = shoal.launch(counted, strategy, 2, writes_from, world_size=2)
+    for (state, number, tensor), (state_then, number_then, tensor_then) in zip(
+        wanted, found, strict=True
+    ):
+        assert state.keys() == state_then.keys()
+        assert all(
+            torch.equal(torch.as_tensor(state_then[name]), torch.as_tensor(value))
+            for name, value in state.items()
+        )
+        assert tensor_then == tensor
+        if strategy not in ("tensor", "pipeline", "hybrid"):  # as docs/torch-calls.md says
+            assert number_then == number
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("strategy", CARRY)
+def test_the_first_write_to_a_large_model_cannot_be_undone_and_says_so(
+    strategy: str, micro: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_writes, "_SMALL", 0)
+    why = "a step with micro-batches" if micro else "a step that was lost"
+    with pytest.raises(
+        PreconditionError, match=rf"'0\.frozen' was written for the first time .* {why}"
+    ) as refused:
+        shoal.launch(counted, strategy, 2, 2, micro, world_size=2)
+    assert refused.value.reason == "PARAMETERS_WRITTEN"
+    if micro is None:  # a later step can be undone
+        for state, _, _ in shoal.launch(counted, strategy, 3, 2, micro, world_size=2):
+            assert state["0.frozen"].item() == 4
 
 
 class WritesWithoutEffect(nn.Module):

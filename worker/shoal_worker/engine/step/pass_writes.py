@@ -10,8 +10,8 @@ Writes are detected from torch's count of in-place changes and from a parameter'
 torch does not count writes through `.data`: they are detected by digests in the first step of a
 process, and later by sampled elements of each parameter in host memory. A copy of a parameter is
 kept from its first write on. Before that, copies are kept only if the model is small. In a larger
-model, the first write of a parameter cannot be undone, which raises an error if its step is
-aborted.
+model, the first write of a parameter cannot be undone, which raises an error if its step is aborted
+or has micro-batches.
 
 A script's writes between two steps have a separate digest in the step vote. If ranks differ in it,
 they compare all parameters before the step is applied.
@@ -244,7 +244,17 @@ class WrittenParameters:
         """Restores written parameters to their values at the beginning of the first micro-batch, so
         that the next micro-batch starts from the same values."""
         if self._within:
-            self._write_back(self._changed())
+            changed = self._changed()
+            if lacking := self._lacking(changed):
+                raise PreconditionError(
+                    f"parameter {lacking[0]!r} was written for the first time in the passes of a "
+                    "step with micro-batches (for example by forward()). The next micro-batch "
+                    "needs the earlier value, which is not kept in a model of more than "
+                    f"{_SMALL >> 20} MiB; write the parameter between two steps, in the same way "
+                    "on all ranks",
+                    reason="PARAMETERS_WRITTEN",
+                )
+            self._write_back(changed)
 
     def micro_batch_ends(self) -> None:
         """Checks that this micro-batch wrote the same values as this rank's earlier micro-batches;
@@ -328,18 +338,22 @@ class WrittenParameters:
         """Restores the parameters' values at the step's beginning. Raises PreconditionError if
         these values were not copied."""
         changed, self._first = self._changed(), False
-        self._write_back(changed)
-        self._seen, self._updating, self._committed = [], False, None
-
-    def _write_back(self, changed: list[int]) -> None:
-        lacking = [self._named[index][0] for index in changed if index not in self._copies]
-        if lacking:
+        if lacking := self._lacking(changed):
             raise PreconditionError(
                 f"parameter {lacking[0]!r} was written for the first time in the passes of a step "
                 "that was lost (for example by forward()), so its previous value was not kept; "
                 "end this run, and continue from a checkpoint with shoal.resume",
                 reason="PARAMETERS_WRITTEN",
             )
+        self._write_back(changed)
+        self._seen, self._updating, self._committed = [], False, None
+
+    def _lacking(self, changed: list[int]) -> list[str]:
+        """Returns the names of those written parameters whose values at the step's beginning were
+        not kept."""
+        return [self._named[index][0] for index in changed if index not in self._copies]
+
+    def _write_back(self, changed: list[int]) -> None:
         for index in changed:
             self._named[index][1].data.copy_(self._copies[index])
         self._seen, self._sampled = self._sight(), self._sample()

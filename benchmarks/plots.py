@@ -103,7 +103,7 @@ def progress(path: Path, panels: Mapping[str, Sequence[Row]]) -> None:
         axes.set_ylim(0, None)
         axes.set_xlabel("time since the first step of all workers, s")
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", title="x killed, \u25b2 place there again")
+        axes.legend(loc="lower right", title="x killed, \u25b2 replacement may join")
     all_axes[0][0].set_ylabel("step")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -470,7 +470,8 @@ class _Copy:
             self._take_rows(channel)
             whole = self.session.assemble(channel)
             if channel.rank == 0:
-                unfit = self.session.unfit(whole["replica"])
+                if self.session.is_first:  # or the copy is not written
+                    unfit = self.session.unfit(whole["replica"])
                 self.whole = whole.pop("replica") | whole
         decision = {
             "refused": self._refused() if channel.rank == 0 else "",

@@ -281,7 +281,7 @@ def test_a_layer_of_an_earlier_stage_that_is_used_again_is_refused() -> None:
                 x = layer(x)
             return x
 
-    with pytest.raises(ConfigurationError, match="a layer of an earlier pipeline stage again"):
+    with pytest.raises(ConfigurationError, match="a layer of an earlier pipeline stage after"):
         _through(Reused(), 2, Call.of(torch.randn(3, WIDTH)))
 
 

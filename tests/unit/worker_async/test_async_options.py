@@ -45,9 +45,12 @@ SGD = torch.optim.SGD([torch.zeros(1)])
         ),
         ({"server_timeout": 30}, "server_timeout=30: expected a positive timedelta"),
         ({"server_timeout": timedelta(0)}, "expected a positive timedelta"),
-        ({"delay_compensation": -0.1}, "delay_compensation=-0.1: expected a finite number"),
-        ({"delay_compensation": float("nan")}, "delay_compensation=nan: expected a finite number"),
-        ({"delay_compensation": True}, "delay_compensation=True: expected a finite number"),
+        ({"delay_compensation": -0.1}, "delay_compensation=-0.1: expected a finite, non-negative"),
+        (
+            {"delay_compensation": float("nan")},
+            "delay_compensation=nan: expected a finite, non-negative",
+        ),
+        ({"delay_compensation": True}, "delay_compensation=True: expected a finite, non-negative"),
         (
             {"pull_compression": "topk"},
             "values left out of a pull are never sent; expected one of fp16, bf16, int8",

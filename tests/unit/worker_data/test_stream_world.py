@@ -300,4 +300,4 @@ def test_a_state_too_long_to_send_in_each_step_is_reported_once_and_the_shard_is
     assert steps == run(
         tmp_path / "alone", make_rank, lambda: shards_read_by(Numbers, (20, 20)), options, []
     )
-    assert caplog.text.count("will skip the items already trained on") == 1
+    assert caplog.text.count("so it is not sent") == 1

@@ -277,7 +277,7 @@ def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_n
 def test_a_method_that_is_not_registered_is_told_how_to_be(strategy: str) -> None:
     with pytest.raises(
         PreconditionError,
-        match=r"model\.register_forward_method\('NAME'\) and then model\.NAME\(\.\.\.\)",
+        match=r"model\.register_forward_method\('NAME'\) once, and then model\.NAME\(\.\.\.\)",
     ):
         shoal.launch(functools.partial(train, strategy, trains_by_a_method), world_size=2)
 

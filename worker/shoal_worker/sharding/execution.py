@@ -121,7 +121,7 @@ class Block:
             if not type(part).__module__.startswith("torch.nn.modules.")
         ]
         self._before: list[tuple[Any, dict[int, tuple[torch.Tensor, int]]]] = []
-        """For each forward pass in progress: its inputs, and the tensors that were visible in the
+        """Inputs of each forward pass in progress, and the tensors that were visible in the
         inputs and in attributes when the pass began, with torch's version counter of each
         tensor."""
         self.open = 0

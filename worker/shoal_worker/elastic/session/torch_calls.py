@@ -411,8 +411,8 @@ _COUNTS: Final[Mapping[Kind, Any]] = {
     Kind.ALL_TO_ALL: lambda given, taken, size, is_root: given == taken == size,
     Kind.BARRIER: lambda given, taken, size, is_root: True,
 }
-"""For each kind of call, a function that returns whether a rank passed the right numbers of inputs
-and outputs."""
+"""Kind of call -> function that returns whether a rank passed the right numbers of inputs and
+outputs."""
 
 
 def _rebuilt(

@@ -107,8 +107,8 @@ class CommittedState:
         """True if a step without a Shoal loader was committed."""
         self._numbers: dict[str, int] = {}
         self._loops: dict[str, Any] = {}
-        """For each loader whose `epochs()` was entered, the loop's current epoch, and the iteration
-        counts of the other loaders when that epoch began."""
+        """Loader whose `epochs()` was entered -> the loop's current epoch, and the iteration counts
+        of the other loaders when that epoch began."""
         self._loops_to_enter: dict[str, Any] = {}
         self._kept: _Kept | None = None
 

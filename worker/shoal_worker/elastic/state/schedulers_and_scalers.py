@@ -207,7 +207,7 @@ about 10,000 numbers, which take 10 ms to copy."""
 _FIXED: Final = frozenset({bool, float, int, str, type(None)})
 """Types whose values do not change in place."""
 _ADVANCES: Final = {"get_scale": "update", "update_parameters": "update_parameters", "": "step"}
-"""For each kind of object, the attribute that identifies it -> the method that advances it."""
+"""Attribute that identifies a kind of object -> the method that advances such an object."""
 
 
 @runtime_checkable

@@ -70,6 +70,20 @@ class Stuck(Memory):
         self.ends.wait()
 
 
+class Slow(Memory):
+    """A sink that writes nothing until `go_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing = threading.Event()
+        self.go_on = threading.Event()
+
+    def write(self, reports: Sequence[Report]) -> None:
+        self.writing.set()
+        assert self.go_on.wait(60)
+        super().write(reports)
+
+
 class Away(Memory):
     """A sink that cannot be opened until `back` is set."""
 
@@ -219,6 +233,32 @@ def test_a_full_queue_drops_reports_and_says_so_once(caplog: pytest.LogCaptureFi
         "Away lacks 6 reports of steps 4 to 9, which were dropped because the buffer already held "
         "4 reports"
     ]
+
+
+class SlowCondition(threading.Condition):
+    """A condition whose lock stays free for a while each time the main thread has released it."""
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        if threading.get_ident() == threading.main_thread().ident:
+            time.sleep(0.1)
+
+
+def test_a_sink_is_closed_although_its_thread_runs_in_the_middle_of_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLflow would otherwise show a run that has ended as running."""
+    slow = Slow()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Condition", SlowCondition)
+        delivery = Delivery(slow)
+    delivery.open(run=TrackedRun(job="", key="a"), step=1)
+    delivery.put(Points(step=1, time_ns=0, values={"shoal/loss": 1.0}))
+    assert slow.writing.wait(60)
+    threading.Timer(0.05, slow.go_on.set).start()
+    delivery.end()
+    delivery.wait(time.monotonic() + 60)
+    assert (losses(slow), slow.closed) == ([1], [True])
 
 
 def test_a_tracker_that_hangs_takes_less_than_a_millisecond_of_a_step() -> None:

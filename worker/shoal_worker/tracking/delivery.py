@@ -90,8 +90,10 @@ class Delivery:
         """Closes the sink once the queued reports are written, because this rank is leaving the
         run."""
         with self._changed:
+            # together, because the thread ends as soon as it sees an empty queue and `_ends`
             self._ends = True
-        self._append(_Close(ended=True))
+            self._queue.append(_Close(ended=True))
+            self._changed.notify()
 
     def wait(self, give_up_at: float) -> None:
         """Waits until the tracker has received all reports, but at most until `give_up_at`, a time
@@ -120,9 +122,9 @@ class Delivery:
             reason,
         )
 
-    def _append(self, item: _Open | Report | _Close) -> None:
+    def _append(self, item: Report | _Close) -> None:
         with self._changed:
-            if len(self._queue) >= self._limit and not isinstance(item, _Open | _Close):
+            if len(self._queue) >= self._limit and not isinstance(item, _Close):
                 first = self._dropped_steps[0] if self._dropped else item.step
                 self._dropped_steps = first, item.step
                 self._dropped += 1

@@ -75,7 +75,7 @@ KINDS: Final[Mapping[str, Kind]] = {
         },
     ),
     "state": Kind(
-        says="`zero1`, `zero2`, `hybrid` without stages and split layers",
+        says="`zero1`, `zero2`, `hybrid` without stages and tensor parallelism",
         rows={
             "zero1": {"strategy": "zero1"},
             "zero2": {"strategy": "zero2"},

@@ -22,8 +22,8 @@ other call raises an error that names the given replacement. `model` is the resu
 `as_distributed`, and `module` is your own module.
 
 Tests check each entry (`tests/unit/torch_calls`). They make each call on a distributed model, with
-and without micro-batches, and compare its result and the training that follows with one process.
-Under `local_sgd`, they compare each rank with a single process, within a round.
+and without micro-batches, and compare the call's result and the subsequent training with those of
+one process. Under `local_sgd`, they compare each rank with a single process, within a round.
 
 {table}
 
@@ -48,21 +48,21 @@ if shoal.is_main_process():
 
 Call `optimizer.zero_grad()` in every step. In plain torch and under `ddp`, a loop that calls it
 less often sums the gradients of several steps. Strategies that shard gradients free them after the
-step, so a later backward pass cannot add to them; if it runs before `zero_grad()`,
-`optimizer.step()` raises. To divide large batches, use `micro_batch_size=`
+step, so a later backward pass cannot add to them. If such a pass runs before `zero_grad()`,
+`optimizer.step()` raises an error. To divide large batches, use `micro_batch_size=`
 ([guide](guides/accumulation.md)).
 
 ## Which values the optimizer has
 
 Read and set the optimizer's settings in `optimizer.param_groups`, as in torch. The groups contain
 the model's own parameters, although the optimizer of a sharded model updates only pieces of them. A
-computation over these parameters behaves as over `model.parameters()`: it is right, or raises an
-error that names the replacement. `model.gather_full_parameters()` returns full values on every
-rank, and `optimizer.state_dict()` the full state.
+computation over these parameters behaves like a computation over `model.parameters()`: it either is
+right, or raises an error that names the replacement. `model.gather_full_parameters()` returns full
+values on every rank, and `optimizer.state_dict()` the full state.
 
 If a rank has only the state of its pieces, `optimizer.state[p]` raises. If there are step hooks,
 for one optimizer or for all (`torch.optim.optimizer.register_optimizer_step_post_hook`),
-`optimizer.step()` raises, because the hooks would receive the optimizer of the pieces
+`optimizer.step()` raises, because the hooks would receive the optimizer that has only the pieces
 ([why](explanation/consistency.md#parameters-whose-values-are-elsewhere)).
 
 Make calls that change values (`load_state_dict`, `p.mul_`, `nn.init`) on every rank in the same
@@ -82,8 +82,8 @@ way, as in torch's own data parallelism.
   change values in place (`test_parameters_that_change.py` there).
 - `p.register_hook` and `p.register_post_accumulate_grad_hook` receive the gradient of this rank's
   samples, before it is summed over ranks, and may change it. `tensor`, `pipeline` and `hybrid`
-  replace the parameters by other tensors, so they refuse hooks, whether registered before
-  `as_distributed` or after (`test_gradient_hooks.py`).
+  replace the parameters with other tensors, so they refuse hooks that are registered before or
+  after `as_distributed` (`test_gradient_hooks.py`).
 - A script may set `p.grad` instead of calling `backward()`, for example from
   `torch.autograd.grad`, under `ddp` and `tensor`. Strategies that shard gradients raise
   (`test_gradients_set_by_scripts.py`).
@@ -98,12 +98,12 @@ way, as in torch's own data parallelism.
   quantization parameters from its own samples. Per-channel observers get their shape in the first
   pass: under `tensor`, `pipeline` and `hybrid`, run that pass before `as_distributed`.
 - **`int64` buffers** are treated as counters. If all passes make the same change, the change counts
-  once (a count of steps); otherwise the changes are summed (a count of samples). Changes that are,
-  or add up to, the number of samples in each pass are summed too. If every pass has one sample, the
-  two cases look the same, and count as steps. Store a maximum or minimum in floating point instead,
-  with infinity as its initial value. In the first 100 steps, a warning names a buffer whose summed
-  changes differ from the number of samples. Another warning names a buffer whose equal changes are
-  a multiple of this number, such as a count of tokens.
+  once (a count of steps); otherwise the changes are summed (a count of samples). Changes that are
+  equal to, or add up to, the number of samples in each pass are summed too. If every pass has one
+  sample, the two cases look the same, and count as steps. Store a maximum or minimum in floating
+  point instead, with infinity as its initial value. In the first 100 steps, a warning names a
+  buffer whose summed changes differ from the number of samples. Another warning names a buffer
+  whose equal changes are a multiple of this number, such as a count of tokens.
 - **All other buffers** (`bool`, other integers, complex numbers, floating-point buffers with some
   infinite elements) must change in the same way on all ranks and in all micro-batches. Otherwise
   `BUFFERS_DIFFER` names the buffer in the first step that differs.
@@ -155,7 +155,7 @@ way, as in torch's own data parallelism.
   script received the step's batch.
 - **Non-persistent buffers** (`persistent=False`: tables, masks, random projections) get the values
   of rank 0 when training starts and when a worker joins. A buffer whose shape differs from that of
-  rank 0 (a cache) is left unchanged. Steps do not reduce changes of these buffers. After
+  rank 0 (a cache) is left unchanged. Changes of these buffers are not reduced in steps. After
   `shoal.resume`, they have the values that the script on rank 0 computed, as in plain torch, not
   the values of the run that wrote the checkpoint. Under `async_sgd`, each worker has its own, as
   for all buffers.
@@ -169,13 +169,13 @@ way, as in torch's own data parallelism.
 - Parameters may have any memory layout (`channels_last`, transposed). Gradients and moments have
   the same layout, as torch's fused optimizers require (`test_odd_parameters.py`).
 
-## Methods beside forward
+## Methods other than forward
 
 To call a method other than `forward`, register it on every rank, then call it on the model. Under
 `zero3`, `fsdp` and `hsdp`, a rank has the parameters only during passes, so
 `model.module.encode(x)` raises. Once registered, `model.encode(x)` is a pass like `model(x)`, in
-training and in evaluation mode. This works under every strategy that does not split layers or
-stages. (FSDP2 has `register_fsdp_forward_method` for the same purpose.)
+training and in evaluation mode. This works under every strategy without tensor parallelism and
+pipeline stages. (FSDP2 has `register_fsdp_forward_method` for the same purpose.)
 
 ```python
 model, optimizer = shoal.as_distributed(net, optimizer, strategy="zero3")
@@ -189,8 +189,8 @@ loss = contrast(model.encode(images), model.encode(texts))
 You can call `torch.compile(model)` on the result of `as_distributed` under every strategy; the
 compiled model computes the same values. Only your modules are compiled; Shoal's own code and hooks
 run uncompiled. `model.compile()` does the same in place. You may also compile the module, or blocks
-of it, before `as_distributed`. Under `tensor`, `pipeline` and a `hybrid` of these, split layers are
-not compiled (`tests/unit/worker_strategies/test_compiled_models.py`).
+of it, before `as_distributed`. Under `tensor`, `pipeline` and a `hybrid` of these, the layers that
+are split are not compiled (`tests/unit/worker_strategies/test_compiled_models.py`).
 
 You may replace a module's `forward` (`layer.forward = ...`), except under `tensor`, `pipeline` and
 `hybrid`. These split a layer according to its class, so `as_distributed` raises.

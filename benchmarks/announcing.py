@@ -116,8 +116,8 @@ def measure(options: Options) -> Table:
         target=(
             f"10 000 paced joins to one generation <= {JOIN_TARGET_S:g} s on one core, set where "
             f"bare grpcio took {BARE_JOINED_S:g} s, so <= {JOIN_TARGET_S / BARE_JOINED_S:.2f} x; "
-            f"2000 members: all told of a death in {DEATH_TARGET_S:g} s; <= {BYTES_TARGET} bytes a "
-            "member and change"
+            f"2000 members: all informed of a death in {DEATH_TARGET_S:g} s; <= {BYTES_TARGET} "
+            "bytes per member per change"
         ),
         method=(
             "The coordinator and its embedded Valkey run on one core, and all members in a single "
@@ -347,7 +347,7 @@ def _verdict(measured: Sequence[Measured]) -> str:
             else ""
         )
         parts.append(
-            f"the last of 2000 told after {1000 * last_s:.0f} ms{beside} "
+            f"the last of 2000 informed after {1000 * last_s:.0f} ms{beside} "
             f"({_reached(last_s <= DEATH_TARGET_S)})"
         )
     most = max(
@@ -359,7 +359,7 @@ def _verdict(measured: Sequence[Measured]) -> str:
         default=0.0,
     )
     if most:
-        parts.append(f"{most:.0f} bytes a member and change ({_reached(most <= BYTES_TARGET)})")
+        parts.append(f"{most:.0f} bytes per member per change ({_reached(most <= BYTES_TARGET)})")
     return ("; ".join(parts) or "Not measured at the target's sizes") + "."
 
 

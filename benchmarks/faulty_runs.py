@@ -71,7 +71,7 @@ def measure(options: Options) -> Table:
         key="t13",
         title="Faulty runs against fault-free runs, simulated",
         target=f"{SEEDS} numbered schedules and every tear of a step bitwise equal; >= "
-        f"{PER_MINUTE} schedules a minute on one core (T15)",
+        f"{PER_MINUTE} schedules per minute on one core (T15)",
         method=(
             "The simulator runs the session, strategies and loaders on in-memory ranks in virtual "
             "time; a schedule determines which ranks fail, when, and in which order all events "

@@ -32,7 +32,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A ratio with its 95 % confidence interval."""
+    """A ratio with its 95% confidence interval."""
 
     value: float
     low: float

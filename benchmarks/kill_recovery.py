@@ -54,9 +54,9 @@ NOTICED_S: Final = 0.25
 """Time from the end of a connection until a Gloo group's watch ends the group
 (shoal_worker.backends.gloo.sockets.GRACE_S)."""
 _FLOOR: Final = (
-    "The bare floor is as many forked processes with a Gloo group and nothing else, which know "
-    "what happened: they form a group anew and take one step, whose only collective sums all "
-    "gradients of the same model."
+    "The floor is the time of the same number of forked processes that have only a Gloo group. "
+    "They need not detect what happened: they form a new group and take one step, whose only "
+    "collective sums all gradients of the same model."
 )
 _FLOOR_OF_DEVICES: Final = (
     f"The floor is a quarter of a second ({NOTICED_S:g} s), in which a death is noticed, and what "
@@ -242,26 +242,27 @@ def measure(options: Options) -> Table:
         key="t1",
         title="SIGKILL of 1 worker to the next committed step of all survivors",
         target=devices.describe(
-            f"p50 <= {OF_FLOOR} x the bare floor of the same run; 8 ranks, zero2 and fsdp <= "
-            f"{OF_FLOOR_OTHERS} x theirs",
+            f"p50 <= {OF_FLOOR} x the floor of bare Gloo in the same run; for 8 ranks, zero2 and "
+            f"fsdp, <= {OF_FLOOR_OTHERS} x the floor with the same number of ranks",
             f"p50 <= {CUDA_OF_FLOOR} x the floor of the same run: a quarter of a second, and "
             "connecting NCCL anew",
         ),
         method=(
-            "Workers, three where the row says no other number, train a "
-            f"{devices.size(WIDTH, CUDA_WIDTH)}-wide perceptron, {devices.size(BATCH, CUDA_BATCH)} "
-            "samples per rank and step, under ddp unless the row says otherwise. One is killed at "
-            "a random moment, each rank in turn; the time ends when the last survivor has "
-            "committed a step in a newer group. Then a replacement joins, and when all have done "
-            "20 steps together, the next one is killed. Shoal's launcher starts the replacement a "
-            "quarter of a second after the death, on the same cores; torchft's starts after the "
-            "measurement. torchrun restarts all workers, which load no checkpoint here; its "
-            "elastic agents die with their worker, as a machine does. torch's _reconfigure has no "
-            "detector: its workers have connections to a watcher, which end with them, and sum "
-            "all gradients in one collective, which they abandon on such news. torchrun runs with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restarted Gloo group cannot "
-            f"connect. {devices.describe(_FLOOR, _FLOOR_OF_DEVICES)} Each row is compared with the "
-            "floor of its number of ranks. With few samples p99 is close to the largest one."
+            "The workers (three unless the row gives a different number) train a "
+            f"{devices.size(WIDTH, CUDA_WIDTH)}-wide perceptron with "
+            f"{devices.size(BATCH, CUDA_BATCH)} samples per rank per step, under ddp unless the "
+            "row says otherwise. One worker is killed at a random moment, and the time ends when "
+            "the last survivor has committed a step in a newer group. Then a replacement joins, "
+            "and when all have taken 20 steps together, the next rank is killed. Shoal's launcher "
+            "starts the replacement a quarter of a second after the death, on the same cores; "
+            "torchft's starts after the measurement. torchrun restarts all workers, which load no "
+            "checkpoint here; an elastic agent dies with its worker, as if their machine had "
+            "failed. torch's _reconfigure has no detector: its workers have connections to a "
+            "watcher, which end with them, and sum all gradients in one collective, which they "
+            "abandon on such news. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: "
+            "without it, a restarted Gloo group cannot connect. "
+            f"{devices.describe(_FLOOR, _FLOOR_OF_DEVICES)} Each row is compared with the floor of "
+            "its number of ranks. With few samples, p99 is close to the largest one."
         ),
         columns=("kills", "p50 s", "p99 s", "max s", "p50, of floor"),
         rows=devices.named(rows),

@@ -89,17 +89,18 @@ def measure(options: Options) -> Table:
         title="Collectives in flight when a group is abandoned",
         target="Shoal's groups: no round with changed tensors, none that waited for the timeout",
         method=(
-            f"In each round three processes form a group with a timeout of {TIMEOUT_S:g} s. Rank 2 "
-            "is stopped (SIGSTOP). The others begin one all-reduce, in every second round two, of "
-            f"{NUMEL / 1e6:g} million float32 each, which wait for it. After 0.1 s they give these "
-            "up, form a group of two and all-reduce 8 numbers there: the time until that is done "
-            "is the slower one's. They then fill the tensors of the old all-reduces with other "
-            "numbers. Rank 2 continues and does its part of the old all-reduces, with the same "
-            "timeout. *Changed*: rounds in which a survivor then found other numbers in its "
-            "tensors than it had filled in. *Silent*: rounds among these in which `wait()` of all "
-            "old works returned normally. *Waited*: rounds in which the next all-reduce took half "
-            "of the timeout or longer, or failed. In the first row the old group is kept, since "
-            "its destructor would wait for the timeout."
+            f"In each round, three processes form a group with a timeout of {TIMEOUT_S:g} s. Rank "
+            "2 is stopped (SIGSTOP). The others start one all-reduce (two in every second round) "
+            f"of {NUMEL / 1e6:g} million float32 each, which waits for rank 2. After 0.1 s, they "
+            "abandon it, form a group of two, and all-reduce 8 numbers there. The time is "
+            "measured until the slower of the two has finished this. They then fill the tensors "
+            "of the old all-reduces with different numbers. Rank 2 continues and does its part of "
+            "the old all-reduces, with the same timeout. *Changed*: rounds in which a survivor "
+            "then found that its tensors no longer contained the numbers that it had written. "
+            "*Silent*: rounds among these in which `wait()` of all old works returned normally. "
+            "*Waited*: rounds in which the next all-reduce took half of the timeout or longer, or "
+            "failed. In the first row, the old group is kept, because its destructor would wait "
+            "for the timeout."
         ),
         columns=("rounds", "changed", "silent", "waited", "p50 s", "p99 s"),
         rows=tuple(rows.values()),

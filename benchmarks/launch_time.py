@@ -89,7 +89,7 @@ def measure(options: Options) -> Table:
             "time is measured from the start of the command until the last rank has taken its "
             "first step; `shoal run` also starts Valkey and the coordinator. Its workers are "
             "forked from a process that has imported torch, or are fresh interpreters "
-            "(`--no-warm`). Ratios are ratios of medians, with their 95 % confidence intervals "
+            "(`--no-warm`). Ratios are ratios of medians, with their 95% confidence intervals "
             "(bootstrap over rounds)."
         ),
         columns=("rounds", "first step s", "exit s", "ratio", "ratio to the exit"),

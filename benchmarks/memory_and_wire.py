@@ -211,11 +211,11 @@ def measure(options: Options) -> Table:
     return Table(
         key="t8",
         title="Memory and bytes on the wire of each strategy, against the formulas",
-        target=f"within {TOLERANCE:.0%} of docs/strategies (replicas in peers' memory counted "
-        "apart)",
+        target=f"within {TOLERANCE:.0%} of docs/strategies (replicas in peers' memory are "
+        "counted separately)",
         method=(
             "The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; one "
-            f"sample per rank and step, over Gloo on loopback, {_WIDE_BATCH} per replica where "
+            f"sample per rank per step, over Gloo on loopback, or {_WIDE_BATCH} per replica if "
             "activations are sent. All columns except the ratios are in MiB per rank. Memory is "
             "counted over distinct tensor storages, on the rank with the most: parameters and "
             "optimizer state between steps, and gradients after the backward pass or at the "

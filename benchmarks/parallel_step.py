@@ -89,11 +89,11 @@ def measure(options: Options) -> Table:
         title="Steps of ddp, tensor, pipeline and hybrid against torch's own",
         target=f"<= {TARGET} x",
         method=(
-            f"The decoder of T6, {devices.size(BATCH, CUDA_BATCH)} samples per replica and step; "
+            f"The decoder of T6, {devices.size(BATCH, CUDA_BATCH)} samples per replica per step; "
             "tensor and pipeline have one replica, hybrid has two replicas of two ranks. The two "
-            f"systems of a comparison alternate in blocks of {STEPS_PER_BLOCK} steps, for "
-            f"{rounds} rounds. For each round, Shoal's mean step is divided by that of the other "
-            "system; the row of the other system shows the median of these ratios, with its 95 % "
+            f"systems of a comparison alternate in blocks of {STEPS_PER_BLOCK} steps, for {rounds} "
+            "rounds. For each round, Shoal's mean step is divided by the other system's mean "
+            "step; the row of the other system shows the median of these ratios, with its 95% "
             "confidence interval (bootstrap over rounds). Under tensor, both systems split "
             "attention by heads and perceptrons by their hidden layer; Shoal also splits the "
             "embedding and the output layer. torch's replicas of hybrid keep parameters gathered "

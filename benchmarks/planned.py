@@ -148,7 +148,7 @@ def measure(options: Options) -> Table:
             "then started with that number of ranks and the options of the plan, and measured as "
             "in T8: memory from distinct storages, bytes sent from the kernel, and the peak from "
             "torch's allocator. Held: parameters, gradients, optimizer state and mirrors of the "
-            "rank with the most. Sent: bytes per rank and step, including those to mirrors, as "
+            "rank with the most. Sent: bytes per rank per step, including those to mirrors, as "
             "the mean of the ranks. The total of a plan also includes temporary memory and "
             "activations, and is compared with the measured peak. Columns are in MiB; ratios "
             "divide planned by measured values."
@@ -209,7 +209,7 @@ def _verdict(rows: Sequence[Row]) -> str:
     parts += [f"others: {', '.join(far)}"] if far else []
     return (
         "; ".join(
-            [*parts, f"totals are {min(peaks):.2f} to {max(peaks):.2f} of the measured peaks"]
+            [*parts, f"totals are {min(peaks):.2f} to {max(peaks):.2f} times the measured peaks"]
         )
         + "."
     )

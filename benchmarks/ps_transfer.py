@@ -165,7 +165,7 @@ def measure(options: Options) -> Table:
 
 RATES: Final = (
     "Rates are medians; ratios are the medians of the rounds' ratios of push and pull "
-    "together, with their 95 % confidence intervals."
+    "together, with their 95% confidence intervals."
 )
 
 

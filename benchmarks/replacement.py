@@ -89,11 +89,11 @@ def measure(options: Options) -> Table:
         title="SIGKILL of 1 worker to a step at full strength",
         target=f"p50 <= {TARGET_S:g} s with a warm process",
         method=(
-            f"{WORKERS} workers train a {_WIDTH}-wide perceptron, {_BATCH} samples per rank and "
-            "step. When all workers have taken 20 steps together, one is killed, each rank in "
-            "turn. The time ends when the same number of ranks, including a new process, has "
-            "committed a step in a newer group. Fresh: with `--no-warm`. torchrun restarts all "
-            "workers, which do not load a checkpoint in this test."
+            f"{WORKERS} workers train a {_WIDTH}-wide perceptron, {_BATCH} samples per rank per "
+            "step. When all workers have taken 20 steps together, one is killed; the next kill "
+            "hits the next rank. The time ends when the same number of ranks, including a new "
+            "process, has committed a step in a newer group. Fresh: with `--no-warm`. torchrun "
+            "restarts all workers, which do not load a checkpoint in this test."
         ),
         columns=("kills", "p50 s", "max s"),
         rows=tuple(rows),

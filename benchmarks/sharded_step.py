@@ -152,10 +152,10 @@ def measure(options: Options) -> Table:
         method=(
             f"A decoder of four blocks, {width} wide ({parameters / 1e6:.1f} million parameters, "
             f"{4 * parameters / 1e6:.1f} MB in float32), AdamW, {batch} samples of 16 tokens per "
-            f"rank and step{devices.describe(', on Gloo over loopback', '')}. The systems of a "
+            f"rank per step{devices.describe(', on Gloo over loopback', '')}. The systems of a "
             f"comparison alternate in blocks of {STEPS_PER_BLOCK} steps, for {rounds} rounds. For "
-            "each round, Shoal's mean step is divided by that of the other system; the row of the "
-            "other system shows the median of these ratios, with its 95 % confidence interval "
+            "each round, Shoal's mean step is divided by the other system's mean step; the row of "
+            "the other system shows the median of these ratios, with its 95% confidence interval "
             "(bootstrap over rounds). Shoal runs with launcher, coordinator and metrics. Its step "
             "also sends gradient shards to another rank and updates the mirror there; the other "
             "systems lose state if a rank dies. " + devices.describe(_ON_THE_HOST, ON_DEVICES)

@@ -96,16 +96,16 @@ def measure(options: Options) -> Table:
         method=(
             f"All systems train a {width}-wide perceptron with their own data loaders "
             f"({workloads}). They alternate in blocks of {STEPS_PER_BLOCK} steps, for {rounds} "
-            "rounds. The time of a block is the mean step of its ranks. It is divided by that of "
-            "torch DDP's block in the same round; the table shows the median of these ratios, "
-            "with its 95 % confidence interval (bootstrap over rounds). The other ratio compares "
+            "rounds. The time of a block is the mean step of its ranks. It is divided by the time "
+            "of torch DDP's block in the same round; the table shows the median of these ratios, "
+            "with its 95% confidence interval (bootstrap over rounds). The other ratio compares "
             "the median steps of the blocks, which single outliers do not affect. CPU ms is the "
-            "processor time per step and rank, including launcher and services; other processes "
+            "processor time per step per rank, including launcher and services; other processes "
             "on the machine affect it least. Systems that wait for their turn continue their "
             "background work (heartbeats). "
             f"{devices.describe('Three ranks share two cores.', ON_DEVICES)} Checking: the ranks "
-            "compare their replicated values every 100 steps by default "
-            "(consistency_check_every; 0 turns this off)."
+            "compare their replicated values every 100 steps by default (consistency_check_every; "
+            "0 turns this off)."
         ),
         columns=turns.COLUMNS,
         rows=devices.named(rows),
@@ -174,6 +174,7 @@ def _cost_of_checks(measured: Mapping[str, Row]) -> list[str]:
     if not never or not len(default) == len(never) == len(always):
         return []
     return [
-        f"Comparing what the ranks hold in common, over never: {paired_ratio(default, never)} x at "
-        f"the default, {paired_ratio(always, never)} x in every step."
+        "Step time with comparisons of replicas, divided by the time without: "
+        f"{paired_ratio(default, never)} x at the default, {paired_ratio(always, never)} x in "
+        "every step."
     ]

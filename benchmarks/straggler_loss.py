@@ -175,21 +175,21 @@ def measure(options: Options) -> Table:
         ),
         method=(
             f"{RANKS} workers train a perceptron (64, 128 and 10 wide) on {TRAINED_ON} of "
-            f"scikit-learn's handwritten digits, {BATCH} samples per worker and step, with plain "
+            f"scikit-learn's handwritten digits, {BATCH} samples per worker per step, with plain "
             f"SGD, until the cross-entropy on the other images is at most {LOSS} and stays there "
             f"for {STAYS_STEPS} steps of rank 0. The time is measured from rank 0's first step to "
-            "the first of these steps. Rank 0 evaluates the values of every step, or under "
-            f"local_sgd those of every average (every {_SYNC_EVERY} steps). Because the workers "
-            "share this machine's cores, the slowness is simulated by sleeping: the forward and "
-            f"backward pass, including rank 0's evaluation, are extended to {COMPUTE_MS} ms, and "
-            f"on the slow worker to {SLOW * COMPUTE_MS} ms. The rest of the step (all-reduce, or "
-            "push and pull, and the update) is not extended. Model, data, samples per step of a "
-            f"worker and per epoch are the same for all. {_rates_said(rates)} All rows were "
-            f"measured in {rounds} rounds, in alternating order. Ratios are ratios of medians, "
-            "with their 95 % confidence intervals (bootstrap over rounds). Under ssp, a worker "
-            f"may be {_BOUND} steps ahead of the slowest, which helps if a worker is slow "
-            "occasionally, but not if it is always slow. The ideal division of work takes "
-            f"{IDEAL:.3f} times as long as a run without a slow worker."
+            "the first of these steps. Rank 0 evaluates the values of every step, or, under "
+            f"local_sgd, the values of every average (every {_SYNC_EVERY} steps). Because the "
+            "workers share this machine's cores, the slowness is simulated by sleeping: the "
+            "forward and backward pass, including rank 0's evaluation, are extended to "
+            f"{COMPUTE_MS} ms, and on the slow worker to {SLOW * COMPUTE_MS} ms. The rest of the "
+            "step (all-reduce, or push and pull, and the update) is not extended. Model, data, "
+            "samples per step of a worker and per epoch are the same for all. "
+            f"{_rates_said(rates)} All rows were measured in {rounds} rounds, in alternating "
+            "order. Ratios are ratios of medians, with their 95% confidence intervals (bootstrap "
+            f"over rounds). Under ssp, a worker may be {_BOUND} steps ahead of the slowest, which "
+            "helps if a worker is slow occasionally, but not if it is always slow. The ideal "
+            f"division of work takes {IDEAL:.3f} times as long as a run without a slow worker."
         ),
         columns=(
             "learning rate",
@@ -209,8 +209,8 @@ def _rates_said(rates: Sequence[float]) -> str:
         return f"The learning rate is {rates[0]:g} for all, tuned for none."
     tried = ", ".join(f"{rate:g}" for rate in sorted(rates))
     return (
-        f"The learning rate of each row is the one of {tried} that reached the loss soonest in a "
-        "run each before, given up after twice the best time so far."
+        f"The learning rate of each row is whichever of {tried} reached the loss soonest in "
+        "earlier runs, one for each rate, which were stopped after twice the best time so far."
     )
 
 

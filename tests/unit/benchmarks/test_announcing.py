@@ -38,8 +38,8 @@ def test_the_verdict_sets_each_figure_against_its_target_and_the_floor() -> None
         ]
     )
     assert verdict == (
-        "10 000 joins 6.0 s (not reached); the last of 2000 told after 90 ms, bare grpcio 60 ms "
-        "(reached); 83 bytes a member and change (reached)."
+        "10 000 joins 6.0 s (not reached); the last of 2000 informed after 90 ms, bare grpcio 60 "
+        "ms (reached); 83 bytes per member per change (reached)."
     )
 
 

@@ -1,2 +1,2 @@
-"""The figures of Shoal, measured side by side with its peers: `python -m benchmarks`,
-`make bench`.."""
+"""Benchmarks of Shoal, measured side by side with its peers: `python -m benchmarks`, `make
+bench`."""

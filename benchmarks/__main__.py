@@ -29,7 +29,7 @@ from benchmarks.workers.shared_gpu import first_visible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the tables that were asked for; 1 if one of them could not be made at all."""
+    """Measures the requested tables. Returns 1 if one of them could not be measured at all."""
     options = _parse(arguments)
     console = Console()
     if options.list:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refusal(chosen: Sequence[Benchmark], devices: Devices) -> str | None:
-    """Says what cannot be made on these devices; None: all of it can."""
+    """Returns why tables cannot be measured on these devices; None: all can."""
     if not devices.for_cuda:
         return None
     there_are = ", ".join(b.key for b in BENCHMARKS if b.on_devices)

@@ -1,9 +1,9 @@
-"""T12: thousands of simulated members at one coordinator on one core: until all are in one
-generation, and until all know of a death.
+"""T12: thousands of simulated members at one coordinator on one core: the time until all are in one
+generation, and until all have been informed of a death.
 
-The members are those of `simulated_members`, in this process, on another core than the coordinator;
-a server that does nothing but hold as many streams (`workers.bare_sessions`) is measured beside it
-in the same way.
+The members are those of `simulated_members`, in this process, on a different core from the
+coordinator's. A server that only keeps the same number of streams open (`workers.bare_sessions`) is
+measured in the same way for comparison.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ SIZES: Final = (100, 1000, 2000, 10_000)
 QUICK_SIZES: Final = (100, 1000)
 DEATHS: Final = 10
 BEATS: Final = 5
-"""Heartbeats of each member, one after another as quickly as the coordinator takes them."""
+"""Heartbeats of each member, sent one after another as quickly as the coordinator accepts them."""
 JOIN_TARGET_S: Final = 5.0
 BARE_JOINED_S: Final = 2.9
 """Seconds that bare grpcio took on the machine for which the target was set."""
 DEATH_TARGET_S: Final = 0.1
 BYTES_TARGET: Final = 200
 _MOST_ANNOUNCEMENTS: Final = 50_000
-"""The most messages about deaths that one server is to send: fewer deaths among ten thousand
-members."""
+"""Most messages about deaths that one server may have to send; limits the number of deaths among
+ten thousand members."""
 _TIMEOUT_S: Final = 300.0
 _HEARD: Final = re.compile(
     r'^shoal_coordinator_heartbeats_total\{kind="member"\} ([\d.e+]+)$', re.MULTILINE
@@ -59,7 +59,7 @@ _HEARD: Final = re.compile(
 
 @dataclass(kw_only=True)
 class Measured:
-    """One server with so many members."""
+    """Measurements of one server with a given number of members."""
 
     name: str
     members: int
@@ -275,8 +275,8 @@ async def _crowd(address: str) -> AsyncIterator[Crowd]:
 
 @contextlib.contextmanager
 def _beside_the_server() -> Iterator[None]:
-    """This process keeps off the server's core, where there are two, and does not stop to look for
-    garbage: thousands of members would be told some 30 ms later by it."""
+    """Keeps this process off the server's core if there are two cores, and disables garbage
+    collection, which would notify thousands of members about 30 ms later."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores - {min(cores)} or cores)
     gc.disable()

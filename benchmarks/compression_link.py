@@ -1,5 +1,5 @@
-"""T9: time to the same loss over a link of 100 Mbit/s: gradients as they are, compressed in each
-way, and the presets for links."""
+"""T9: time to the same loss over a link of 100 Mbit/s: with uncompressed gradients, with each
+compressor, and with the presets for links."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _WORKER: Final = "benchmarks.workers.train_link"
 
 @dataclass(kw_only=True)
 class System:
-    """One way to send gradients, and what became of its runs."""
+    """One way to send gradients, and the results of its runs."""
 
     name: str
     flags: tuple[str, ...]
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """Records of the first rank, one for each run."""
+    """Records of the first rank, one per run."""
     failure: str = ""
 
     @property
     def times_s(self) -> list[float]:
-        """Training time to the loss, of the runs that reached it."""
+        """Training times of the runs that reached the loss."""
         return [sum(run["seconds"]) for run in self.runs if run["reached"]]
 
 
@@ -143,7 +143,7 @@ def _is_slow(system: System) -> bool:
 
 
 def _run(system: System, width: int, machines: Machines, endpoint: str) -> None:
-    """One training run; services and link stay."""
+    """Does one training run. Services and the link stay up for later runs."""
     try:
         with Stage() as stage:
             output = stage.directory / "found"
@@ -173,7 +173,7 @@ def _run(system: System, width: int, machines: Machines, endpoint: str) -> None:
 
 
 def _torch(worker: Sequence[str], machines: Machines) -> list[tuple[list[str], dict[str, str]]]:
-    """Returns what to start on each machine, and in which environment."""
+    """Returns the command to start on each machine, and its environment."""
     master = {"MASTER_ADDR": machines.address(_HOSTS[0]), "MASTER_PORT": str(_PORT)}
     common = {**master, "WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": INTERFACE}
     return [([sys.executable, *worker], common | {"RANK": str(rank)}) for rank in range(RANKS)]
@@ -196,7 +196,7 @@ def _shoal(
 
 
 def _start_coordinator(machines: Machines, services: Stage) -> str:
-    """Valkey and a coordinator at the switch. Returns where it listens."""
+    """Starts Valkey and a coordinator at the switch. Returns the coordinator's address."""
     host, ports = machines.address(_SERVICES), services.directory / "coordinator.json"
     valkey = [
         str(find_server_binary()),
@@ -275,7 +275,7 @@ def _median(system: System, of: Callable[[dict[str, Any]], float]) -> float:
 
 
 def _speed(system: System, other: System) -> float | None:
-    """Returns how many times as fast as the other."""
+    """Returns how many times as fast as the other system this one is."""
     if system is other or not system.times_s or not other.times_s:
         return None
     return statistics.median(other.times_s) / statistics.median(system.times_s)

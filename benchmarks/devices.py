@@ -1,10 +1,10 @@
-"""The devices that the tables' workers compute on: the host's cores, CUDA devices, one for each
-worker (`python -m benchmarks --device cuda`), or one CUDA device for all of them
-(`--device cuda-shared`), whose rates say nothing about GPUs.
+"""The devices on which the workers of the tables compute: the host's cores; CUDA devices, one per
+worker (`python -m benchmarks --device cuda`); or one CUDA device for all workers (`--device
+cuda-shared`), whose rates say nothing about GPUs.
 
-A rehearsal takes what is measured on devices, its systems and its floors, and runs it on the host
-at the host's sizes: whether it works can be seen where there is no GPU. Its figures say nothing.
-Nothing is measured here.
+A rehearsal runs the benchmarks for devices, with their systems and floors, on the host at the
+host's sizes. It shows, without a GPU, whether they work; its figures are meaningless. Nothing is
+measured here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ASK: Final = (
 )
 _ASK_TIMEOUT_S: Final = 120
 _REHEARSED: Final = 4
-"""Devices that a rehearsal takes itself to have."""
+"""Number of imaginary devices in a rehearsal."""
 _SHARING: Final = 8
-"""Workers that may share a device: as many as the largest row has."""
+"""Number of workers that may share a device: as many as the largest row has."""
 _ROUNDS: Final = 2
 
 T = TypeVar("T")
@@ -60,20 +60,21 @@ class Devices:
         return self.kind if self.kind in (CUDA, SHARED) else CPU
 
     def size(self, host: T, device: T) -> T:
-        """Chooses between a size for the host and one for GPUs that are not connected by the
-        loopback interface."""
+        """Returns one of two sizes: the one for the host, or the one for GPUs that are not
+        connected by the loopback interface."""
         return device if self.kind == CUDA else host
 
     def rounds(self, wanted: int) -> int:
-        """Returns how many rounds to measure: in a rehearsal as few as show that it works."""
+        """Returns the number of rounds to measure. In a rehearsal, it is just large enough to show
+        that the benchmark works."""
         return _ROUNDS if self.kind == REHEARSAL else wanted
 
     def describe(self, host: str, devices: str) -> str:
-        """Chooses between words about the host and words about CUDA devices."""
+        """Returns one of two texts: the one about the host or the one about CUDA devices."""
         return devices if self.for_cuda else host
 
     def named(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """Returns the rows, with the device in their names where it is not the host."""
+        """Returns the rows, with the device in their names unless it is the host."""
         return tuple(
             replace(row, name=f"{row.name}, on {self.names[0]}")
             if self.for_cuda and self.names
@@ -91,7 +92,8 @@ class Devices:
         )
 
     def lacking(self, what: str, workers: int) -> str | None:
-        """Says that there are fewer devices than `what` has workers; None: there are enough."""
+        """Returns an error text if there are fewer devices than `what` has workers, otherwise
+        None."""
         if not self.for_cuda or len(self.names) >= workers:
             return None
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -109,7 +111,7 @@ HOST: Final = Devices()
 
 
 def devices_of(kind: str) -> Devices:
-    """Returns the devices of a kind. Raises MeasurementError where torch cannot be asked for CUDA
+    """Returns the devices of a kind. Raises MeasurementError if torch cannot be queried for CUDA
     devices."""
     if kind == CPU:
         return HOST

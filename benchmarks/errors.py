@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 class MeasurementError(Exception):
-    """A run did not do what was to be measured; the message says which, and what its output was.
-    The row says so and the others go on."""
+    """A run failed to do what was to be measured. The message gives the reason and the run's
+    output. The error is shown in the row; the other systems are still measured."""

@@ -1,7 +1,7 @@
-"""T13 and T15: simulated runs with faults against the same runs without, bit for bit, and how many
-of them a minute takes.
+"""T13 and T15: compares simulated runs that have faults, bit for bit, with the same runs without
+faults, and measures the number of runs per minute.
 
-The simulator (tests/simulation) does all of it; here it is started, and its account is read.
+The simulator (tests/simulation) does all of this; this module starts it and reads its report.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Account:
 
     schedules: int
     per_minute: float
-    """On one core."""
+    """Schedules per minute on one core."""
     wrong: Mapping[str, int]
-    """Schedules that ended otherwise than the run without faults, by what differs; one that differs
-    in two ways counts in both."""
+    """Number of schedules whose result differs from that of the run without faults, by kind of
+    difference. A schedule with two kinds of difference counts in both."""
 
     @property
     def bitwise(self) -> int:
-        """Schedules that ended as the run without faults did; at least so many."""
+        """Lower bound of the number of schedules with the same result as the run without faults."""
         return self.schedules - sum(self.wrong.values())
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About an hour on two cores: it is the simulated
-    half of `make chaos`."""
+    """Runs the benchmark described in the module. About an hour on two cores, because it is the
+    simulated half of `make chaos`."""
     processes = ("--processes", "1" if options.quick else str(len(os.sched_getaffinity(0))))
     seeds = (*_SIMULATION, "--seeds", str(QUICK_SEEDS if options.quick else SEEDS), *processes)
     tears = (
@@ -92,7 +92,8 @@ def measure(options: Options) -> Table:
 
 
 def account_of(output: str) -> Account:
-    """Reads the last lines of the simulator's output. Raises MeasurementError."""
+    """Parses the last lines of the simulator's output. Raises MeasurementError if they are
+    missing."""
     runs, wrong = _RUNS.search(output), _WRONG.search(output)
     if runs is None or wrong is None:
         last = output.strip().rpartition("\n")[2]
@@ -105,7 +106,7 @@ def account_of(output: str) -> Account:
 
 
 def described(name: str, command: str, account: Account) -> Row:
-    """An account as a row."""
+    """Returns the row for an account."""
     wrong = ", ".join(f"{count} {kind}" for kind, count in account.wrong.items()) or "0"
     cells = {"schedules": str(account.schedules), "bitwise": str(account.bitwise), "wrong": wrong}
     figures = {
@@ -122,7 +123,8 @@ def described(name: str, command: str, account: Account) -> Row:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Sentences for the report: which targets the measured rows reach, and which they miss."""
+    """Returns sentences for the report: which targets the measured rows reach, and which they
+    miss."""
     return f"Measured: {'; '.join(map(_judged, rows))}."
 
 
@@ -151,8 +153,8 @@ def _row(name: str, words: Sequence[str]) -> Row:
 
 
 def _run(words: Sequence[str]) -> str:
-    """Returns its output. Status 1 means that a schedule was wrong: a figure here, not a
-    failure."""
+    """Runs a command and returns its output. Status 1 means that a schedule was wrong, which is a
+    result here, not a failure."""
     with Stage() as stage:
         process = stage.start("simulation", [sys.executable, *words])
         stage.await_end(process, timeout_s=_TIMEOUT_S)

@@ -17,8 +17,9 @@ CONFIDENCE = 0.95
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the others do not exceed; linear between neighbours, as numpy's
-    default is. With n values, p99 of fewer than 100 is close to the largest one."""
+    """Returns the value that is at least as large as `share` of the values, interpolated linearly
+    between neighbours as numpy does by default. With fewer than 100 values, p99 is close to the
+    largest one."""
     if not values:
         raise ValueError("quantile of no values")
     if not 0.0 <= share <= 1.0:
@@ -45,8 +46,8 @@ class Ratio:
 def paired_ratio(
     ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Ratio:
-    """Median of the pairs' ratios ours/theirs, with a percentile bootstrap over pairs (Efron and
-    Tibshirani, 1993, chapter 13)."""
+    """Returns the median of the pairs' ratios ours/theirs, with a percentile bootstrap over pairs
+    (Efron and Tibshirani, 1993, chapter 13)."""
     if len(ours) != len(theirs) or not ours:
         raise ValueError(
             f"paired_ratio: {len(ours)} and {len(theirs)} values; expected as many of each, and "
@@ -61,8 +62,8 @@ def paired_ratio(
 
 
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Ratio:
-    """Median of `ours` over that of `theirs`. The bootstrap draws whole rounds, so that a slow one
-    counts on both sides."""
+    """Returns the median of `ours` divided by the median of `theirs`. The bootstrap draws complete
+    rounds, so a slow round counts on both sides."""
     if len(ours) != len(theirs) or not ours:
         raise ValueError(
             f"ratio_of_medians: {len(ours)} and {len(theirs)} values; expected as many of each, "

@@ -1,8 +1,8 @@
-"""The harness's end of the gates: lets one system's workers run a block of steps while the others'
-stand still.
+"""The harness's side of the gates, which let one system's workers run a block of steps while the
+workers of the other systems pause.
 
-So what is compared runs in turns of half a second, in processes that are warm, and a machine that
-gets slower gets slower for all.
+Systems therefore alternate in turns of half a second, in warm processes, and a machine that becomes
+slower becomes slower for all.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from benchmarks.errors import MeasurementError
 
 
 class Gate:
-    """One system's workers. See `benchmarks.workers.steplog.Gate` for the protocol."""
+    """Gate of one system's workers. `benchmarks.workers.steplog.Gate` documents the protocol."""
 
     def __init__(self, path: Path, *, ranks: int, timeout_s: float) -> None:
-        """Listens on `path` for as many workers; `timeout_s` bounds every wait for them."""
+        """Listens on `path` for this many workers. `timeout_s` limits every wait for them."""
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._listener = socket.socket(socket.AF_UNIX)
@@ -42,8 +42,7 @@ class Gate:
         self._listener.close()
 
     def complete(self) -> bool:
-        """Returns whether all workers have arrived, each after its first step, without waiting for
-        others."""
+        """Returns, without waiting, whether all workers have arrived, each after its first step."""
         while len(self._workers) < self._ranks:
             try:
                 worker, _ = self._listener.accept()
@@ -54,8 +53,8 @@ class Gate:
         return True
 
     def block(self, steps: int) -> list[list[float]]:
-        """Runs so many steps on all workers; each rank's step times in seconds. Raises
-        MeasurementError."""
+        """Runs this many steps on all workers. Returns each rank's step times in seconds. Raises
+        MeasurementError if a worker fails or does not respond."""
         order = sorted(self._workers)
         for rank in order:
             self._workers[rank].sendall(b"%d\n" % steps)

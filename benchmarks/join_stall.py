@@ -1,10 +1,10 @@
-"""T3: how long a join holds up the others, and how fast the joiner gets the state, against raw TCP
-in the same run.
+"""T3: how long a join delays the other workers, and how fast the joiner receives the state,
+compared with raw TCP in the same run.
 
-One of three workers is killed, its replacement joins, and when all have done some steps together
+One of three workers is killed, its replacement joins, and when all have taken some steps together,
 the next one is killed. The stall of a survivor is its longest step around the join minus its median
-step there; that of a join is the largest of the survivors'. The pause at the death is not in it:
-the steps that count begin after the survivors' first one without the dead.
+step there; the stall of a join is the larger value of the two survivors. It does not include the
+pause at the death: only steps after the survivors' first step without the dead worker count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TCP_ROUNDS: Final = 8
 _TIMEOUT_S: Final = 600
 _TCP: Final = "benchmarks.workers.transfer"
 _BYTES_PER_WEIGHT: Final = 8
-"""The weight and its momentum, float32."""
+"""Bytes of a weight and its momentum in float32."""
 _SQUARE_LAYERS: Final = 3
 _TORCHFT: Final = replace(TUNED, timeout_s=60)
 
@@ -76,18 +76,18 @@ CANDIDATES: Final = (
 
 @dataclass(kw_only=True)
 class Joins:
-    """The measurements of one system: lists with one entry for each join."""
+    """Measurements of one system: lists with one entry per join."""
 
     stalls_s: list[float] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
-    """The median step around each."""
+    """Median step around each join."""
     transfers: list[tuple[float, float]] = field(default_factory=list)
-    """Bytes and seconds, where the system says so."""
+    """Bytes and seconds of each transfer, if the system reports them."""
     failure: str = ""
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second."""
+        """Bytes per second."""
         return (
             statistics.median(nbytes / seconds for nbytes, seconds in self.transfers)
             if self.transfers
@@ -167,12 +167,12 @@ def measure(options: Options) -> Table:
 
 
 def allowed_s(nbytes: float, tcp: float) -> float:
-    """The target for so much state where raw TCP moves `tcp` bytes a second."""
+    """Returns the target for a state of this size if raw TCP transfers `tcp` bytes per second."""
     return ALLOWED_S + nbytes / (OF_TCP * tcp)
 
 
 def row(name: str, command: str, nbytes: float, joins: Joins, tcp: float) -> Row:
-    """A system's figures."""
+    """Returns a system's row."""
     cells = {"joins": str(len(joins.stalls_s)), "allowed s": f"{allowed_s(nbytes, tcp):.2f}"}
     if joins.stalls_s:
         cells |= {
@@ -252,7 +252,7 @@ def _whole(stage: Stage, logs: StepLogs, candidate: Candidate, since_ns: int) ->
 
 
 def _raw_tcp() -> list[float]:
-    """Seconds for 64 MiB each."""
+    """Returns the seconds of each transfer of 64 MiB."""
     with Stage() as stage:
         path = stage.directory / "gate"
         with Gate(path, ranks=1, timeout_s=_TIMEOUT_S) as gate:

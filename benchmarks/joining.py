@@ -1,5 +1,5 @@
-"""Tells from the workers' step logs when a group is whole, and how long a join held the others up.
-Starts nobody itself."""
+"""Determines from the workers' step logs when a group is complete, and how long a join delayed the
+others. Does not start any process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from benchmarks.errors import MeasurementError
 from benchmarks.workers.steplog import Commit
 
 STEPS_AROUND: Final = 10
-"""Steps before a join, at most, and after it, among which its stall is looked for and which give
-the median."""
+"""Maximum number of steps before a join and after it that are searched for the stall and give the
+median."""
 _TAKEN: Final = re.compile(r"received ([\d.]+) MB of state from \d+ donor\(s\) in ([\d.]+) s")
 
 
 def members(commits: Mapping[int, Sequence[Commit]], *, workers: int, since_ns: int) -> list[int]:
-    """Pids that have done `STEPS_AROUND` steps and one more as a group of so many workers since
-    that time, by rank; empty: there is no such group. A process that is gone is none of them: it
-    has no steps since its end."""
+    """Returns the pids, by rank, of workers that have taken more than `STEPS_AROUND` steps as a
+    group of this size since that time; empty if there is no such group. A process that has exited
+    is not included, because it has taken no steps since."""
     late = {
         pid: [commit for commit in of_pid if commit.time_ns > since_ns]
         for pid, of_pid in commits.items()
@@ -73,8 +73,8 @@ def stall_s(commits: Sequence[Commit], *, workers: int) -> tuple[float, float]:
 
 
 def taken(output: str) -> list[tuple[float, float]]:
-    """Returns what Shoal's workers say about the state they took, oldest first: (bytes,
-    seconds)."""
+    """Returns bytes and seconds of each state that Shoal's workers have received, oldest first,
+    according to their output."""
     return [
         (float(megabytes) * 1e6, float(seconds)) for megabytes, seconds in _TAKEN.findall(output)
     ]

@@ -1,9 +1,9 @@
-"""T1: from SIGKILL of one worker until all survivors have committed their next step.
+"""T1: the time from SIGKILL of one worker until all survivors have committed their next step.
 
-One run gives many samples: kill, wait until the survivors step again, wait until a replacement has
-joined and all step together, kill the next one. The kill comes at a random moment of a step, and
-each rank gets its turn. Where a failure restarts all workers (torchrun), it is over when all that
-take part have done a step.
+One run gives many samples: kill a worker, wait until the survivors take steps again, wait until a
+replacement has joined and all take steps together, kill the next one. The kill comes at a random
+moment of a step, and each rank gets its turn. If a failure restarts all workers (torchrun), the
+recovery ends when all of them have taken a step.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ WIDTH: Final = 400
 BATCH: Final = 32
 OF_FLOOR: Final = 1.4
 OF_FLOOR_OTHERS: Final = 2.0
-"""Target, as a multiple of the floor, for 8 ranks, zero2 and fsdp; OF_FLOOR is that of ddp with few
-ranks."""
+"""Target for 8 ranks, zero2 and fsdp, as a multiple of the floor. OF_FLOOR is the target for ddp
+with few ranks."""
 CUDA_WIDTH: Final = 4096
 CUDA_BATCH: Final = 256
 CUDA_OF_FLOOR: Final = 2.0
 NOTICED_S: Final = 0.25
-"""Time from the end of a connection until a Gloo group's watch ends the group
+"""Time from the end of a connection until a Gloo group's watch aborts the group
 (shoal_worker.backends.gloo.sockets.GRACE_S)."""
 _FLOOR: Final = (
     "The floor is the time of the same number of forked processes that have only a Gloo group. "
@@ -84,18 +84,19 @@ class Candidate:
     quick_kills: int
     ranks: int = WORKERS
     restarts_all: bool = False
-    """A death is over when as many workers as before step again; else when the survivors do."""
+    """True if recovery ends when as many workers as before take steps again; False if it ends when
+    the survivors do."""
     restarted: bool = False
-    """They are other processes than before."""
+    """True if these workers are different processes from those before the kill."""
     of_floor: float | None = None
-    """The target: most of the floor's p50."""
+    """Target, as a multiple of the floor's p50."""
     torch: Callable[[], str] | None = None
-    """Returns the version of torch, for a row that may run on another than the table's. Raises
-    MeasurementError where none fits."""
+    """Returns the version of torch, for a row that may use a different version from the table's.
+    Raises MeasurementError if no suitable version is installed."""
 
     @property
     def recovered(self) -> int:
-        """Workers that must step again."""
+        """Number of workers that must take steps again."""
         return self.ranks if self.restarts_all else self.ranks - 1
 
 
@@ -128,7 +129,7 @@ def _shoal(
 
 
 def torchft_command(settings: TorchftSettings) -> str:
-    """Returns how torchft is started with them, as a person would type it."""
+    """Returns the command that starts torchft with these settings."""
     return (
         f"torchft_lighthouse --heartbeat_timeout_ms {settings.heartbeat_timeout_ms} "
         f"--join_timeout_ms {settings.join_timeout_ms} --quorum_tick_ms {settings.quorum_tick_ms}; "
@@ -216,8 +217,8 @@ CUDA_CANDIDATES: Final = (
     ),
     *(candidate for candidate in CANDIDATES if candidate.name == "torchrun, restart of all"),
 )
-"""The systems that have CUDA in this environment, with all workers under one launcher, which gives
-each its device."""
+"""Systems that have CUDA in this environment. All workers are under one launcher, which assigns a
+device to each."""
 
 
 def measure(options: Options) -> Table:
@@ -352,8 +353,7 @@ def _floor(options: Options, ranks: int) -> Row:
 
 
 def _floor_of_devices(options: Options, ranks: int) -> Row:
-    """A row of what no recovery over NCCL can be quicker than, as it is: see
-    `_FLOOR_OF_DEVICES`."""
+    """Returns a row with the lower bound of any recovery over NCCL (see `_FLOOR_OF_DEVICES`)."""
     devices, pauses = options.devices, []
     words = [
         "--standalone",
@@ -402,20 +402,21 @@ def _seconds(value: float) -> str:
 
 
 def of_floor(row: Row, floor: Row) -> float | None:
-    """Returns how many times the floor's p50 the row's is; None if one of them was not measured."""
+    """Returns the row's p50 divided by the floor's p50; None if either was not measured."""
     ours, least = row.samples["pause_s"], floor.samples["pause_s"]
     return quantile(ours, 0.5) / quantile(least, 0.5) if ours and least else None
 
 
 def with_share(row: Row, share: float | None) -> Row:
-    """The row with its ratio to the floor, where there is one."""
+    """Returns the row with its ratio to the floor, if there is one."""
     return (
         row if share is None else replace(row, cells={**row.cells, "p50, of floor": f"{share:.2f}"})
     )
 
 
 def verdict(shares: Iterable[tuple[str, float | None, float | None]]) -> str:
-    """From each row's name, ratio to its floor, and target; rows without a target are left out."""
+    """Returns a sentence from each row's name, ratio to its floor, and target. Rows without a
+    target are omitted."""
     judged = [
         f"{name} {_judged(share, target)}" for name, share, target in shares if target is not None
     ]

@@ -1,9 +1,9 @@
-"""Collectives that were left behind: do they write into tensors that are in use again, and how long
-does the next group take?
+"""Abandoned collectives: do they write into tensors that are in use again, and how long does the
+next group take?
 
-benchmarks/workers/late_writes.py says what happens in a round. The schemes that are torch's own and
-Shoal's run on the torch of this interpreter, or for `_reconfigure` on a newer one if `make
-test-torch` has installed it; torchft runs on that of the peers' environment.
+benchmarks/workers/late_writes.py describes a round. torch's own schemes and Shoal's run on this
+interpreter's torch or, for `_reconfigure`, on a newer one if `make test-torch` has installed it.
+torchft runs on the torch of the peers' environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS: Final = 100
 NUMEL: Final = 4_000_000
 TIMEOUT_S: Final = 2.0
 _ROUND_S: Final = 30
-"""The most that a round takes, with what it waits for."""
+"""Maximum duration of a round, including its waits."""
 
 
 def _here() -> tuple[Path, str]:
@@ -45,14 +45,14 @@ def _torchft() -> tuple[Path, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to give up a group and form another."""
+    """One way to abandon a group and form another."""
 
     scheme: str
     """Name of the scheme in the worker program."""
     name: str
     environment: Callable[[], tuple[Path, str]]
-    """Returns an interpreter, and its versions for the row's name. Raises MeasurementError where it
-    cannot run."""
+    """Returns an interpreter, and its versions for the row's name. Raises MeasurementError if the
+    candidate cannot run."""
     ours: bool = False
 
 
@@ -142,7 +142,7 @@ def _read(output: Path) -> list[dict[str, Any]]:
 
 
 def described(name: str, command: str, rounds: Sequence[dict[str, Any]], failure: str = "") -> Row:
-    """The row of what the worker wrote."""
+    """Returns the row for the worker's output."""
     if not rounds:
         return Row(name=name, command=command, cells={}, failure=failure)
     times = [one["next_s"] for one in rounds]

@@ -25,7 +25,7 @@ from benchmarks.workers.steplog import StepLogs
 from benchmarks.workers.workload import Workload
 
 TARGETS: Final = {2: 0.4, 8: 0.25}
-"""Ranks -> most of torchrun's time that warm workers may take."""
+"""Number of ranks -> maximum time of warm workers, as a multiple of torchrun's time."""
 _WIDTH: Final = 400
 _BATCH: Final = 32
 _TIMEOUT_S: Final = 120
@@ -39,11 +39,11 @@ class Side:
     command: str
     start: Callable[[Stage, Workload], WithLauncher]
     warm: bool = False
-    """Workers are forked from a warm process."""
+    """True if workers are forked from a warm process."""
     first_step_s: list[float] = field(default_factory=list)
-    """From the command's start until all ranks have done a step."""
+    """Time from the start of the command until all ranks have taken a step."""
     exit_s: list[float] = field(default_factory=list)
-    """Until the command has ended, its workers having left after that step."""
+    """Time until the command has exited; its workers leave after the first step."""
     failure: str = ""
 
 
@@ -99,7 +99,7 @@ def measure(options: Options) -> Table:
 
 
 def _sides(ranks: int) -> list[Side]:
-    """torchrun first."""
+    """Returns the launchers, torchrun first."""
     count = f"--standalone --nproc-per-node {ranks}"
     return [
         Side(

@@ -1,13 +1,14 @@
-"""Machines at one switch, made of network namespaces of this machine: each has a name, an address
-and a cable of its own.
+"""Machines at one switch, simulated by network namespaces of this machine. Each has its own name,
+address and cable.
 
 A cable can be made slow (a token bucket at both of its ends, tc tbf). What one machine sends to
-another can be lost on the way, without a word to either: it is addressed to a station that is
-nobody's. So a cut may be one way, between two machines only, or around any of them.
+another can be lost on the way without either noticing, because it is addressed to a hardware
+address that no machine has. A cut may therefore be one-way, between two machines only, or around
+any of them.
 
-Needs root, `ip` and `tc`. Everything lies in namespaces, so that deleting those leaves nothing
-behind; they bear the process's id, and those of processes that are no more (killed before they
-could clean up) are deleted, with what runs in them, when the next ones are made. Linux alone.
+Needs Linux, root, `ip` and `tc`. Everything is in namespaces, so deleting them leaves nothing
+behind. Their names contain the process's id. When new namespaces are created, those of processes
+that were killed before they could clean up are deleted, together with the processes in them.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from benchmarks.errors import MeasurementError
 INTERFACE: Final = "eth0"
 """Name of the network interface that each machine has."""
 SECOND_INTERFACE: Final = "eth1"
-"""Name of that of machines with a second network."""
+"""Name of the second network interface of machines with two networks."""
 _PREFIX: Final = "shoalnet"
 _NAME: Final = re.compile(_PREFIX + r"-(\d+)-[\w.-]+")
 _SWITCH: Final = " switch"
-"""No machine's name."""
+"""Name of the switch's namespace, which no machine has."""
 _NOBODY: Final = "02:00:00:00:ff:ff"
 _BURST: Final = "128kb"
 _QUEUE: Final = "50ms"
@@ -50,11 +51,12 @@ _NAMED: Final = (
 )
 
 _KNOWING: Final = ("sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
-"""`ip netns exec` gives each program a mount namespace of its own."""
+"""Mounts a hosts file over /etc/hosts. This affects only the started program, because `ip netns
+exec` gives each program its own mount namespace."""
 
 
 def hindrance() -> str | None:
-    """Returns why no namespaces can be made here; None: they can."""
+    """Returns why namespaces cannot be created here; None: they can."""
     if missing := [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]:
         return f"it needs the programs {', '.join(missing)} (Debian: iproute2, util-linux)"
     if os.geteuid() != 0:
@@ -69,17 +71,17 @@ def hindrance() -> str | None:
 
 
 class Machines:
-    """So many machines at one switch. Use as a context manager."""
+    """Machines at one switch. A context manager."""
 
     def __init__(self, *names: str, ipv6: bool = False) -> None:
-        """A machine for each name. `ipv6`: their addresses are of IPv6, and they have no others."""
+        """Creates one machine per name. `ipv6`: they have only IPv6 addresses."""
         self._names = names
         self._ipv6 = ipv6
         self._namespaces: list[str] = []
         self._hosts: dict[str, Path] = {}
 
     def __enter__(self) -> Self:
-        """Raises MeasurementError where namespaces cannot be made."""
+        """Raises MeasurementError if namespaces cannot be created."""
         if (why := hindrance()) is not None:
             raise MeasurementError(f"a network of machines cannot be made here: {why}")
         with contextlib.ExitStack() as undo:
@@ -98,18 +100,17 @@ class Machines:
         self._delete()
 
     def address(self, machine: str) -> str:
-        """Returns where the others reach it."""
+        """Returns the address at which the other machines reach it."""
         return (
             f"fd77::{self._number(machine):x}" if self._ipv6 else f"10.77.0.{self._number(machine)}"
         )
 
     def second_address(self, machine: str) -> str:
-        """Returns where others of its second network reach it (`connect`)."""
+        """Returns the address at which the machines of its second network reach it (`connect`)."""
         return f"10.78.0.{self._number(machine)}"
 
     def connect(self, *machines: str) -> None:
-        """Gives these machines a second network, of their own, at the interface
-        `SECOND_INTERFACE`."""
+        """Gives these machines a second, common network, at the interface `SECOND_INTERFACE`."""
         switch = self._namespace(_SWITCH)
         _ip("-n", switch, "link", "add", "br1", "type", "bridge")
         _ip("-n", switch, "link", "set", "br1", "up")
@@ -142,29 +143,32 @@ class Machines:
             _ip("-n", own, "link", "set", SECOND_INTERFACE, "up")
 
     def configure(self, machine: str, *command: str) -> None:
-        """Runs a program there that changes its network, such as `ip route`. Raises
-        MeasurementError where it fails."""
+        """Runs a program on the machine that changes its network, such as `ip route`. Raises
+        MeasurementError if the program fails."""
         _ip("netns", "exec", self._namespace(machine), *command)
 
     def on(self, machine: str, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` there. It is one process throughout."""
+        """Returns the command line that runs `command` on the machine, as a single process
+        throughout."""
         known = (*_KNOWING, str(self._hosts[machine])) if machine in self._hosts else ()
         return ["ip", "netns", "exec", self._namespace(machine), *known, *_NAMED, machine, *command]
 
     def know_hosts(self, machine: str, hosts: Path) -> None:
-        """The file is /etc/hosts to all that is started there from now on."""
+        """Makes the file appear as /etc/hosts to all processes that are started on the machine from
+        now on."""
         self._hosts[machine] = hosts
 
     def namespace(self, machine: str) -> Path:
-        """The file that stands for its network, for programs other than `ip`."""
+        """Returns the file that represents the machine's network, for programs other than `ip`."""
         return Path("/run/netns") / self._namespace(machine)
 
     def pids(self, machine: str) -> list[int]:
-        """Returns what runs there."""
+        """Returns the processes on the machine."""
         return [int(pid) for pid in _ip("netns", "pids", self._namespace(machine)).split()]
 
     def slow_down(self, machine: str, *, mbit_per_s: int) -> None:
-        """All that it sends and receives passes a token bucket, from now on."""
+        """Passes all data that the machine sends and receives through a token bucket from now
+        on."""
         shape = ("root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", _BURST, "latency", _QUEUE)
         for namespace, interface in self._cable(machine):
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, *shape)
@@ -175,7 +179,8 @@ class Machines:
             _run("tc", "-n", namespace, "qdisc", "delete", "dev", interface, "root")
 
     def lose(self, sender: str, receiver: str) -> None:
-        """Nothing that `sender` sends reaches `receiver` any more; the other way is as it was."""
+        """Drops everything that `sender` sends to `receiver`; the opposite direction is not
+        affected."""
         self._set_station(sender, receiver, _NOBODY)
 
     def deliver(self, sender: str, receiver: str) -> None:
@@ -194,7 +199,7 @@ class Machines:
         return f"port{self._number(machine)}"
 
     def _cable(self, machine: str) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Namespace and interface of its two ends."""
+        """Returns namespace and interface of both ends of the cable."""
         return (self._namespace(machine), INTERFACE), (
             self._namespace(_SWITCH),
             self._port(machine),
@@ -246,7 +251,7 @@ class Machines:
 
 
 def sent_bytes() -> int:
-    """Returns what the machine that this process runs on has sent so far, headers included."""
+    """Returns the bytes that the machine of this process has sent so far, including headers."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
@@ -263,8 +268,8 @@ def _delete_leftovers() -> None:
 
 
 def _delete(name: str) -> None:
-    """A namespace, and what still runs in it: it would live on unseen for as long as one process
-    does."""
+    """Deletes a namespace and kills the processes in it, which would otherwise keep it alive,
+    unnoticed."""
     deadline = time.monotonic() + _TIMEOUT_S
     while (running := _ip("netns", "pids", name).split()) and time.monotonic() < deadline:
         for process in running:

@@ -1,8 +1,8 @@
-"""T8: what each strategy holds in memory and sends, measured, beside the formulas that it is
-documented with.
+"""T8: measures what each strategy keeps in memory and sends, and compares it with the documented
+formulas.
 
-One launch per strategy and number of ranks; nothing here is timed. What is counted, and how, says
-`benchmarks.workers.account`.
+Each strategy is launched once per number of ranks; nothing is timed. `benchmarks.workers.account`
+documents what is counted, and how.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.workers.blocks import BLOCKS, TOKENS, WORDS
 WIDTH: Final = 256
 TOLERANCE: Final = 0.05
 _STEPS: Final = 8
-"""Counted, after as many that are not."""
+"""Number of counted steps; the same number of uncounted steps comes first."""
 _ROUND: Final = 4
 """Steps between two averages of local_sgd."""
 _MIB: Final = 2**20
@@ -34,8 +34,8 @@ _TIMEOUT_S: Final = 180
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One strategy, and what a rank is to hold and to send with so many ranks, in units of the
-    parameters' bytes P. With AdamW G is P and O is 2P."""
+    """One strategy, and what a rank should keep in memory and send with a given number of ranks, in
+    multiples of the parameters' bytes P. With AdamW, G is P and O is 2P."""
 
     strategy: str
     held: Callable[[int], float] | None
@@ -45,7 +45,8 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (2, 3, 4)
     replicas: Callable[[int], int] = lambda ranks: ranks
-    """Returns the number of replicas for a number of ranks; each takes `batch` samples a step."""
+    """Returns the number of replicas for a number of ranks; each replica trains `batch` samples per
+    step."""
     batch: int = 1
     servers: int = 0
 
@@ -63,20 +64,22 @@ _END: Final = WORDS * WIDTH + 2 * WIDTH
 """Elements of a block, and of the output layer with its norm."""
 _P: Final = BLOCKS * _BLOCK + _END + WORDS * WIDTH
 _WIDE_BATCH: Final = 16
-"""Samples of a replica and step where activations are sent, so that they outweigh the rest."""
+"""Samples per replica per step for strategies that send activations, chosen so that activations
+outweigh the rest."""
 _ACTIVATION: Final = _WIDE_BATCH * TOKENS * WIDTH / _P
 _LOGITS: Final = _WIDE_BATCH * TOKENS * WORDS / _P
-"""In units of P."""
+"""Size of the logits in multiples of P."""
 
 
 def _tensor_sends(ranks: int) -> float:
-    """Four all-reduces of the activation a block, one for the embedding and one for the output
-    layer, which also gathers the logits."""
+    """Returns the size, in multiples of P, of four all-reduces of the activation per block, one for
+    the embedding and one for the output layer, which also gathers the logits."""
     return _all_reduce(ranks) * _ACTIVATION * (4 * BLOCKS + 2) + _LOGITS * (ranks - 1) / ranks
 
 
 def _pipeline_sends(ranks: int) -> float:
-    """The activation and its gradient at each step boundary, over all ranks."""
+    """Returns the size, in multiples of P, of the activation and its gradient at each stage
+    boundary, averaged over all ranks."""
     return 2 * (ranks - 1) * _ACTIVATION / ranks
 
 
@@ -151,7 +154,7 @@ CASES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Bytes of one launch, each the maximum over the ranks."""
+    """Bytes of one launch, each the maximum across the ranks."""
 
     model: int
     parameters: int
@@ -160,8 +163,8 @@ class Account:
     mirrors: int
     peak: int
     sent: float
-    """Per step, without what goes to mirrors; with parameter servers what comes from them as
-    well."""
+    """Bytes sent per step, without the bytes to mirrors; with parameter servers, the received bytes
+    are included."""
     sent_to_mirrors: float
 
     @property
@@ -170,7 +173,7 @@ class Account:
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, float]], *, with_received: bool) -> Account:
-        """From the ranks' files."""
+        """Reads the ranks' files."""
 
         def most(*roles: str) -> int:
             return int(max(sum(rank[role] for role in roles) for rank in ranks))

@@ -1,5 +1,5 @@
-"""T16: bytes that workers and servers exchange, and the loss after the same samples: async_sgd with
-outer steps and without."""
+"""T16: bytes that workers and servers exchange, and the loss after the same number of samples, for
+async_sgd with and without outer steps."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _WORKER: Final = "benchmarks.workers.train_outer"
 
 @dataclass(kw_only=True)
 class System:
-    """One number of inner steps and outer optimizer, and what became of its runs."""
+    """One combination of inner steps and outer optimizer, and the results of its runs."""
 
     name: str
     flags: tuple[str, ...]
     learning_rate: float | None = None
-    """The learning rate, among those tried, that led to the lowest loss; None: no run ended."""
+    """The learning rate that led to the lowest loss; None: no run has ended."""
     losses: dict[float, list[float]] = field(default_factory=dict)
-    """Learning rate -> the loss at the end of each run."""
+    """Learning rate -> loss at the end of each run."""
     megabytes: list[float] = field(default_factory=list)
-    """Sent and received by all workers, in each run."""
+    """Megabytes sent and received by all workers in each run."""
     failure: str = ""
 
     def words(self, learning_rate: float) -> list[str]:
-        """The worker's flags, without the one that says where to write."""
+        """Returns the worker's flags, without the flag for the output file."""
         sizes = (f"--ranks={RANKS}", f"--batch={BATCH}", f"--epochs={EPOCHS}")
         return [*self.flags, f"--learning-rate={learning_rate:g}", *sizes]
 
     @property
     def command(self) -> str:
-        """At the learning rate that was found."""
+        """Returns the command with the learning rate that was found."""
         words = shlex.join([*self.words(self.learning_rate or LEARNING_RATES[0]), "--output=."])
         return (
             f"SHOAL_SERVER_TRANSPORT=tcp shoal run --standalone --nproc-per-node {RANKS} "
@@ -54,7 +54,7 @@ class System:
 
 
 def systems() -> list[System]:
-    """All rows; async_sgd as it is first."""
+    """Returns all systems, plain async_sgd first."""
     return [
         System(name="async_sgd", flags=()),
         *(
@@ -130,7 +130,7 @@ def _run(system: System, learning_rate: float) -> None:
 
 
 def row(system: System, plain: System) -> Row:
-    """A row of the table, compared with async_sgd as it is."""
+    """Returns a row of the table, compared with plain async_sgd."""
     cells: dict[str, str] = {}
     if system.learning_rate is not None:
         cells = {
@@ -153,14 +153,15 @@ def row(system: System, plain: System) -> Row:
 
 
 def share_of(system: System, plain: System) -> float | None:
-    """Returns how many of the other's bytes it moved; None: one of them was not measured."""
+    """Returns the bytes moved, divided by the other system's bytes; None: either was not
+    measured."""
     if not system.megabytes or not plain.megabytes:
         return None
     return statistics.median(system.megabytes) / statistics.median(plain.megabytes)
 
 
 def verdict(all_of_them: list[System]) -> str:
-    """Says in one sentence what each moved."""
+    """Returns one sentence with the bytes moved by each system."""
     plain, *others = all_of_them
     shares = ((system.name, share_of(system, plain)) for system in others)
     measured_text = (

@@ -108,7 +108,8 @@ def _filled(text: str, tables: Mapping[str, Measured], page: Path, keys: Sequenc
 def _grid(
     key: str, before: str, tables: Mapping[str, Measured], page: Path, keys: Sequence[str]
 ) -> str:
-    """Returns what a page shows of a table, or of all. `before`: what it has shown so far."""
+    """Returns the lines that a page shows of one table, or of all tables. `before`: the lines that
+    it has shown so far."""
     if key == _ALL:
         head, rows = summary({each: measured.table for each, measured in tables.items()})
         shown = {row[3 : row.index("]")].lower(): row for row in before.splitlines()[len(head) :]}
@@ -125,8 +126,8 @@ def _grid(
 
 
 def summary(tables: Mapping[str, Table]) -> tuple[list[str], dict[str, str]]:
-    """Returns the lines of a Markdown table of the tables that have a target, with the target and
-    the result: its two lines of heading, and the other lines by their tables' keys."""
+    """Returns the Markdown table of all tables that have a target, with the target and the result:
+    the two heading lines, and the other lines by their tables' keys."""
     head = ["|  | what | target | measured |", "|---|---|---|---|"]
     rows = {}
     for key, table in tables.items():
@@ -145,5 +146,5 @@ def summary(tables: Mapping[str, Table]) -> tuple[list[str], dict[str, str]]:
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub and the site give a heading."""
+    """Returns the anchor that GitHub and the documentation site give a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

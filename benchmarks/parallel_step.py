@@ -1,8 +1,7 @@
-"""T7: a step of ddp, tensor, pipeline and hybrid against what torch has for the same, on CPUs over
-Gloo, in turns.
+"""T7: a step of ddp, tensor, pipeline and hybrid, compared with torch's equivalents, on CPUs over
+Gloo, in alternation.
 
-What is compared computes the same and sends the same: equal splits, equal micro-batches, equal
-batches.
+Both sides compute and send the same: equal splits, equal micro-batches, equal batches.
 """
 
 from __future__ import annotations

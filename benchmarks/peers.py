@@ -1,5 +1,5 @@
-"""The peers' environments: torchft and DeepSpeed have one of their own, apart from Shoal's
-requirements; torch's `_reconfigure` may need one of `make test-torch`."""
+"""The environments of the peers: torchft and DeepSpeed have their own environment, separate from
+Shoal's requirements; torch's `_reconfigure` may need an environment of `make test-torch`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ PYTHON: Final = REPOSITORY / ".venv-peers" / "bin" / "python"
 TORCHRUN: Final = REPOSITORY / ".venv-peers" / "bin" / "torchrun"
 LIGHTHOUSE: Final = REPOSITORY / ".venv-peers" / "bin" / "torchft_lighthouse"
 EXTENSIONS: Final = REPOSITORY / ".venv-peers" / "extensions"
-"""The shared-memory collective that DeepSpeed compiled when it was installed, and wants to load
-although Gloo needs none."""
+"""Directory of the shared-memory collective that DeepSpeed compiled when it was installed.
+DeepSpeed loads it although Gloo does not need it."""
 _IMPORT_TIMEOUT_S: Final = 60
 _FROM: Final = (2, 14)
-"""Version of torch with which `_reconfigure` came."""
+"""First version of torch that has `_reconfigure`."""
 
 
 def torchft_version() -> str:
-    """Version of torchft and of its torch. Raises MeasurementError, saying why it cannot run
-    here."""
+    """Returns the versions of torchft and of its torch. Raises MeasurementError with the reason if
+    it cannot run here."""
     return _version("torchft", "torchft-nightly")
 
 
 def deepspeed_version() -> str:
-    """Version of DeepSpeed and of its torch. Raises MeasurementError, saying why it cannot run
-    here."""
+    """Returns the versions of DeepSpeed and of its torch. Raises MeasurementError with the reason
+    if it cannot run here."""
     return _version("deepspeed", "deepspeed")
 
 

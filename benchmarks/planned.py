@@ -1,8 +1,7 @@
-"""Compares the plan of each strategy (`shoal.plan`) with what a run of it is measured to hold and
-send.
+"""Compares the plan of each strategy (`shoal.plan`) with the memory and bytes measured in a run.
 
-A plan is made of the decoder of T8, and each strategy is then run with the options that the plan
-gives, and accounted for as in T8 (`benchmarks.workers.account`).
+The plan is for the decoder of T8. Each strategy then runs with the plan's options, and is measured
+as in T8 (`benchmarks.workers.account`).
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ class Compared:
     """A strategy that is run as planned."""
 
     label: str
-    """The name of the row in a plan: strategy and mesh."""
+    """Name of the row in a plan: strategy and mesh."""
     ranks: int
     batch: int = 1
-    """Samples of a replica and step: where activations are sent, enough that they outweigh the
-    rest."""
+    """Samples per replica per step; if activations are sent, enough that they outweigh the rest."""
 
 
 COMPARED: Final = (
@@ -62,21 +60,20 @@ COMPARED: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Bytes planned and bytes measured of one strategy, each by what they are (held, mirrors,
-    sent)."""
+    """Planned and measured bytes of one strategy, by category (held, mirrors, sent)."""
 
     planned: Mapping[str, float]
     measured: Mapping[str, float]
     command: str = field(default="")
 
     def share(self, what: str) -> float:
-        """Planned over measured; 1 where both are nothing."""
+        """Planned value divided by the measured one; 1 if both are 0."""
         planned, measured = self.planned[what], self.measured[what]
         return planned / measured if measured else 1.0 if not planned else float("inf")
 
 
 def plan_of(ranks: int, batch: int, replicas: int) -> Plan:
-    """A plan for the decoder."""
+    """Returns a plan for the decoder."""
     with torch.device("meta"):
         net = blocks.Decoder(WIDTH)
         words = torch.zeros(1, blocks.TOKENS, dtype=torch.long)
@@ -92,7 +89,7 @@ def plan_of(ranks: int, batch: int, replicas: int) -> Plan:
 
 
 def planned_as(compared: Compared) -> PlannedStrategy:
-    """The plan's row."""
+    """Returns the plan's row for the strategy."""
     found = next(
         each
         for each in plan_of(compared.ranks, compared.batch, compared.ranks).strategies
@@ -104,7 +101,7 @@ def planned_as(compared: Compared) -> PlannedStrategy:
 
 
 def compare(compared: Compared) -> Outcome:
-    """Runs it, and compares. Raises MeasurementError."""
+    """Runs the strategy and compares it with its plan. Raises MeasurementError if the run fails."""
     planned = planned_as(compared)
     assert planned.memory is not None
     case = Case(

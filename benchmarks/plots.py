@@ -15,8 +15,8 @@ from benchmarks.report import Row
 def samples(
     path: Path, rows: Sequence[Row], *, sample: str, label: str, target: float | None = None
 ) -> None:
-    """Every measurement as a point, a line per system, on a logarithmic axis if they lie far
-    apart."""
+    """Plots every measurement as a point, with one line per system. The axis is logarithmic if the
+    values are far apart."""
     pyplot = _pyplot()
     shown = [row for row in reversed(rows) if row.samples.get(sample)]
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.5 * len(shown)), layout="constrained")
@@ -47,9 +47,9 @@ def curves(
     labels: tuple[str, str],
     target: float,
 ) -> None:
-    """A panel for each title: a line per system through its samples `y` over its samples `x`, on a
-    vertical axis that is logarithmic if they lie far apart; `target` stands as a line across.
-    `labels`: of the two axes."""
+    """Plots one panel per title. Each system has a line through its samples `y` over its samples
+    `x`. The vertical axis is logarithmic if the values are far apart, and a horizontal line shows
+    `target`. `labels`: labels of the two axes."""
     pyplot = _pyplot()
     figure, all_axes = pyplot.subplots(
         1,
@@ -79,9 +79,9 @@ def curves(
 
 
 def progress(path: Path, panels: Mapping[str, Sequence[Row]]) -> None:
-    """A panel for each title: a line per system through its steps (`progress_step`) over time
-    (`progress_s`), with a cross where a worker was killed (`killed_s`) and a triangle where its
-    place was there again (`returned_s`). Dotted lines mark the kills of the row that met most."""
+    """Plots one panel per title. Each system has a line through its steps (`progress_step`) over
+    time (`progress_s`), with a cross at each kill (`killed_s`) and a triangle at the end of each
+    absence (`returned_s`). Dotted lines mark the kills of the row that met the most."""
     pyplot = _pyplot()
     figure, all_axes = pyplot.subplots(
         1, len(panels), figsize=(14, 6), layout="constrained", squeeze=False
@@ -112,8 +112,8 @@ def progress(path: Path, panels: Mapping[str, Sequence[Row]]) -> None:
 def parts(
     path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]], mark: str
 ) -> None:
-    """A panel for each stack: a bar per system, made of its samples of these names. In the first
-    panel `mark` stands as a line."""
+    """Plots one panel per stack, with one bar per system that consists of its samples with these
+    names. In the first panel, a line shows `mark`."""
     pyplot = _pyplot()
     shown = [row for row in reversed(rows) if not row.failure]
     figure, panels = pyplot.subplots(

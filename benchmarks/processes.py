@@ -1,7 +1,8 @@
-"""Starts what is measured as processes of their own, and leaves none behind.
+"""Starts the measured programs as separate processes, and leaves none behind. Nothing is measured
+here.
 
-All processes of a stage inherit a mark in their environment, so that those whose parent died first
-are found as well. Nothing here measures. A stage belongs to the thread that made it.
+All processes of a stage inherit a mark in their environment, so that processes whose parent has
+died are found as well. A stage belongs to the thread that created it.
 """
 
 from __future__ import annotations
@@ -107,13 +108,13 @@ class Stage:
             time.sleep(_POLL_S)
 
     def finish(self, process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
-        """Waits until `process` has ended well. Raises MeasurementError."""
+        """Waits until `process` has ended successfully. Raises MeasurementError otherwise."""
         if code := self.await_end(process, timeout_s=timeout_s):
             raise MeasurementError(f"{_named(process)} ended with {code}\n{self.outputs()}")
 
     def await_end(self, process: subprocess.Popen[bytes], *, timeout_s: float) -> int:
-        """Waits until `process` has ended; its exit code. Raises MeasurementError when it does
-        not."""
+        """Waits until `process` has ended and returns its exit code. Raises MeasurementError if it
+        does not end."""
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -122,8 +123,8 @@ class Stage:
             ) from None
 
     def stop(self, *, grace_s: float) -> None:
-        """SIGTERM to all that run still, SIGKILL after `grace_s` to whatever is left, orphans
-        included."""
+        """Sends SIGTERM to all running processes, and SIGKILL after `grace_s` to those that remain,
+        including orphans."""
         running = [process for _, process in self._started if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGTERM)
@@ -145,17 +146,17 @@ class Stage:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of the stage that run now, whoever started them."""
+        """Returns all running processes of the stage, no matter which process started them."""
         return self._marked()
 
     def outputs(self) -> str:
-        """The end of each process's output, for people."""
+        """Returns the end of each process's output, for error messages."""
         return "\n".join(
             f"--- {name}\n{text.strip()[-_OUTPUT_SHOWN:]}" for name, text in self.texts().items()
         )
 
     def texts(self) -> dict[str, str]:
-        """All that was written so far, by the names of the outputs."""
+        """Returns everything that was written so far, by the name of the output."""
         return {
             file.stem: file.read_text(errors="replace")
             for file in sorted(self.directory.glob("*.out"))

@@ -1,5 +1,5 @@
-"""T4 and T5 over the size of what is pushed and pulled, the number of tensors, of clients and of
-servers."""
+"""T4 and T5 as functions of the size of the pushed and pulled values, and of the number of tensors,
+clients and servers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TENSORS: Final = (40, 400, 1600)
 _CLIENTS: Final = (1, 2, 4, 8, 16)
 _SERVERS: Final = (2, 4)
 _ELEMENTS_OF_A_CLIENT: Final = 2 << 20
-"""8 MiB: sixteen clients push 128 MiB at once."""
+"""8 MiB, so that sixteen clients push 128 MiB at the same time."""
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. Several minutes."""
+    """Runs the benchmark described in the module. Takes several minutes."""
     rounds = 5 if options.quick else 20
     rows: list[Row] = []
     for sides in _curves():

@@ -1,7 +1,7 @@
-"""T4: a push and a pull of 64 MiB against one parameter server, beside a raw TCP connection, torch
-RPC and plain gRPC, in turns.
+"""T4: a push and a pull of 64 MiB against one parameter server, compared with a raw TCP connection,
+torch RPC and plain gRPC, in alternation.
 
-T5 (ps_shared_memory.py) is made of the same parts.
+T5 (ps_shared_memory.py) uses the same code.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ _CLIENT: Final = "benchmarks.workers.transfer"
 
 @dataclass(kw_only=True)
 class Side:
-    """One system and its times, one of each per round."""
+    """One system and its times, one push and one pull per round."""
 
     key: str
     name: str
     system: str = "shoal"
-    """System measured by `benchmarks.workers.transfer`: its --system."""
+    """Value of `--system` of `benchmarks.workers.transfer`."""
     client: tuple[str, ...] = ()
-    """More flags of its client."""
+    """Additional flags of its client."""
     server: tuple[str, ...] = ()
-    """More flags of Shoal's server."""
+    """Additional flags of Shoal's server."""
     journal: bool = False
-    """Shoal's server has a data directory."""
+    """True if Shoal's server has a data directory."""
     elements: int = ELEMENTS
     """Floats pushed and pulled by each client."""
     clients: int = 1
     servers: int = 1
     polls: bool = False
-    """This system's processes poll while they wait, and so take a core each when nothing is asked
-    of them. They are stopped (SIGSTOP) while another system is measured."""
+    """True if this system's processes poll while they wait, and therefore occupy a core each while
+    idle. They are stopped (SIGSTOP) while another system is measured."""
     processes: list[psutil.Process] = field(default_factory=list)
-    """The client's and the server's process of a system that polls; empty for others."""
+    """Processes of client and server if the system polls; empty for others."""
     push_s: list[float] = field(default_factory=list)
     pull_s: list[float] = field(default_factory=list)
     gate: Gate | None = None
@@ -64,7 +64,7 @@ class Side:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All flags of its client that say what is measured."""
+        """Returns all flags of its client that determine what is measured."""
         more: list[str] = [*self.client]
         for name, value, default in (
             ("elements", self.elements, ELEMENTS),
@@ -77,22 +77,22 @@ class Side:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a round one way, of all clients together."""
+        """Bytes per round in one direction, of all clients together."""
         return 4 * self.elements * self.clients
 
     def stand_still(self) -> None:
-        """Takes the processors from one that polls."""
+        """Stops the processes of a system that polls."""
         for process in self.processes:
             process.suspend()
 
     def go_on(self) -> None:
-        """Gives them back."""
+        """Continues the stopped processes."""
         for process in self.processes:
             process.resume()
 
     @property
     def both_s(self) -> list[float]:
-        """Push and pull together, by round."""
+        """Times of push and pull together, by round."""
         return [push + pull for push, pull in zip(self.push_s, self.pull_s, strict=True)]
 
 
@@ -170,7 +170,7 @@ RATES: Final = (
 
 
 def method(rounds: int) -> str:
-    """Returns how both tables are measured."""
+    """Returns the description of the measurement for both tables."""
     return (
         f"Each system has a client and a server process on this machine; {rounds} rounds in "
         f"alternating order after {WARM_UP} uncounted ones. A round is one acknowledged push, and "
@@ -180,7 +180,7 @@ def method(rounds: int) -> str:
 
 
 def take_turns(sides: Sequence[Side], rounds: int) -> None:
-    """Starts all sides, and measures so many rounds of each; what goes wrong stands in the side's
+    """Starts all sides, and measures this many rounds of each. Errors are stored in the side's
     `failure`."""
     with ExitStack() as stack:
         stage = stack.enter_context(Stage())
@@ -215,8 +215,8 @@ def _start_coordinator(stage: Stage) -> str:
 
 
 def _start(side: Side, stage: Stage, stack: ExitStack, coordinator: str) -> None:
-    """Starts a system and waits until its client has come to the gate; the next one starts on a
-    quiet machine."""
+    """Starts a system and waits until its client has reached the gate, so that the next system
+    starts on a quiet machine."""
     path = stage.directory / f"{side.key}.gate"
     before = stage.processes()
     gate = side.gate = stack.enter_context(Gate(path, ranks=side.clients, timeout_s=_TIMEOUT_S))
@@ -281,7 +281,7 @@ def _round(side: Side, *, counted: bool) -> None:
 
 
 def row(side: Side, others: Sequence[tuple[str, Side]]) -> Row:
-    """A side's rates, and how it compares to the others, each with its column."""
+    """Returns a side's rates, and its ratio to each of the others in a separate column."""
     samples = {"push_s": side.push_s, "pull_s": side.pull_s, "push_and_pull_s": side.both_s}
     cells = {"rounds": str(len(side.push_s))}
     if side.push_s:
@@ -299,15 +299,15 @@ def row(side: Side, others: Sequence[tuple[str, Side]]) -> Row:
 
 
 def speed(side: Side, other: Side) -> Ratio | None:
-    """Returns how many times as fast as the other, round by round."""
+    """Returns how many times as fast as the other system this one is, round by round."""
     if not side.push_s or len(side.push_s) != len(other.push_s):
         return None
     return paired_ratio(other.both_s, side.both_s)
 
 
 def verdict(comparisons: Sequence[tuple[str, Ratio | None, float]]) -> str:
-    """Sums a table up in one sentence. `comparisons`: the peer's name, the ratio that was measured
-    to it (None: none was), the target."""
+    """Summarizes a table in one sentence. `comparisons`: the peer's name, the measured ratio to it
+    (None: not measured), and the target."""
     parts = []
     for name, ratio, target in comparisons:
         reached = (

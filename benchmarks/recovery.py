@@ -1,5 +1,5 @@
-"""Tells from the workers' step logs when a group of workers is whole, and when it has recovered
-from a kill. Kills nobody itself."""
+"""Determines from the workers' step logs when a group of workers is complete, and when it has
+recovered from a kill. Does not kill any process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from benchmarks.workers.steplog import Commit, StepLogs
 
 SETTLED_STEPS = 20
-"""Steps of every worker in one group, before it counts as whole."""
+"""Number of steps that every worker must take in one group before the group counts as complete."""
 _FRESH_NS = 1_000_000_000
 
 
 class Recovery:
-    """One kill: whole before it, recovered after it."""
+    """One kill: the group is complete before it, and has recovered at the end."""
 
     def __init__(self, logs: StepLogs, *, workers: int, recovered: int, restarted: bool) -> None:
-        """`recovered`: how many workers must step again until it is over. `restarted`: they are
-        other processes than before."""
+        """`recovered`: number of workers that must take steps again. `restarted`: these are
+        different processes from before."""
         self._logs = logs
         self._workers = workers
         self._needed = recovered
@@ -28,7 +28,7 @@ class Recovery:
         self._first: dict[int, int] = {}
 
     def settled(self) -> bool:
-        """All workers step together, and have for a while."""
+        """Returns whether all workers have been taking steps together for a while."""
         self._logs.read()
         now = time.monotonic_ns()
         newest = {
@@ -58,13 +58,13 @@ class Recovery:
         return sorted(self._members, key=lambda pid: self._members[pid].rank)
 
     def killed(self, pid: int, *, at_ns: int) -> None:
-        """The worker `pid` got SIGKILL, at this CLOCK_MONOTONIC time."""
+        """Records that the worker `pid` got SIGKILL at this CLOCK_MONOTONIC time."""
         self._victims = frozenset([pid])
         self._killed_ns = at_ns
 
     def over(self) -> bool:
-        """Enough workers committed a step in a group that is newer than the killed one's. A step
-        that the old group still finished does not count."""
+        """Returns whether enough workers have committed a step in a newer group than the killed
+        worker's. Steps that the old group still finished do not count."""
         self._logs.read()
         for pid, commits in self._logs.commits.items():
             known = self._members.get(pid)
@@ -80,11 +80,11 @@ class Recovery:
 
     @property
     def last_to_recover(self) -> tuple[int, int]:
-        """Pid of the worker whose next step ends the recovery, and when it committed that
-        (CLOCK_MONOTONIC, ns)."""
+        """Returns the pid of the worker whose next step ends the recovery, and the time of that
+        commit (CLOCK_MONOTONIC, ns)."""
         return sorted(self._first.items(), key=lambda item: item[1])[self._needed - 1]
 
     @property
     def pause_s(self) -> float:
-        """From the kill until the last of the workers committed its next step."""
+        """Returns the time from the kill until the last of the workers committed its next step."""
         return (self.last_to_recover[1] - self._killed_ns) / 1e9

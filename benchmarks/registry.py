@@ -1,4 +1,4 @@
-"""The benchmarks that there are. A module is imported only when its benchmark runs."""
+"""All benchmarks. A module is imported only when its benchmark runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Options:
     """Extent of the measurements, and the directory of plots."""
 
     quick: bool
-    """Few repetitions: does it work at all? The figures are rough."""
+    """True for few repetitions, which show that the benchmark works; the figures are rough."""
     output: Path
     """An existing directory."""
     devices: Devices = HOST
@@ -24,11 +24,11 @@ class Options:
 
 
 class Measure(Protocol):
-    """Interface of a benchmark's module."""
+    """Interface of a benchmark module."""
 
     def measure(self, options: Options) -> Table:
-        """Measures, and draws plots into `options.output`. Failures of a single system stand in its
-        row."""
+        """Measures, and draws plots into `options.output`. Failures of a single system are shown in
+        its row."""
         ...
 
 
@@ -40,11 +40,10 @@ class Benchmark:
     title: str
     module: str
     on_devices: int | None = None
-    """The least number of CUDA devices that the table can be made on; None: it is measured on the
-    host alone."""
+    """Minimum number of CUDA devices for this table; None: it is measured only on the host."""
 
     def measure(self, options: Options) -> Table:
-        """Runs it; takes minutes."""
+        """Runs the benchmark, which takes minutes."""
         return cast(Measure, importlib.import_module(self.module)).measure(options)
 
 

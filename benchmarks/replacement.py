@@ -1,8 +1,8 @@
-"""T20: from SIGKILL of one worker until all ranks, its replacement among them, have committed a
-step together.
+"""T20: the time from SIGKILL of one worker until all ranks, including its replacement, have
+committed a step together.
 
-One run gives many samples, as in T1 (`kill_recovery`), whose recovery ends earlier: when the
-survivors step again.
+One run gives many samples, as in T1 (`kill_recovery`). In T1, recovery ends earlier: when the
+survivors take steps again.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float]) -> Non
 
 
 class FullStrength:
-    """One kill: when all ranks step together again, not all of them the processes that they
-    were."""
+    """One kill: ends when all ranks take steps together again, including at least one new
+    process."""
 
     def __init__(self, logs: StepLogs, *, before: Sequence[int], killed_ns: int) -> None:
         """`before`: pids of the settled group. `killed_ns`: time of the kill (CLOCK_MONOTONIC)."""

@@ -1,7 +1,8 @@
 """The results of a benchmark, and their presentation: on the terminal, as JSON with every sample,
 and as Markdown.
 
-Nothing here measures or judges: a row says what was measured, or why it could not be.
+Nothing is measured or judged here: a row contains the measurements, or the reason why there are
+none.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ class Row:
 
     name: str
     command: str
-    """Command that was started, as a person would type it."""
+    """The command that was started, as a user would type it."""
     cells: Mapping[str, str]
-    """Column to text, with the unit in the column's name or in the text. Columns left out show as
-    missing."""
+    """Column -> text, with the unit in the column's name or in the text. Missing columns are shown
+    as missing."""
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Every single measurement, by name with its unit (`pause_s`). For the JSON and the plots."""
+    """All individual measurements, by name with its unit (`pause_s`), for the JSON and the
+    plots."""
     failure: str = ""
-    """Reason why figures are missing; empty: none are."""
+    """Reason for missing figures; empty if none are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One benchmark's outcome."""
+    """Result of one benchmark."""
 
     key: str
     """t1, t2, ..."""
@@ -55,7 +57,7 @@ class Table:
     method: str
     """Description of the measurement, in a few sentences."""
     columns: tuple[str, ...]
-    """In the order in which they are shown, after the row's name."""
+    """Columns in the order in which they are shown, after the row's name."""
     rows: tuple[Row, ...]
     verdict: str
     """Comparison with the target, in one sentence."""
@@ -72,11 +74,12 @@ class Machine:
     python: str
     versions: Mapping[str, str]
     load_average: float
-    """Over the minute before the first measurement: above zero, others use the machine too."""
+    """Load average over the minute before the first measurement; above zero, other work uses the
+    machine too."""
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine, now."""
+        """Returns this machine in its current state."""
         return cls(
             cores=len(os.sched_getaffinity(0)),
             processor=_processor(),
@@ -114,7 +117,7 @@ def show(console: Console, table: Table) -> None:
 
 
 def write(directory: Path, table: Table, machine: Machine, command: str) -> None:
-    """Writes `<key>.json` and `<key>.md`; `command` is what made them."""
+    """Writes `<key>.json` and `<key>.md`. `command`: the command that produced the table."""
     directory.mkdir(parents=True, exist_ok=True)
     content = {
         "command": command,
@@ -126,7 +129,7 @@ def write(directory: Path, table: Table, machine: Machine, command: str) -> None
 
 
 def read(file: Path) -> tuple[Table, Machine, str]:
-    """Returns what `write` wrote as JSON, and the command that made it."""
+    """Returns the table that `write` wrote as JSON, and its command."""
     content = json.loads(file.read_text())
     command, machine = content.pop("command"), Machine(**content.pop("machine"))
     rows = tuple(Row(**row) for row in content.pop("rows"))
@@ -134,7 +137,7 @@ def read(file: Path) -> tuple[Table, Machine, str]:
 
 
 def markdown(table: Table, machine: Machine, command: str) -> str:
-    """The table as a section of a Markdown page."""
+    """Returns the table as a section of a Markdown page."""
     lines = [
         f"## {table.key.upper()}: {table.title}",
         "",
@@ -153,7 +156,7 @@ def markdown(table: Table, machine: Machine, command: str) -> str:
 
 
 def grid(table: Table) -> list[str]:
-    """The lines of its Markdown table."""
+    """Returns the lines of the Markdown table."""
     return [
         f"| {' | '.join(['', *table.columns])} |",
         f"|{'|'.join(['---', *('--:' for _ in table.columns)])}|",
@@ -165,7 +168,8 @@ def grid(table: Table) -> list[str]:
 
 
 def _first_line(text: str) -> str:
-    """Without where this machine keeps things: reports are published."""
+    """Returns the first line of a text without paths of this machine, because reports are
+    published."""
     line = text.strip().split("\n", 1)[0]
     for place in (str(Path(sys.executable).parent), sys.prefix, str(REPOSITORY)):
         line = line.replace(f"{place}/", "")

@@ -1,9 +1,9 @@
-"""T11: SIGKILL of a parameter server that is the primary: how long its workers stand still, and
-what became of their pushes.
+"""T11: SIGKILL of a parameter server that is the primary: how long its workers pause, and what
+happens to their pushes.
 
-One run gives many samples: kill, wait until all is well again (the workers step, and the server
-that was killed is the backup and in sync), kill the new primary. The pushes are counted at the
-run's end, one by one (`benchmarks.workers.tally`).
+One run gives many samples: kill the primary, wait until the job has recovered (the workers take
+steps, and the killed server is the backup and in sync), kill the new primary. At the end of the
+run, the pushes are counted one by one (`benchmarks.workers.tally`).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from benchmarks.workers.workload import Workload
 
 TARGET_S: Final = 0.5
 PAPER_S: Final = 0.8
-"""Seconds reported by the parameter server paper on its own cluster."""
+"""Pause in seconds that the parameter server paper reports for its own cluster."""
 WORKERS: Final = 2
 WIDTH: Final = 256
 BATCH: Final = 32
 STEPS_AROUND: Final = 20
-"""Steps of each worker that give its ordinary step time, and as many that it must do after a kill
-before all is well again."""
+"""Number of steps that give a worker's normal step time, and that it must take after a kill before
+the job has recovered."""
 REST_S: Final = 6.0
-"""Seconds between a recovery and the next kill: Shoal's launcher gives up a server that ended
+"""Seconds between a recovery and the next kill. Shoal's launcher gives up a server that has ended
 within 5 s of serving four times in a row."""
 _QUICK_KILLS: Final = 3
 _LONGEST_PHASE_S: Final = 0.1
@@ -59,14 +59,14 @@ _TIMEOUT_S: Final = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """One worker's pauses around one kill: times between two successive steps, beyond an ordinary
+    """Pauses of one worker around one kill: times between two successive steps, minus a normal
     step."""
 
     first_s: float
-    """Longest of its first steps after the kill."""
+    """Longest pause in its first steps after the kill."""
     later_s: float
-    """Longest of the others until all was well again: the server that was killed came back and
-    caught up meanwhile."""
+    """Longest pause after that until the job has recovered; in this time, the killed server returns
+    and catches up."""
     step_s: float
     """Median time of the worker's steps before the kill, in seconds."""
 
@@ -77,13 +77,13 @@ class Pause:
 
 @dataclass(kw_only=True)
 class System:
-    """Parameter servers in one arrangement, and what was measured of it."""
+    """One arrangement of parameter servers, and its measurements."""
 
     name: str
     backups: int
     kills: int
     pauses: list[Pause] = field(default_factory=list)
-    """One for each worker and kill."""
+    """One pause per worker per kill."""
     pushes: Account | None = None
     failure: str = ""
 
@@ -193,14 +193,14 @@ def _workload(directory: Path) -> Workload:
 
 
 def _wait_until_well(stage: Stage, job: _Job, logs: StepLogs, since_ns: int) -> None:
-    """Until each worker has done enough steps since then, and all servers are there."""
+    """Waits until each worker has taken enough steps since then, and all servers are present."""
     stage.wait_until(
         "all to be well", lambda: job.is_whole() and _stepping(logs, since_ns), timeout_s=_TIMEOUT_S
     )
 
 
 def _stepping(logs: StepLogs, since_ns: int) -> bool:
-    """Returns whether each worker has done enough steps since then."""
+    """Returns whether each worker has taken enough steps since then."""
     logs.read()
     after = [
         sum(1 for commit in commits if commit.time_ns > since_ns)
@@ -235,7 +235,7 @@ def pause_of(commits: Sequence[Commit], killed_ns: int) -> Pause:
 
 
 def _count(stage: Stage, directory: Path, job: _Job) -> Account:
-    """Ends the training, and compares what was applied with what was acknowledged."""
+    """Ends the training, and compares the applied pushes with the acknowledged ones."""
     (directory / STOP).touch()
     stage.wait_until("the workers' accounts", (directory / APPLIED).exists, timeout_s=_TIMEOUT_S)
     tally = json.loads((directory / APPLIED).read_text())["tally"]
@@ -246,11 +246,11 @@ def _count(stage: Stage, directory: Path, job: _Job) -> Account:
 
 
 class _Job:
-    """The running job as its coordinator sees it. What asks a service raises ShoalError where that
-    does not answer."""
+    """The running job from its coordinator's point of view. Methods that query a service raise
+    ShoalError if it does not respond."""
 
     def __init__(self, stage: Stage, job_id: str, backups: int) -> None:
-        """Waits for the coordinator. Raises MeasurementError."""
+        """Waits for the coordinator. Raises MeasurementError if it does not appear."""
         self._stage = stage
         self._job_id = job_id
         self._backups = backups
@@ -276,7 +276,7 @@ class _Job:
         return list(self._client.get_job(self._job_id).servers)
 
     def is_whole(self) -> bool:
-        """Returns whether there is a primary, and a backup in sync where there is to be one."""
+        """Returns whether there is a primary and, if the job has backups, a backup in sync."""
         there = [server for server in self._servers() if server.alive]
         primaries = [
             server for server in there if server.role == coordinator_pb2.SERVER_ROLE_PRIMARY
@@ -291,7 +291,7 @@ class _Job:
         )
 
     def process_of(self, server_id: str) -> int:
-        """Pid of the server's process. Raises MeasurementError."""
+        """Returns the pid of the server's process. Raises MeasurementError if there is none."""
         for process in self._stage.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 words = process.cmdline()
@@ -300,7 +300,7 @@ class _Job:
         raise MeasurementError(f"no process of server {server_id}\n{self._stage.outputs()}")
 
     def versions(self) -> list[int]:
-        """The version of each of the primary's partitions."""
+        """Returns the version of each partition on the primary."""
         with ParameterServerClient(ChannelSettings(address=self.primary().address)) as client:
             return [partition.version for partition in client.get_server().partitions]
 
@@ -309,7 +309,7 @@ class _Job:
 
 
 def row(system: System, restarted: System) -> Row:
-    """A row of the table; `restarted` is the one that it is compared with."""
+    """Returns a row of the table, compared with the row `restarted`."""
     cells = {"kills": str(len(system.pauses) // WORKERS)}
     if longest_s := system.longest_s:
         cells |= {
@@ -346,7 +346,7 @@ def row(system: System, restarted: System) -> Row:
 
 
 def verdict(backed: System) -> str:
-    """Says in one sentence whether pauses and counts reach the target."""
+    """Returns one sentence that compares pauses and counts with the target."""
     if not backed.pauses or backed.pushes is None:
         return "Not measured."
     p99, pushes = quantile(backed.longest_s, 0.99), backed.pushes

@@ -1,8 +1,8 @@
-"""T6: a step of zero1, zero2 and fsdp (zero3 is the same) against torch's own sharding and
-DeepSpeed's, on CPUs over Gloo; and what such a step sends, by itself.
+"""T6: a step of zero1, zero2 and fsdp (zero3 is the same), compared with torch's own sharding and
+DeepSpeed's, on CPUs over Gloo; and the communication of such a step alone.
 
-Comparisons whose ratio is taken run in turns. Communication alone is the collectives of one fully
-sharded step, the same calls under torch's Gloo backend and Shoal's; nothing else runs there.
+Sides whose ratio is measured run in alternation. Communication alone is the collectives of one
+fully sharded step, with the same calls on torch's Gloo backend and on Shoal's, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS_PER_BLOCK: Final = 10
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 4
 _LARGE_WIDTH: Final = 768
-"""For blocks of a size as larger models have them; communication alone."""
+"""Width for blocks as large as those of larger models, in the rows of communication alone."""
 _COLLECTIVES: Final = "communication alone"
 _ON_THE_HOST: Final = (
     "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and DeepSpeed's default "
@@ -43,13 +43,13 @@ _ON_THE_HOST: Final = (
 
 
 def strategy(name: str) -> Side:
-    """Strategy of Shoal."""
+    """Returns the side for a strategy of Shoal."""
     command = f"shoal run --standalone -m benchmarks.workers.train_strategy --strategy {name}"
     return Side(name=f"shoal {name}", command=command, start=partial(start_strategy, strategy=name))
 
 
 def torch_peer(name: str, key: str) -> Side:
-    """Equivalent of torch."""
+    """Returns the side for torch's equivalent."""
     module = "benchmarks.workers.train_torch"
     start = partial(start_module, module=module, more=("--with", key))
     return Side(name=name, command=f"torchrun --standalone -m {module} --with {key}", start=start)
@@ -66,8 +66,8 @@ def _deepspeed(stage: int) -> Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Shoal's side, and peers that do the same. Each row's ratio is Shoal's step over the
-    peer's."""
+    """Shoal's side, and equivalent peers. Each row's ratio is the time of Shoal's step divided by
+    that of the peer's step."""
 
     ours: Side
     theirs: tuple[Side, ...]
@@ -116,7 +116,7 @@ CUDA_COMPARISONS: Final = (
     Comparison(ours=strategy("zero2"), theirs=(), ranks=(2, 8)),
     Comparison(ours=strategy("fsdp"), theirs=(torch_peer("FSDP2", "fsdp2"),), ranks=(2, 8)),
 )
-"""Without DeepSpeed, whose environment has a torch for the host."""
+"""Comparisons without DeepSpeed, whose environment has a CPU build of torch."""
 CUDA_WIDTH: Final = 2048
 CUDA_BATCH: Final = 256
 ON_DEVICES: Final = (
@@ -167,7 +167,7 @@ def measure(options: Options) -> Table:
 
 
 def compare(comparison: Comparison, ranks: int, rounds: int, devices: Devices = HOST) -> list[Row]:
-    """Shoal's row, and the peers' with Shoal's ratio to each."""
+    """Returns Shoal's row, and the peers' rows with Shoal's ratio to each."""
     sides = (comparison.ours, *comparison.theirs)
     if (failure := devices.lacking(f"a comparison of {ranks} ranks", ranks)) is not None:
         return [

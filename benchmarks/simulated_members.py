@@ -1,9 +1,9 @@
-"""Members of a job that do nothing but hold their sessions, thousands of them in one process, over
-real gRPC.
+"""Members of a job that only keep their sessions open, thousands of them in one process, over real
+gRPC.
 
-They share a few connections, as real members do not: what a connection costs is not measured.
-Messages are kept as bytes where nothing has to be read in them, so that this process is not what is
-measured. Everything belongs to one event loop.
+Unlike real members, they share a few connections, so the cost of a connection is not measured.
+Messages that need not be read remain bytes, so that this process does not become the bottleneck.
+Everything belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Member:
     member_id: str
     call: Any = None
     informed: dict[int, float] = field(default_factory=dict)
-    """Number of each generation that it was told of -> when, of time.perf_counter."""
+    """Generation number -> time at which this member was informed of it (time.perf_counter)."""
     announced_bytes: int = 0
     """Total size of the messages with generations."""
     newest: pb.Generation | None = None
     ended: str = ""
-    """Reason why its session is over; empty: it is not."""
+    """Reason why its session has ended; empty while it is open."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -64,7 +64,7 @@ class Member:
 
 
 class Crowd:
-    """So many members at one coordinator. `close` when done."""
+    """Simulated members at one coordinator. Call `close` at the end."""
 
     def __init__(self, address: str) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
@@ -75,25 +75,26 @@ class Crowd:
         self._changed = asyncio.Event()
 
     async def join(self, member: Member) -> None:
-        """Opens a member's session; when it is welcomed it says that it is ready."""
+        """Opens a member's session. When the coordinator has accepted it, the member reports that
+        it is ready."""
         member.call = self._sessions[member.number % _CONNECTIONS]()
         await member.call.write(member.join)
         self.members.append(member)
         member.task = asyncio.create_task(self._listen(member))
 
     async def enter(self, number: int) -> None:
-        """All say that they work in generation `number`."""
+        """Makes all members report that they work in generation `number`."""
         beat = pb.MemberMessage(heartbeat=pb.Heartbeat(generation=number)).SerializeToString()
         for member in self.members:
             await member.call.write(beat)
 
     def informed(self, number: int) -> int:
-        """Returns how many have been told of generation `number`."""
+        """Returns the number of members that have been informed of generation `number`."""
         return self._informed[number]
 
     async def until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
-        """Waits until `condition` holds; it is looked at whenever a member was told something.
-        Raises TimeoutError."""
+        """Waits until `condition` is true. It is evaluated whenever a member has been informed of
+        something. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._changed.clear()

@@ -1,9 +1,9 @@
-"""T2: the step time of elastic training against bare torch DDP on the same model, with torchft
-beside it.
+"""T2: the step time of elastic training compared with bare torch DDP on the same model, and with
+torchft.
 
 A step is one iteration of the user's loop with each system's own loader: batch, forward, backward,
-optimizer, zero_grad. On two ranks Shoal takes part three times: comparing what the ranks hold in
-common as often as by default, never, and in every step.
+optimizer, zero_grad. On two ranks, Shoal is measured three times: with comparisons of the ranks'
+replicas at the default interval, with none, and in every step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from benchmarks.workers.workload import Workload
 TARGET: Final = 1.02
 WIDTH: Final = 400
 BATCH_OF_RANKS: Final = {2: 64, 3: 32}
-"""For steps of about 5 ms on two cores."""
+"""Samples per rank by number of ranks, for steps of about 5 ms on two cores."""
 CUDA_WIDTH: Final = 2048
 CUDA_BATCH_OF_RANKS: Final = {2: 1024, 8: 1024}
-"""Chosen so that a step takes a few milliseconds on a GPU: an expectation, which was not
-measured."""
+"""Samples per rank, chosen so that a step should take a few milliseconds on a GPU; this has not
+been measured."""
 STEPS_PER_BLOCK: Final = 100
 
 
@@ -59,7 +59,7 @@ SHOAL: Final = Side(
     start=start_shoal,
 )
 NEVER, ALWAYS = CHECKING = _checking("never", 0), _checking("each step", 1)
-"""Shoal that compares what the ranks hold in common never, and in every step."""
+"""Shoal with comparisons of the ranks' replicas disabled, and with comparisons in every step."""
 SIDES: Final = (
     BASELINE,
     SHOAL,
@@ -114,8 +114,8 @@ def measure(options: Options) -> Table:
 
 
 def sides_of(ranks: int, devices: Devices) -> tuple[Side, ...]:
-    """Returns the systems that take part with so many ranks. torchft has an environment of its own,
-    with a torch for the host."""
+    """Returns the systems for this number of ranks. torchft has its own environment, with a CPU
+    build of torch."""
     return (BASELINE, SHOAL, *CHECKING) if devices.for_cuda else SIDES_OF_RANKS[ranks]
 
 
@@ -165,7 +165,7 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 
 def _cost_of_checks(measured: Mapping[str, Row]) -> list[str]:
-    """The steps with comparisons over those without, round by round."""
+    """Returns the ratio of steps with comparisons to steps without, round by round."""
     (ranks,) = [ranks for ranks, sides in SIDES_OF_RANKS.items() if NEVER in sides]
     default, never, always = (
         measured[f"{side.name}, {ranks} ranks"].samples.get("step_s", [])

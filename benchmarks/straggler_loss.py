@@ -1,5 +1,5 @@
-"""T10: time to the same loss with one of four workers four times slower: async_sgd against ddp and
-local_sgd."""
+"""T10: time to the same loss with one of four workers four times slower, for async_sgd compared
+with ddp and local_sgd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ COMPUTE_MS: Final = 50
 BATCH: Final = 16
 LOSS: Final = 0.3
 LEARNING_RATES: Final = (0.4, 0.8, 0.2, 1.6, 0.1)
-"""All systems try all of them; the best guesses first, so that the others can be abandoned soon."""
+"""Learning rates that are tried for all systems, the best guesses first, so that the others can be
+stopped early."""
 _QUICK_LEARNING_RATES: Final = (0.4,)
 _SYNC_EVERY: Final = 4
 _BOUND: Final = 3
@@ -41,21 +42,21 @@ _WORKER: Final = "benchmarks.workers.train_straggler"
 
 @dataclass(kw_only=True)
 class System:
-    """One strategy, with or without a slow worker, and what became of its runs."""
+    """One strategy, with or without a slow worker, and the results of its runs."""
 
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
     slow: int
-    """Ratio of the last rank's computing time to the others'; 1: the same."""
+    """Computing time of the last rank, as a multiple of the others' computing time; 1: the same."""
     look_every: int = 1
-    """Steps between two looks at the loss: between averages local_sgd's ranks have values of their
-    own."""
+    """Number of steps between two evaluations of the loss. Between averages, local_sgd's ranks have
+    different values."""
     micro_batch: int = 0
     """Samples in a micro-batch; 0: plain batches."""
     tried: dict[float, float] = field(default_factory=dict)
-    """Learning rate -> seconds until the loss was reached; only rates that reached it."""
+    """Learning rate -> seconds until the loss was reached; only for rates that reached it."""
     learning_rate: float | None = None
-    """The one that reached the loss soonest; None: none has."""
+    """The learning rate that reached the loss soonest; None: none has."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """Records of rank 0 in each run at that learning rate."""
     failure: str = ""
@@ -80,7 +81,7 @@ class System:
         return [] if None in times else times
 
     def words(self, learning_rate: float, *, within_s: float) -> list[str]:
-        """The worker's flags, without the one that says where to write."""
+        """Returns the worker's flags, without the flag for the output file."""
         return [
             *(
                 f"--strategy={self.strategy}",
@@ -99,7 +100,7 @@ class System:
 
     @property
     def command(self) -> str:
-        """At the learning rate that was found."""
+        """Returns the command with the learning rate that was found."""
         rate = LEARNING_RATES[0] if self.learning_rate is None else self.learning_rate
         servers = f" --servers {self.servers}" if self.servers else ""
         words = shlex.join([*self.words(rate, within_s=_LONGEST_S), "--output=seen.json"])
@@ -107,7 +108,7 @@ class System:
 
 
 def systems() -> list[System]:
-    """All rows: those with the slow worker first, and ddp first of each."""
+    """Returns all systems: those with the slow worker first, and in each group ddp first."""
     return [
         system
         for slow in (SLOW, 1)
@@ -215,7 +216,7 @@ def _rates_said(rates: Sequence[float]) -> str:
 
 
 def find_learning_rate(system: System, rates: Sequence[float]) -> None:
-    """Tries all of them; one alone is taken as it is."""
+    """Tries all learning rates. A single rate is used without a trial."""
     if len(rates) == 1:
         system.learning_rate = rates[0]
         return
@@ -231,7 +232,8 @@ def find_learning_rate(system: System, rates: Sequence[float]) -> None:
 
 
 def _run(system: System, learning_rate: float, *, within_s: float) -> dict[str, Any] | None:
-    """One training run; what rank 0 saw. None: it failed, and the system says why."""
+    """Does one training run and returns the record of rank 0. None: the run failed, and the system
+    has the reason."""
     try:
         with Stage() as stage:
             output = stage.directory / "seen.json"
@@ -249,7 +251,7 @@ def _run(system: System, learning_rate: float, *, within_s: float) -> dict[str, 
 
 
 def _without_straggler(system: System, all_of_them: Sequence[System]) -> System:
-    """Finds the measurement of the same strategy and options with equal workers."""
+    """Returns the measurement of the same strategy and options with equally fast workers."""
     return next(
         other
         for other in all_of_them
@@ -260,8 +262,8 @@ def _without_straggler(system: System, all_of_them: Sequence[System]) -> System:
 
 
 def row(system: System, ddp: System, even: System) -> Row:
-    """A row of the table, compared with ddp with the slow worker, and with the same strategy
-    without it."""
+    """Returns a row of the table, compared with ddp with the slow worker, and with the same
+    strategy without it."""
     cells = {"runs": str(len(system.runs))}
     if system.learning_rate is not None:
         cells["learning rate"] = f"{system.learning_rate:g}"
@@ -288,15 +290,15 @@ def row(system: System, ddp: System, even: System) -> Row:
 
 
 def compared(system: System, other: System) -> Ratio | None:
-    """Ratio of its time to the other's; None: itself, or one of them was not
-    measured."""
+    """Returns the ratio of its time to the other's; None: they are the same system, or either was
+    not measured."""
     if system is other or not system.times_s or len(system.times_s) != len(other.times_s):
         return None
     return ratio_of_medians(system.times_s, other.times_s)
 
 
 def verdict(all_of_them: Sequence[System]) -> str:
-    """Says in one sentence whether async_sgd reached the target, and how long each strategy took
+    """Returns one sentence: whether async_sgd reached the target, and how long each strategy took
     with the slow worker."""
     ddp, *others = (system for system in all_of_them if system.slow > 1)
     parts = []
@@ -315,7 +317,8 @@ def verdict(all_of_them: Sequence[System]) -> str:
 
 
 def _of_ideal(all_of_them: Sequence[System]) -> str:
-    """Compares ddp with micro-batches dealt by speed with the ideal division of work."""
+    """Returns the comparison of ddp with micro-batches dealt by speed and the ideal division of
+    work."""
     by_speed = next(one for one in all_of_them if one.slow > 1 and one.micro_batch)
     ratio = compared(by_speed, _without_straggler(by_speed, all_of_them))
     if ratio is None:

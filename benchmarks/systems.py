@@ -1,9 +1,9 @@
-"""Starts the workers of the training loop by each system: Shoal, torchrun in two ways, and torchft
-with its lighthouse.
+"""Starts the workers of the training loop under each system: Shoal, torchrun in two ways, and
+torchft with its lighthouse.
 
-Peers are started as their own documentation says; what differs from their defaults is a setting
-here and stands in the table. A system belongs to the stage that it was started on, which ends its
-processes.
+Peers are started as their own documentation describes; settings that differ from their defaults are
+defined here and shown in the table. A system belongs to the stage on which it was started; the
+stage ends its processes.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from benchmarks.workers.workload import Workload
 
 _MANY_RESTARTS: Final = ("--max-restarts", "1000000")
 STORE_PER_START: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""An environment for torchrun. By default agent and workers share one store, and a Gloo group that
-is started again there reads the addresses of the one before and cannot connect (torch 2.13)."""
+"""Environment for torchrun. By default, agent and workers share one store, and a restarted Gloo
+group reads the addresses of the previous group there and cannot connect (torch 2.13)."""
 
 
 class System(Protocol):
     """Started workers of one system."""
 
     def may_kill(self, pid: int) -> bool:
-        """Returns whether the worker `pid` may be the victim."""
+        """Returns whether the worker `pid` may be killed."""
         ...
 
     def kill(self, pid: int) -> None:
-        """SIGKILL to the worker `pid`."""
+        """Sends SIGKILL to the worker `pid`."""
         ...
 
     def replace(self) -> None:
-        """After a kill: starts a new worker, where no launcher of the system's own does."""
+        """Starts a new worker after a kill, unless the system's own launcher does so."""
         ...
 
 
@@ -49,7 +49,7 @@ Start = Callable[[Stage, Workload], System]
 
 
 class WithLauncher:
-    """One launcher, which replaces workers by itself."""
+    """One launcher, which replaces workers itself."""
 
     def __init__(
         self, stage: Stage, command: Sequence[str], environment: Mapping[str, str] | None = None
@@ -63,7 +63,7 @@ class WithLauncher:
         os.kill(pid, signal.SIGKILL)
 
     def replace(self) -> None:
-        """The launcher does."""
+        """Does nothing, because the launcher replaces the worker."""
 
 
 def start_shoal(
@@ -74,8 +74,9 @@ def start_shoal(
     warm: bool = True,
     more: Sequence[str] = (),
 ) -> WithLauncher:
-    """Launcher, coordinator, embedded Valkey, workers with metrics. `restarts`: workers may die
-    often. `warm`: workers are forked from a warm process. `more`: of the worker's flags."""
+    """Starts launcher, coordinator, embedded Valkey, and workers with metrics. `restarts`: workers
+    may die often. `warm`: workers are forked from a warm process. `more`: additional flags of the
+    worker."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     flags += (*(_MANY_RESTARTS if restarts else ()), *(() if warm else ("--no-warm",)))
     command = [
@@ -93,8 +94,8 @@ def start_shoal(
 def start_strategy(
     stage: Stage, workload: Workload, *, strategy: str, more: Sequence[str] = ()
 ) -> WithLauncher:
-    """The decoder under a strategy of Shoal's, with all of its services. `more`: of the worker's
-    flags."""
+    """Starts the decoder under a strategy of Shoal, with all services. `more`: additional flags of
+    the worker."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     worker = ("-m", "benchmarks.workers.train_strategy", "--strategy", strategy, *more)
     return WithLauncher(
@@ -103,8 +104,8 @@ def start_strategy(
 
 
 def start_account(stage: Stage, *, ranks: int, servers: int, words: Sequence[str]) -> WithLauncher:
-    """Ranks that give an account of their memory and of what they send, and end. `servers`:
-    parameter servers."""
+    """Starts ranks that measure their memory and the bytes that they send, and then exit.
+    `servers`: number of parameter servers."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
     return WithLauncher(
         stage, [beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.account", *words]
@@ -114,8 +115,8 @@ def start_account(stage: Stage, *, ranks: int, servers: int, words: Sequence[str
 def start_with_servers(
     stage: Stage, workload: Workload, *, job_id: str, backups: int
 ) -> WithLauncher:
-    """Workers under async_sgd with one parameter server and its backups, 0 or 1, in a job of this
-    name. The launcher starts a server that dies again."""
+    """Starts workers under async_sgd with one parameter server and 0 or 1 backups, in a job with
+    this name. The launcher restarts a server that dies."""
     flags = (
         "--standalone",
         "--rdzv-id",
@@ -143,8 +144,8 @@ def start_with_servers(
 def start_straggler(
     stage: Stage, *, ranks: int, servers: int, words: Sequence[str]
 ) -> WithLauncher:
-    """Ranks of which one may be slow, which train until the stage ends. `servers`: parameter
-    servers."""
+    """Starts ranks, one of which may be slow, that train until the stage ends. `servers`: number of
+    parameter servers."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
     return WithLauncher(
         stage,
@@ -160,7 +161,8 @@ def start_straggler(
 
 
 def start_outer(stage: Stage, *, ranks: int, words: Sequence[str]) -> WithLauncher:
-    """Ranks with one parameter server that train with outer steps or without, over TCP, and end."""
+    """Starts ranks with one parameter server that train with or without outer steps, over TCP, and
+    then exit."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", "1")
     command = [
         beside_python("shoal"),
@@ -176,7 +178,7 @@ def start_outer(stage: Stage, *, ranks: int, words: Sequence[str]) -> WithLaunch
 def start_module(
     stage: Stage, workload: Workload, *, module: str, more: Sequence[str] = ()
 ) -> WithLauncher:
-    """A worker module of the benchmarks' under torchrun."""
+    """Starts one of the benchmarks' worker modules under torchrun."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     return WithLauncher(
         stage, [beside_python("torchrun"), *flags, "-m", module, *more, *workload.arguments()]
@@ -184,12 +186,13 @@ def start_module(
 
 
 def start_bare(stage: Stage, words: Sequence[str]) -> WithLauncher:
-    """torchrun with these words, whose workers end by themselves."""
+    """Starts torchrun with these arguments; its workers exit by themselves."""
     return WithLauncher(stage, [beside_python("torchrun"), *words])
 
 
 def start_deepspeed(stage: Stage, workload: Workload, *, zero_stage: int) -> WithLauncher:
-    """DeepSpeed in the peers' environment. Raises MeasurementError where it is not installed."""
+    """Starts DeepSpeed in the peers' environment. Raises MeasurementError if it is not
+    installed."""
     peers.deepspeed_version()
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     worker = ("-m", "benchmarks.workers.train_deepspeed", "--stage", str(zero_stage))
@@ -200,7 +203,7 @@ def start_deepspeed(stage: Stage, workload: Workload, *, zero_stage: int) -> Wit
 
 
 def start_torchrun(stage: Stage, workload: Workload, *, restarts: bool = False) -> WithLauncher:
-    """One agent. `restarts`: a worker's death restarts all workers, often."""
+    """Starts one agent. `restarts`: a worker's death restarts all workers, any number of times."""
     flags = (
         "--standalone",
         "--nproc-per-node",
@@ -218,12 +221,13 @@ def start_torchrun(stage: Stage, workload: Workload, *, restarts: bool = False) 
 
 
 class ElasticTorchrun:
-    """`torchrun --nnodes MIN:MAX`: an agent per worker, as on machines of their own. A kill takes
-    worker and agent, as a lost machine does; the other agents wait for it and go on without. The
-    agent that hosts the rendezvous' store is spared: it is every run's end."""
+    """`torchrun --nnodes MIN:MAX`: one agent per worker, as on separate machines. A kill hits
+    worker and agent, as the loss of a machine does; the other agents wait for them and then
+    continue without them. The agent that hosts the rendezvous store is never killed, because its
+    death would end the run."""
 
     def __init__(self, stage: Stage, workload: Workload, *, last_call_s: int | None) -> None:
-        """`last_call_s`: how long a rendezvous waits for more nodes than the fewest; None:
+        """`last_call_s`: how long a rendezvous waits for more nodes than the minimum; None:
         torchrun's default, 30 s."""
         self._stage = stage
         self._workload = workload
@@ -272,15 +276,15 @@ class ElasticTorchrun:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftSettings:
-    """The timeouts that decide how fast torchft notices a death. The defaults are its own."""
+    """The timeouts that determine how fast torchft notices a death. The defaults are torchft's
+    own."""
 
     heartbeat_timeout_ms: int = 5000
-    """The lighthouse takes a replica for dead that was silent for so long."""
+    """Time without heartbeats after which the lighthouse considers a replica dead."""
     heartbeat_ms: int = 100
     """Interval between a replica's heartbeats."""
     join_timeout_ms: int = 60_000
-    """The time for which the lighthouse's quorum waits for replicas that live and have not asked
-    for it."""
+    """Time that the lighthouse's quorum waits for live replicas that have not requested it."""
     quorum_tick_ms: int = 100
     """Interval between checks of the lighthouse."""
     timeout_s: float = 60
@@ -288,7 +292,8 @@ class TorchftSettings:
 
 
 def lighthouse_of(settings: TorchftSettings, *, port: int, min_replicas: int) -> list[str]:
-    """Returns the command of a lighthouse. `min_replicas`: no step without so many."""
+    """Returns the command of a lighthouse. `min_replicas`: minimum number of replicas for a
+    step."""
     timeouts = ("heartbeat_timeout_ms", "join_timeout_ms", "quorum_tick_ms")
     return [
         *(str(peers.LIGHTHOUSE), "--bind", f"127.0.0.1:{port}"),
@@ -298,14 +303,14 @@ def lighthouse_of(settings: TorchftSettings, *, port: int, min_replicas: int) ->
 
 
 class Torchft:
-    """The lighthouse, and a process per replica; no launcher, so that a replacement starts when the
-    harness says."""
+    """The lighthouse, and one process per replica, without a launcher, so that the harness decides
+    when a replacement starts."""
 
     def __init__(
         self, stage: Stage, workload: Workload, *, settings: TorchftSettings, min_replicas: int
     ) -> None:
-        """`min_replicas`: no step without so many. Raises MeasurementError where torchft is not
-        installed."""
+        """`min_replicas`: minimum number of replicas for a step. Raises MeasurementError if torchft
+        is not installed."""
         peers.torchft_version()
         self._stage = stage
         self._workload = workload
@@ -353,8 +358,8 @@ class Torchft:
 
 
 class Reconfiguring:
-    """A watcher, and workers whose Gloo group gets its ranks by `_reconfigure`; no launcher,
-    so that a replacement starts when the harness says."""
+    """A watcher, and workers whose Gloo group changes its ranks by `_reconfigure`, without a
+    launcher, so that the harness decides when a replacement starts."""
 
     def __init__(self, stage: Stage, workload: Workload, *, timeout_s: float) -> None:
         """`timeout_s`: limit of collectives and of forming a group. Raises MeasurementError if no
@@ -386,19 +391,19 @@ class Reconfiguring:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment, for servers that cannot say which one they
-    got."""
+    """Returns a port that no process listens on at the moment, for servers that cannot report which
+    port they got."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def listens(port: int) -> bool:
-    """Returns whether a server of this machine accepts connections at `port`."""
+    """Returns whether a server on this machine accepts connections at `port`."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def beside_python(program: str) -> str:
-    """A program of this environment, which need not be on PATH."""
+    """Returns the path of a program of this environment, which need not be on PATH."""
     return str(Path(sys.executable).with_name(program))

@@ -1,8 +1,8 @@
-"""Step times of several systems that take turns: what T2, T6 and T7 have in common.
+"""Step times of several systems that take turns; shared by T2, T6 and T7.
 
-All systems are started and kept; then each runs a block of steps in every round, and the order of
-the rounds alternates. The ratio is taken round by round, so that what slows the machine down for a
-while cancels out. It knows nothing of what the systems are.
+All systems are started and kept running. In every round, each of them runs a block of steps, and
+the order alternates between rounds. The ratio is taken round by round, so that anything that slows
+the machine down for a while cancels out. This module does not depend on the systems.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Course:
     ranks: int
     width: int
     batch: int
-    """Samples per rank and step."""
+    """Samples per rank per step."""
     rounds: int
     steps_per_block: int
     warm_up_blocks: int
-    """Before the rounds; they do not count."""
+    """Number of blocks before the rounds; they do not count."""
     device: str = "cpu"
     """Device on which the workers compute."""
 
@@ -60,9 +60,9 @@ class Outcome:
     means_s: list[float]
     medians_s: list[float]
     cpu_s: list[float]
-    """Processor time of a step of one rank, launcher and services included."""
+    """Processor time of a step of one rank, including launcher and services."""
     steps_s: list[float]
-    """Every step of every rank."""
+    """Times of all steps of all ranks."""
     failure: str
 
 
@@ -88,8 +88,8 @@ class _Started:
 
 
 def take_turns(sides: Sequence[Side], course: Course) -> dict[str, Outcome]:
-    """Runs all rounds; the outcome of each side by its name. A side that fails is left out from
-    then on, and its outcome says why."""
+    """Runs all rounds and returns the outcome of each side by its name. A side that fails is
+    omitted from then on, and its outcome has the reason."""
     started: dict[str, _Started] = {}
     failures: dict[str, str] = {}
     with ExitStack() as stack:
@@ -119,8 +119,9 @@ def row(
     over: Outcome | None = None,
     under: Outcome | None = None,
 ) -> Row:
-    """A system's figures. `over`: the ratio of its times to that system's is given too. `under`:
-    the ratio of that system's times to its own. Both round by round."""
+    """Returns a system's row. `over`: another system; the row gets the ratio of this system's times
+    to it. `under`: another system; the row gets the ratio of its times to this system's. Both
+    ratios are taken round by round."""
     if not outcome.means_s:
         return Row(name=name, command=command, cells={}, failure=outcome.failure)
     cells = {

@@ -44,7 +44,7 @@ class Pull:
     member: int
     iteration: int
     """Number of iterations that the member has finished, counted from the beginning of the job,
-    also for a joiner."""
+    even for a joiner."""
     began: float
     ended: float
     counts: Mapping[int, Counts]
@@ -143,8 +143,8 @@ def check_bsp(
     history: History, *, since: Sequence[int] = (), until: Mapping[int, int] | None = None
 ) -> None:
     """Checks asp's guarantees, and that a pull after k iterations sees all pushes of iterations up
-    to k of all members and none of a later one. So all pulls after k iterations see the same.
-    `since` and `until` are as in `check_ssp`."""
+    to k of all members, and no later pushes. All pulls after k iterations therefore see the same
+    values. `since` and `until` are as in `check_ssp`."""
     check_asp(history)
     read: dict[tuple[int, int], Counts] = {}
     for pull in history.pulls:

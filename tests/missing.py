@@ -1,4 +1,4 @@
-"""Packages that are not installed, as far as one test is concerned."""
+"""Makes packages appear not to be installed during one test."""
 
 import sys
 

@@ -1,8 +1,9 @@
-"""Account of what entered the final parameters of a run, from the ledgers of its workers.
+"""Determines what contributed to the final parameters of a run, from the ledgers of its workers.
 
-A step counts as the newest membership committed it: if workers went back to a checkpoint and took
-it again, the earlier one has left no trace in the parameters. If one process committed a step in
-two memberships, both count, because its parameters have changed twice. Nothing here measures.
+A step counts as the newest membership committed it. If workers returned to a checkpoint and
+repeated the step, the earlier attempt has left no trace in the parameters. If one process committed
+a step in two memberships, both count, because its parameters have changed twice. Nothing is
+measured here.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ class Account:
     """Samples and steps of a run that has ended."""
 
     never: int
-    """Samples that no step which counts has trained."""
+    """Samples that were not trained in any step that counts."""
     twice: int
-    """Number of times that samples were trained again after the first time."""
+    """Number of times that samples were trained again after their first time."""
     redone: int
-    """Steps that were begun and did not count, because they were aborted or undone."""
+    """Steps that were started but do not count, because they were aborted or undone."""
     digests: frozenset[str]
-    """Digests of the final parameters. More than one: the workers' parameters differ."""
+    """Digests of the final parameters. If there is more than one, the workers' parameters
+    differ."""
 
 
 def account(entries: Iterable[Entries], *, steps: int, samples: int) -> Account:
-    """Derives the account of a run of so many steps that were to train so many samples once."""
+    """Returns the account of a run of this many steps, which should train each of this many samples
+    once."""
     entries = list(entries)
     tried: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     newest: dict[int, tuple[int, int]] = {}
@@ -54,7 +57,8 @@ def account(entries: Iterable[Entries], *, steps: int, samples: int) -> Account:
 def _committed_again(
     attempts: Sequence[Attempt], counts: set[tuple[int, int]]
 ) -> set[tuple[int, int]]:
-    """Steps that one process committed in a membership that counts and in others too."""
+    """Returns the steps that one process committed both in a membership that counts and in other
+    memberships."""
     groups: defaultdict[int, set[int]] = defaultdict(set)
     for attempt in attempts:
         if attempt.committed_ns is not None:
@@ -69,7 +73,7 @@ def _committed_again(
 
 def reached(entries: Iterable[Entries]) -> list[tuple[int, int]]:
     """Returns when each step was first committed in each membership: times (CLOCK_MONOTONIC, ns)
-    and steps, by time. Steps that were undone are among them."""
+    and steps, ordered by time. Steps that were undone are included."""
     first: dict[tuple[int, int], int] = {}
     for attempt in _attempts(entries):
         if attempt.committed_ns is not None:
@@ -81,8 +85,8 @@ def reached(entries: Iterable[Entries]) -> list[tuple[int, int]]:
 def reduced_s(
     entries: Iterable[Entries], kills_ns: Sequence[int], *, ranks: int, end_ns: int
 ) -> float:
-    """Returns the time from each kill until a newer membership with all ranks has committed a step,
-    or until the end; times that overlap count once."""
+    """Returns the total time from each kill until a newer membership with all ranks has committed a
+    step, or until the end. Overlapping periods count once."""
     commits = sorted(
         (attempt.committed_ns, attempt.group, attempt.world_size)
         for attempt in _attempts(entries)

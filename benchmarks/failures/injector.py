@@ -45,14 +45,14 @@ class Injector:
         self._steps = steps
         self._returns_ns = 0
         self.begun_ns = 0
-        """Time at which all workers had committed a step together; 0 before that."""
+        """Time at which all workers first committed a step together; 0 before that."""
         self.kills_ns: list[int] = []
         self.returns_ns: list[int] = []
-        """Ends of the absences; one fewer than kills while a place is absent."""
+        """Ends of the absences; one fewer than the kills while a place is absent."""
 
     def over(self) -> bool:
-        """Carries out what is due, and returns whether all workers that took the last step have
-        finished."""
+        """Carries out the faults that are due. Returns whether all workers that took the last step
+        have finished."""
         self._ledgers.read()
         if not self.begun_ns:
             self.begun_ns = self._begun()

@@ -1,4 +1,4 @@
-"""Measures one run of T17: one system, one model, with a schedule of faults or without."""
+"""Measures one run of T17: one system and one model, with or without a schedule of faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from benchmarks.workers.failures.ledger import Ledgers
 from benchmarks.workers.failures.task import ABSENT, Task
 
 LONGEST_S: Final = 240.0
-"""Limit of a run, and half of it for its launch: a system may make no progress between faults."""
+"""Time limit of a run; half of it limits the launch. A system may make no progress between
+faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Extent:
     model: str
     ranks: int
     batch: int
-    """Samples per rank and step."""
+    """Samples per rank per step."""
     steps: int
 
 
@@ -37,18 +38,19 @@ class Run:
     """One run. Times count from the moment when all workers had taken their first step together."""
 
     time_s: float
-    """Until anybody had committed the last step."""
+    """Time until a worker had committed the last step."""
     progress: Sequence[tuple[float, int]]
-    """Times and steps, steps that were undone included."""
+    """Times and steps, including steps that were undone."""
     absences: Sequence[tuple[float, float]]
-    """Kill of a worker, and when its replacement might join."""
+    """For each kill, its time and the time at which a replacement was allowed to join."""
     missing_s: float
-    """Capacity that was really missing: the absences, as shares of the workers."""
+    """Capacity that was actually missing: the sum of the absences divided by the number of
+    workers."""
     reduced_s: float
     """Time in which not all workers took steps together."""
     account: Account
     saved_s: Sequence[float]
-    """Seconds that each checkpoint took."""
+    """Duration of each checkpoint in seconds."""
     launch_s: float
     """Seconds from the command until all workers had taken their first step together."""
 
@@ -61,7 +63,7 @@ class Run:
 
     @property
     def digest(self) -> str:
-        """Digest of the final parameters; empty if the workers' differ."""
+        """Digest of the final parameters; empty if the workers' digests differ."""
         return next(iter(self.account.digests)) if len(self.account.digests) == 1 else ""
 
 

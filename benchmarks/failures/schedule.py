@@ -1,9 +1,9 @@
-"""The faults of T17, drawn from a seed. They are times, victims and absences; nothing here kills.
+"""The faults of T17, drawn from a seed: times, victims and absences. Nothing is killed here.
 
-The gaps between kills are exponential, as those of independent failures are, beyond a shortest gap
-in which an absence and the recovery from it have room: one worker is absent at a time. The same
-seed gives every system the same faults at the same times since its first step; a system that needs
-longer meets the later ones too.
+The gaps between kills are a shortest gap, in which one absence and the recovery from it fit, plus
+an exponentially distributed time, as for independent failures. Only one worker is therefore absent
+at a time. With the same seed, every system gets the same faults at the same times after its first
+step; a slower system meets later faults as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Fault:
     """A worker is killed, and its place is absent for a while."""
 
     at_s: float
-    """Since the first step of all workers."""
+    """Time since the first step of all workers."""
     victim: float
     """Place of the victim among the workers that are alive, as a number from 0 to 1."""
     absent_s: float
@@ -33,7 +33,7 @@ class Schedule:
     """Mean time between two kills, or before the first."""
     shortest_gap_s: float
     longest_absence_s: float
-    """Absences are uniform from a tenth of it."""
+    """Longest absence. Absences are uniformly distributed between a tenth of it and all of it."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Schedule:
             )
 
     def slowed(self, factor: float) -> Schedule:
-        """Returns the same faults so many times further apart, with absences as much longer."""
+        """Returns the same schedule with all times and absences multiplied by a factor."""
         return replace(
             self,
             mean_gap_s=factor * self.mean_gap_s,
@@ -53,7 +53,7 @@ class Schedule:
         )
 
     def faults(self) -> Iterator[Fault]:
-        """Yields the faults without end, in order."""
+        """Yields an endless sequence of faults, in order."""
         generator = random.Random(self.seed)
         at_s = 0.0
         while True:

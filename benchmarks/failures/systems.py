@@ -1,6 +1,6 @@
-"""Starts the workers of T17 by each system.
+"""Starts the workers of T17 under each system.
 
-Each system's settings are the best that were found for this task, and stand in its row's command.
+Each system has the best settings that were found for this task; the command in its row shows them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Start = Callable[[Stage, Task], System]
 _WORKERS: Final = "benchmarks.workers.failures"
 _UNTIL_IT_ENDS_WELL: Final = 'until "$0" "$@"; do sleep 0.1; done'
 _QUIET: Final = {"RUST_LOG": "error"}
-"""An environment for torchft, which logs each step's quorum several times otherwise."""
+"""Environment that keeps torchft from logging each step's quorum several times."""
 
 
 def shoal_words(ranks: int, more: Sequence[str]) -> list[str]:
-    """The words after `shoal` that train on it, without the task's."""
+    """Returns the arguments of `shoal` for the training, without those of the task."""
     return [
         *("run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1000000"),
         *("-m", f"{_WORKERS}.train_shoal", *more),
@@ -39,13 +39,14 @@ def shoal_words(ranks: int, more: Sequence[str]) -> list[str]:
 
 
 def start_shoal(stage: Stage, task: Task, *, more: Sequence[str]) -> System:
-    """One launcher, whose workers are forked from a warm process. `more`: of the worker's flags."""
+    """Starts one launcher, whose workers are forked from a warm process. `more`: additional flags
+    of the worker."""
     words = shoal_words(task.ranks, more)
     return WithLauncher(stage, [beside_python("shoal"), *words, *task.arguments()])
 
 
 def torchrun_words(ranks: int, checkpoint_every: int) -> list[str]:
-    """The words after `torchrun` that train on it, without the task's."""
+    """Returns the arguments of `torchrun` for the training, without those of the task."""
     return [
         *("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1000000"),
         *("--monitor-interval", "0.05", "-m", f"{_WORKERS}.train_ddp"),
@@ -54,8 +55,8 @@ def torchrun_words(ranks: int, checkpoint_every: int) -> list[str]:
 
 
 def start_torchrun(stage: Stage, task: Task, *, checkpoint_every: int) -> System:
-    """One agent, which restarts all workers after a death. T1 shows that an agent for each worker
-    takes longer."""
+    """Starts one agent, which restarts all workers after a death. T1 shows that one agent per
+    worker takes longer."""
     words = torchrun_words(task.ranks, checkpoint_every)
     return WithLauncher(
         stage, [beside_python("torchrun"), *words, *task.arguments()], STORE_PER_START
@@ -63,9 +64,8 @@ def start_torchrun(stage: Stage, task: Task, *, checkpoint_every: int) -> System
 
 
 def start_torchft(stage: Stage, task: Task) -> System:
-    """The lighthouse, and each replica under a shell's loop that starts it again whenever it fails.
-    The settings are those that are best in T1. Raises MeasurementError where torchft is not
-    installed."""
+    """Starts the lighthouse, and each replica in a shell loop that restarts it whenever it fails.
+    The settings are the best ones in T1. Raises MeasurementError if torchft is not installed."""
     peers.torchft_version()
     port = free_port()
     stage.start("lighthouse", lighthouse_of(TUNED, port=port, min_replicas=task.ranks - 1))
@@ -87,7 +87,7 @@ def start_torchft(stage: Stage, task: Task) -> System:
 
 
 def start_reconfigure(stage: Stage, task: Task) -> System:
-    """The keeper of the membership, and each rank under a shell's loop that starts it again. Raises
+    """Starts the keeper of the membership, and each rank in a shell loop that restarts it. Raises
     MeasurementError if no torch with `_reconfigure` is installed."""
     python, _ = reconfiguring_python()
     words = (str(python), "-m", f"{_WORKERS}.train_reconfigure", *task.arguments())

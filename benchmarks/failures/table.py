@@ -1,4 +1,4 @@
-"""T17: the time to the same number of steps under one schedule of faults, by each system."""
+"""T17: each system's time to the same number of steps under one schedule of faults."""
 
 from __future__ import annotations
 
@@ -29,32 +29,34 @@ _FEWEST_STEPS: Final = 100
 SCHEDULE: Final = Schedule(mean_gap_s=20, shortest_gap_s=12, longest_absence_s=4)
 QUICK_SCHEDULE: Final = Schedule(mean_gap_s=10, shortest_gap_s=7, longest_absence_s=3)
 LAUNCH_S: Final = 12.0
-"""Seconds until torchrun's first step beyond which all times of the schedule grow in proportion."""
+"""If torchrun takes longer than this many seconds to its first step, all times of the schedule grow
+in proportion."""
 NO_FAULTS_S: Final = 40.0
-"""About how long torch DDP takes without faults, by which the number of steps is chosen."""
+"""Approximate time that torch DDP should take without faults; determines the number of steps."""
 QUICK_NO_FAULTS_S: Final = 12.0
 _POINTS: Final = 400
-"""Most points of a row's progress in the report."""
+"""Maximum number of progress points per row in the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One system under its best settings."""
+    """One system with its best settings."""
 
     name: str
     command: str
     start: systems.Start
     own_baseline: bool = True
-    """True if the system is compared with itself without faults; False: with torch DDP."""
+    """True if the system is compared with its own run without faults, False if it is compared with
+    torch DDP."""
     target: bool = False
     """True if the system should reach the target."""
     deterministic: bool = False
-    """True if the final parameters should equal those of the run without faults."""
+    """True if the final parameters should be identical to those of the run without faults."""
 
 
 @dataclass(kw_only=True)
 class Measured:
-    """One system on one model."""
+    """Results of one system on one model."""
 
     name: str
     command: str
@@ -64,12 +66,12 @@ class Measured:
     faulty: Run | None = None
     failure: str = ""
     of_ddp: float | None = None
-    """Time over that of torch DDP without faults."""
+    """The time, divided by the time of torch DDP without faults."""
 
     @property
     def of_allowed(self) -> float | None:
-        """Time over what the target allows: 1.05 times the time without faults, and the capacity
-        that was missing; None: not measured."""
+        """The time, divided by the time that the target allows: 1.05 times the time without faults
+        plus the missing capacity. None: not measured."""
         if self.without is None or self.faulty is None:
             return None
         allowed_s = OF_ALLOWED * self.without.time_s + self.faulty.missing_s
@@ -77,7 +79,7 @@ class Measured:
 
     @property
     def same_bits(self) -> bool:
-        """Returns whether the final parameters are those of the run without faults."""
+        """Returns whether the final parameters are identical to those of the run without faults."""
         return bool(
             self.without is not None
             and self.faulty is not None
@@ -101,7 +103,7 @@ def _shoal(strategy: str, *, deterministic: bool) -> Candidate:
 
 
 def candidates(checkpoint_every: int) -> list[Candidate]:
-    """All systems; torchrun saves every so many steps."""
+    """Returns all systems. torchrun saves a checkpoint at this interval in steps."""
     return [
         Candidate(
             name="torchrun, checkpoints",
@@ -127,9 +129,9 @@ def candidates(checkpoint_every: int) -> list[Candidate]:
 
 
 def interval(*, saving_s: float, step_s: float, mean_gap_s: float) -> int:
-    """Returns the steps between checkpoints that lose least time: the square root of twice the cost
-    of a checkpoint times the mean time between failures (Young, CACM 17(9), 1974; Daly, FGCS 22,
-    2006)."""
+    """Returns the number of steps between checkpoints that loses the least time: the square root of
+    twice the cost of a checkpoint times the mean time between failures (Young, CACM 17(9), 1974;
+    Daly, FGCS 22, 2006)."""
     return max(1, round(math.sqrt(2 * saving_s * mean_gap_s) / step_s))
 
 
@@ -241,7 +243,7 @@ def _measured(
 
 
 def _say(line: str) -> None:
-    """Shows the progress, since the table takes half an hour."""
+    """Prints the progress, because the table takes half an hour."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -249,7 +251,7 @@ def _say(line: str) -> None:
 
 
 def row(measured: Measured) -> Row:
-    """A row of the table."""
+    """Returns a row of the table."""
     cells: dict[str, str] = {}
     samples: dict[str, Sequence[float]] = {}
     without, faulty = measured.without, measured.faulty
@@ -295,7 +297,7 @@ def row(measured: Measured) -> Row:
 
 
 def _thinned(progress: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """At most about so many points, those among them where steps go backwards."""
+    """Returns at most this many points, including all points at which the steps decrease."""
     stride = max(1, len(progress) // _POINTS)
     return [
         point
@@ -313,7 +315,7 @@ def _curve(measured: Measured) -> Row:
 
 
 def verdict(all_of_them: Sequence[Measured]) -> str:
-    """Says for each system with a target what it reached."""
+    """Returns a sentence with the result of each system that has a target."""
     judged = [
         f"{each.name.replace(': shoal', ':', 1).replace(':,', ':')} {_judged(each)}"
         for each in all_of_them

@@ -42,8 +42,8 @@ _ON_DEVICES_ALONE: Final = ("copies", "groups")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the parts that can be measured here; 1 if there is a part of which nothing was
-    measured."""
+    """Measures the parts that can be measured here. Returns 1 if nothing was measured for one of
+    them."""
     options = _parse(arguments)
     console = Console()
     if options.device == "cuda" and (missing := _missing()):
@@ -182,8 +182,8 @@ def _copies(context: Context) -> Table:
 
 
 def _medians(name: str, ones: groups.GroupsOfOne, of: str) -> Row:
-    """A row with the median of one of its lists of seconds, and the memory that its groups have
-    lost."""
+    """Returns a row with the median of one of the lists of seconds, and the memory that its groups
+    have lost."""
     seconds: tuple[float, ...] = getattr(ones, of)
     cells = {
         "ms": f"{1e3 * statistics.median(seconds):.1f}",
@@ -242,7 +242,7 @@ PARTS: Final[Mapping[str, Callable[[Context], Table]]] = {
     "copies": _copies,
     "groups": _groups,
 }
-"""The parts by name, most valuable first."""
+"""Parts by name, the most valuable first."""
 
 
 if __name__ == "__main__":

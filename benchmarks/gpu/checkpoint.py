@@ -17,13 +17,14 @@ from benchmarks.report import Row, Table
 
 _RECIPE: Final = Recipe(name="shoal ddp", system="shoal", strategy="ddp")
 _BEFORE: Final = 10
-"""Steps that are timed before."""
+"""Number of steps that are timed before the checkpoint."""
 _LONGEST_S: Final = 50.0
-"""Deadline of a checkpoint. Training steps continue meanwhile."""
+"""Time limit of a checkpoint, during which training continues."""
 
 
 def measure(context: Context) -> Table:
-    """Saves the large model with its optimizer's state once, while it trains. Below a minute."""
+    """Saves the large model with its optimizer state once while it trains. Takes less than a
+    minute."""
     row = context.measured(
         "checkpoint",
         _RECIPE.name,

@@ -1,6 +1,5 @@
-"""The context of every part of `python -m benchmarks.gpu`: where to measure, how much, and where
-rows go as soon as they are there.
-"""
+"""The context of every part of `python -m benchmarks.gpu`: where and how much to measure, and where
+to write each row as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -25,31 +24,30 @@ class Context:
 
     device: torch.device
     what: str
-    """The device as titles name it."""
+    """Name of the device in titles."""
     width: int = 1024
     """Width of the small model's layers."""
     steps: int = 50
-    """Timed steps of the small model, for each way to take them."""
+    """Number of timed steps of the small model, for each way to train."""
     rows: Path | None = None
-    """File that gets each row as a line of JSON once it was measured; None: nothing is written
-    before its table.
-    """
+    """File to which each row is written as a line of JSON once it has been measured. None: rows are
+    written only with their table."""
 
     @property
     def rehearsal(self) -> bool:
-        """True for tiny sizes, whose figures say nothing."""
+        """True for tiny sizes, whose figures are meaningless."""
         return self.device.type == "cpu"
 
     def settle(self) -> None:
-        """Returns once the device has done all that it was told."""
+        """Blocks until the device has completed all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def measured(self, part: str, name: str, measure: Callable[[], Row]) -> Row:
-        """Returns what `measure` gives, or a row with its error, and writes it to `rows` and to
+        """Returns the result of `measure`, or a row with its error, and writes it to `rows` and to
         standard output.
 
-        Memory that it used is free afterwards: an error's traceback would keep a model alive.
+        Afterwards, the memory that it used is free: an error's traceback would keep a model alive.
         """
         try:
             row = measure()

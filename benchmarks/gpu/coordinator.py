@@ -1,6 +1,5 @@
-"""Additional cost of a step in a worker of `shoal run`, with a coordinator, than in a world of one
-without services.
-"""
+"""Cost of a step in a worker of `shoal run`, with a coordinator, compared with a step in a world of
+one without services."""
 
 from __future__ import annotations
 
@@ -23,11 +22,12 @@ _RECIPE: Final = Recipe(name="shoal ddp", system="shoal", strategy="ddp", few_la
 _MODULE: Final = "benchmarks.gpu.coordinator"
 _TIMEOUT_S: Final = 50.0
 _REHEARSAL_TIMEOUT_S: Final = 200.0
-"""On a host with much else to do."""
+"""Time limit on a busy host."""
 
 
 def measure(context: Context) -> Table:
-    """Trains in a process alone, then in one under a launcher and a coordinator. Below a minute."""
+    """Trains in a single process, then in one under a launcher and a coordinator. Takes less than a
+    minute."""
     rows = tuple(
         context.measured(
             "coordinator", name, lambda name=name, under=under: _row(context, name, under=under)

@@ -1,7 +1,8 @@
 """A decoder of 1.3 billion parameters, its data, and the ways in which systems train it on one
 device.
 
-A world of one: nothing travels, so the systems differ in what they add on the host and in memory.
+In a world of one, nothing is sent, so the systems differ only in what they add on the host and in
+memory.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.workers.blocks import MANY_EPOCHS
 
 _DENSE_BF16_FLOPS: Final = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
-"""Most floating-point operations a second, from the datasheets of the SXM boards."""
+"""Peak floating-point operations per second, from the datasheets of the SXM boards."""
 _SYNCED: Final = 3
-"""Steps that are timed one by one, behind those that are timed together."""
+"""Number of steps that are timed one by one, after those that are timed together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,10 @@ class Size:
     layers: int
     heads: int
     tokens: int
-    """Per sample."""
+    """Tokens per sample."""
     batch: int
     warm: int
-    """Steps before any is timed."""
+    """Number of steps before the timed ones."""
     steps: int
 
 
@@ -51,24 +52,25 @@ LARGE: Final = Size(
 TINY: Final = Size(words=64, width=32, layers=2, heads=2, tokens=16, batch=2, warm=1, steps=2)
 """Sizes for rehearsals."""
 FEW_LAYERS: Final = 6
-"""Number of layers for variants that compile, or wait for the host, for long."""
+"""Number of layers for variants that compile for a long time, or wait long for the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One way to train it."""
+    """One way to train the decoder."""
 
     name: str
     system: str
-    """"torch", "ddp" and "fsdp2" are torch's own; "shoal" is Shoal, under `strategy`."""
+    """"torch", "ddp" and "fsdp2" are torch's own implementations; "shoal" is Shoal, under
+    `strategy`."""
     strategy: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `shoal.as_distributed`."""
     autocast: bool = True
-    """Casts parameters to bf16; otherwise the system casts them all."""
+    """True if autocast casts parameters to bf16; otherwise the system casts all of them."""
     fused: bool = True
     recompute: bool = False
-    """Activations are computed again in the backward pass, block by block."""
+    """True if activations are recomputed in the backward pass, block by block."""
     compiled: bool = False
     few_layers: bool = False
 
@@ -131,22 +133,23 @@ class Figures:
 
     parameters: int
     step_s: float
-    """Mean of steps that nobody waits for one by one."""
+    """Mean time of a step if the host does not wait after each step."""
     synced_s: float
-    """Median of steps that end when the device is at rest."""
+    """Median time of a step, measured until the device is idle."""
     host_s: float
     """Mean time that the host spends on a step."""
     warm_s: float
-    """All steps before the timed ones: memory is taken, code compiled."""
+    """Time of all steps before the timed ones, in which memory is allocated and code is
+    compiled."""
     tokens_per_s: float
     mfu: float | None
-    """Share of the device's most operations a second; None: the device is not known."""
+    """Fraction of the device's peak operations per second; None: the device is unknown."""
     peak_bytes: int
     loss: float
 
 
 class Training:
-    """A model under one recipe, and its steps. Belongs to the thread that made it."""
+    """A model under one recipe, and its steps. Belongs to the thread that created it."""
 
     def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
         self.size, self.device = size, device
@@ -168,7 +171,7 @@ class Training:
         self._called = torch.compile(model) if recipe.compiled else model
 
     def step(self) -> torch.Tensor:
-        """Takes one step; its loss, which is not waited for."""
+        """Takes one step and returns its loss, without waiting for the device."""
         tokens = next(self._batches)[0].to(self.device, non_blocking=True)
         self._optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
@@ -179,19 +182,19 @@ class Training:
         return loss.detach()
 
     def timed_step(self) -> float:
-        """Takes one step; seconds until the device was at rest."""
+        """Takes one step and returns the seconds until the device was idle."""
         begun = time.perf_counter()
         self.step()
         self.settle()
         return time.perf_counter() - begun
 
     def settle(self) -> None:
-        """Returns once the device is at rest."""
+        """Blocks until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def warm_up(self) -> float:
-        """Takes the steps that are not timed; seconds that they took together."""
+        """Takes the steps that are not timed and returns their total time in seconds."""
         begun = time.perf_counter()
         for _ in range(self.size.warm):
             self.step()
@@ -225,17 +228,16 @@ class Training:
         )
 
     def _flops_per_token(self) -> float:
-        """Forward and backward: 6 for each weight that is multiplied, and attention, half of which
-        is masked (PaLM, appendix B).
-        """
+        """Returns the operations per token for forward and backward pass: 6 for each weight that is
+        multiplied, plus attention, half of which is masked (PaLM, appendix B)."""
         return 6.0 * self._multiplied + 6.0 * self.size.layers * self.size.width * self.size.tokens
 
 
 def in_world_of_one(recipe: Recipe, device: torch.device, call: Callable[[], Any]) -> Any:
-    """Returns what `call` does in the world that the recipe's system needs: a process group of one,
-    a session of one, or none.
+    """Calls `call` in the world that the recipe's system needs (a process group of one, a session
+    of one, or none), and returns its result.
 
-    In a worker of a job it is called as it is for Shoal.
+    In a worker of a job, it is called in the same way as for Shoal's recipes.
     """
     if recipe.system in ("ddp", "fsdp2"):
         dist.init_process_group(

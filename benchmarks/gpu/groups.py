@@ -31,16 +31,16 @@ GROUPS: Final = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """One way to bring memory to the host."""
+    """One way to copy memory to the host."""
 
     mib: int
     pinned: bool
     bytes_per_s: tuple[float, ...]
-    """The rate of each copy, from its start until the device has done it."""
+    """Rate of each copy, from its start until the device has completed it."""
 
 
 def copies(device: torch.device) -> list[Copied]:
-    """Copies to the host, by size, into pinned memory and into pageable."""
+    """Measures copies to the host by size, into pinned and into pageable memory."""
     found = []
     for mib in _SIZES_MIB:
         source = torch.ones(mib << 20, dtype=torch.uint8, device=device)
@@ -62,12 +62,12 @@ def copies(device: torch.device) -> list[Copied]:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsOfOne:
-    """Groups that came and went, one after the other."""
+    """Groups that were created and destroyed, one after the other."""
 
     connect_s: tuple[float, ...]
     leave_s: tuple[float, ...]
     lost_bytes: int
-    """By how much the device's free memory has shrunk from the second group to the last."""
+    """Decrease of the device's free memory from the second group to the last."""
 
 
 def come_and_go(
@@ -77,9 +77,9 @@ def come_and_go(
     split: bool = False,
     finalize: bool = False,
 ) -> GroupsOfOne:
-    """Connects a group of one, has it sum something, and leaves it; so many times. `split`: it is
-    split off another. `finalize`: it leaves as all ranks do at the end of a run, and not by an
-    abort."""
+    """Repeatedly creates a group of one, sums something in it, and leaves it. `split`: splits it
+    off another group. `finalize`: leaves it as all ranks do at the end of a run, instead of
+    aborting it."""
     whole = alone(make()) if split else None
     connect_s, leave_s, free = [], [], []
     for _ in range(groups + 2):
@@ -101,18 +101,19 @@ def come_and_go(
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """`COLLECTIVES` all-reduces."""
+    """Measurements of `COLLECTIVES` all-reduces."""
 
     waited_for_s: float
-    """Seconds for all of them, where the host waits for each before it starts the next."""
+    """Total time in seconds if the host waits for each all-reduce before it starts the next one."""
     ordered_s: float
-    """Seconds for all of them, where the device waits for each, and the host once in the end."""
+    """Total time in seconds if only the device waits for each all-reduce, and the host waits once
+    at the end."""
     started_s: float
-    """Time for which of that the host was at it before it waited."""
+    """Part of `ordered_s` that passes before the host waits."""
 
 
 def collectives(make: Callable[[], CudaDevice]) -> Collectives:
-    """All-reduces of 4 MiB in a group of one, each on what the one before has left."""
+    """Runs all-reduces of 4 MiB in a group of one, each on the result of the previous one."""
     backend = alone(make())
     try:
         tensor = torch.zeros(_BYTES // 4, device=make().device)
@@ -133,8 +134,8 @@ def collectives(make: Callable[[], CudaDevice]) -> Collectives:
 
 
 def alone(device: CudaDevice, whole: NCCLBackend | None = None) -> NCCLBackend:
-    """A group of one rank, with a communicator all the same, that has summed something. It is split
-    off `whole`, if there is one."""
+    """Returns a group of one rank that has a communicator nevertheless and has summed something. If
+    `whole` is given, the group is split off it."""
     backend = NCCLBackend(device)
     if whole is not None:
         os.environ["SHOAL_NCCL_SPLIT"] = "1"

@@ -1,6 +1,5 @@
-"""Tokens a second, MFU and peak memory of 1.3 billion parameters in bf16: plain torch, DDP, FSDP2
-and Shoal in one run.
-"""
+"""Tokens per second, MFU and peak memory for 1.3 billion parameters in bf16: plain torch, DDP,
+FSDP2 and Shoal in one run."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ RECIPES: Final = (
     Recipe(name="torch, AdamW not fused", system="torch", fused=False),
     Recipe(name="shoal ddp, AdamW not fused", system="shoal", strategy="ddp", fused=False),
 )
-"""In order of value: what comes first is measured first."""
+"""Recipes in order of value; the first ones are measured first."""
 COLUMNS: Final = (
     "tokens/s",
     "MFU %",
@@ -88,7 +87,7 @@ def measure(context: Context) -> Table:
 
 
 def size_of(context: Context, recipe: Recipe) -> Size:
-    """Returns the size that the recipe is measured at."""
+    """Returns the model size at which the recipe is measured."""
     if context.rehearsal:
         return TINY
     return dataclasses.replace(LARGE, layers=FEW_LAYERS) if recipe.few_layers else LARGE

@@ -33,11 +33,11 @@ from benchmarks.workers.shared_gpu import first_visible, pass_for_a_machine
 
 _MODULE: Final = "benchmarks.gpu.pair"
 _LIMIT_S: Final = 45.0
-"""Deadline of a pair from start to end, on a device."""
+"""Time limit of a pair, from start to end, on a device."""
 _REHEARSAL_LIMIT_S: Final = 200.0
-"""On a host with much else to do."""
+"""Time limit on a busy host."""
 _PATIENCE_S: Final = 20.0
-"""Deadline of one collective."""
+"""Time limit of one collective."""
 _POLL_S: Final = 0.005
 _FAULTS: Final = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 _ELEMENTS: Final = 8
@@ -46,7 +46,7 @@ _ISSUED: Final = 50
 
 
 def measure(context: Context) -> Table:
-    """Runs two pairs, one after the other. Below two minutes, also where a pair hangs."""
+    """Runs two pairs, one after the other. Takes less than two minutes, even if a pair hangs."""
     rows: list[Row] = []
     for mode, fault in (("non-blocking", "stopped"), ("blocking", "killed")):
         rows += _pair(context, mode, fault)
@@ -67,7 +67,7 @@ def measure(context: Context) -> Table:
 
 
 def _pair(context: Context, mode: str, fault: str) -> list[Row]:
-    """Returns the rows of one pair, those that it wrote before it was stuck included."""
+    """Returns the rows of one pair, including rows that it wrote before it hung."""
     os_device = "cpu" if context.rehearsal else "cuda"
     environment = {**WATCHDOG, "TORCH_NCCL_USE_COMM_NONBLOCKING": str(int(mode == "non-blocking"))}
     environment |= {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "30", "NCCL_DEBUG": "WARN"}
@@ -132,7 +132,7 @@ def _pair(context: Context, mode: str, fault: str) -> list[Row]:
 
 
 class _Rank:
-    """One of the two, which takes the steps of both in the same order. Rank 0 tells."""
+    """One of the two ranks, which take the same steps in the same order. Rank 0 writes the rows."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rank: int = options.rank
@@ -151,9 +151,8 @@ class _Rank:
         self._steps = 0
 
     def step(self, name: str, call: Callable[[], str]) -> bool:
-        """Takes one step and, on rank 0, writes its row; whether it went well. Ranks wait for each
-        other behind it.
-        """
+        """Takes one step and, on rank 0, writes its row. Returns whether the step succeeded.
+        Afterwards the ranks wait for each other."""
         failure = result = ""
         begun = time.perf_counter()
         with _longest_stall() as stall:
@@ -199,7 +198,7 @@ class _Rank:
         return backend
 
     def come_to_rest(self) -> None:
-        """Returns when the device has done everything. Raises TimeoutError."""
+        """Blocks until the device has completed all work. Raises TimeoutError."""
         if self.device.type != "cuda":
             return
         event = torch.cuda.Event()
@@ -211,7 +210,8 @@ class _Rank:
             time.sleep(_POLL_S / 10)
 
     def collectives(self) -> Iterator[tuple[str, Callable[[], torch.Tensor], torch.Tensor]]:
-        """Each collective as its name, what does it, and what must come of it here."""
+        """Returns each collective's name, the function that runs it, and the expected result on
+        this rank."""
         mine, both, half = (
             self.values[self.rank],
             self.values,
@@ -298,9 +298,8 @@ class _Rank:
         return f"{1e6 * issued / _ISSUED:.1f} us of the host for each"
 
     def abort_without_peer(self) -> str:
-        """Rank 0: an all-reduce to which the peer does not come, aborted after a second; memory
-        must be quiet afterwards.
-        """
+        """On rank 0: aborts, after a second, an all-reduce in which the peer does not take part.
+        Afterwards, the memory must not change any more."""
         (self.directory / "fault-asked").touch()
         while not (self.directory / "fault-done").exists():
             time.sleep(_POLL_S)
@@ -325,9 +324,8 @@ class _Rank:
 
 @contextmanager
 def _longest_stall() -> Iterator[list[float]]:
-    """Gives a list whose one number is, in the end, the longest time in seconds for which no Python
-    thread could run.
-    """
+    """Yields a list. At the end, its only element is the longest time in seconds for which no
+    Python thread could run."""
     longest, over = [0.0], threading.Event()
 
     def tick() -> None:
@@ -346,7 +344,7 @@ def _longest_stall() -> Iterator[list[float]]:
 
 
 def main() -> None:
-    """Is one of the two ranks."""
+    """Runs one of the two ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)

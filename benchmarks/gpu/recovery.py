@@ -1,8 +1,8 @@
-"""Recovery from SIGKILL of one worker, in parts: the death is noticed, the group aborted, ranks
-agree, connect, and do the step again.
+"""Recovery from SIGKILL of one worker, in parts: noticing the death, aborting the group, agreeing,
+connecting, and redoing the step.
 
-On a device all workers share it over NCCL: what is measured is the order of magnitude of each part,
-not the rate of a network.
+On a device, all workers share it over NCCL, so this shows the order of magnitude of each part, not
+the rate of a network.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _row(context: Context, strategy: str) -> Row:
 def _add(
     samples: dict[str, list[float]], recovery: Recovery, directory: Path, killed_ns: int
 ) -> None:
-    """Adds the parts of the survivor that committed last."""
+    """Adds the times of the survivor that committed last."""
     pid, committed_ns = recovery.last_to_recover
     samples["pause"].append((committed_ns - killed_ns) / 1e9)
     for part, seconds in parts_of(

@@ -33,26 +33,26 @@ class Way:
     """None: plain torch."""
     autocast: torch.dtype | None = None
     scaled: bool = False
-    """Losses are scaled by a GradScaler."""
+    """True if a GradScaler scales the losses."""
     compiled: bool = False
     workers: int = 0
-    """Data workers, whose batches come through pinned memory."""
+    """Number of data workers, whose batches pass through pinned memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Measurements of steps taken in one way."""
+    """Measurements of the steps in one way to train."""
 
     way: Way
     seconds: tuple[float, ...]
-    """Time for which each step took, until the device had done all of it."""
+    """Duration of each step, until the device had completed it."""
     counts: Counts
     peak_bytes: int
-    """The most of the device's memory that was allocated at once; 0 without a device."""
+    """Peak of the device memory that was allocated; 0 without a device."""
 
 
 def ways(*, compiled: bool = True) -> list[Way]:
-    """The ways that are measured. `compiled`: with torch.compile among them, which needs a
+    """Returns the ways that are measured. `compiled`: also with torch.compile, which needs a
     compiler."""
     variants: list[dict[str, Any]] = [
         {"name": "fp32"},
@@ -78,7 +78,7 @@ def ways(*, compiled: bool = True) -> list[Way]:
 
 
 def take(way: Way, *, device: torch.device, width: int, steps: int) -> Taken:
-    """Takes steps in one way, in a session of their own."""
+    """Takes steps in one way, in a separate session."""
     (taken,) = shoal.launch(_take, way, device, width, steps, world_size=1)
     return taken
 
@@ -142,7 +142,7 @@ def _timed(step: Callable[[], None], device: torch.device) -> float:
 
 
 def _for_ever(loader: Any) -> Iterator[Any]:
-    """Batches of one epoch after the other."""
+    """Yields the batches of one epoch after another, without end."""
     if isinstance(loader, DataLoader):
         while True:
             yield from loader

@@ -29,22 +29,21 @@ _CALLS: Final = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """In one step, on average."""
+    """Average counts per step."""
 
     operators: float
-    """torch's own, on the host."""
+    """torch's operators on the host."""
     launches: float
     waits: float
-    """Calls in which the host stands still until the device, a stream or an event has come to its
-    end."""
+    """Calls in which the host blocks until the device, a stream or an event has completed."""
     to_host: Mapping[str, float]
     """Copies by the kind of the host's memory: "Pinned", "Pageable"."""
     to_device: Mapping[str, float]
 
 
 def count(events: Sequence[Mapping[str, Any]], *, steps: int) -> Counts:
-    """Counts the events of a Chrome trace of so many steps; of what the host did, until it had
-    taken them."""
+    """Counts the events in a Chrome trace of this many steps. Events on the host count only until
+    the host has taken the steps."""
     end = _end_of_steps(events)
     operators = launches = waits = 0
     to_host: Counter[str] = Counter()
@@ -73,8 +72,8 @@ def count(events: Sequence[Mapping[str, Any]], *, steps: int) -> Counts:
 
 
 def counted(step: Callable[[], object], *, steps: int) -> Counts:
-    """Takes so many steps under the profiler, on the calling thread. That the profiler waits for
-    the device in the end is not counted."""
+    """Takes this many steps under the profiler, on the calling thread. The profiler's own wait for
+    the device at the end does not count."""
     activities = [
         ProfilerActivity.CPU,
         *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
@@ -89,8 +88,8 @@ def counted(step: Callable[[], object], *, steps: int) -> Counts:
 
 
 def _end_of_steps(events: Sequence[Mapping[str, Any]]) -> float:
-    """Returns when the host had taken the steps, in the trace's time; infinity: the trace does not
-    say."""
+    """Returns the time in the trace at which the host had taken the steps; infinity if the trace
+    does not contain it."""
     ends = [
         event["ts"] + event["dur"]
         for event in events

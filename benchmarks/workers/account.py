@@ -35,13 +35,14 @@ _COUNTED: Final = "the steps that count begin"
 
 
 class Wired:
-    """Counts what the wrapped calls send."""
+    """Counts the bytes that the wrapped calls send."""
 
     def __init__(self) -> None:
         self.sent = 0
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, counted. Nothing else of this process may send meanwhile."""
+        """Returns the function, with counting. No other part of this process may send during the
+        call."""
 
         @functools.wraps(function)
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -54,8 +55,8 @@ class Wired:
 
 
 class Live:
-    """Allocations that are out. What another thread frees is not reported: it is gone when its
-    memory is given out again."""
+    """Allocations that have not been freed. Frees by another thread are not reported; such an
+    allocation counts as freed when its memory is allocated again."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -63,7 +64,7 @@ class Live:
         self._sizes: dict[int, int] = {}
 
     def changed(self, address: int, size: int) -> None:
-        """So many bytes were allocated there; negative: freed."""
+        """Records this many bytes allocated at the address; negative: freed."""
         if size < 0:
             self._free(address)
             return
@@ -86,7 +87,7 @@ class Live:
 
 
 def main() -> None:
-    """Trains some steps, counts during some more."""
+    """Trains some steps, then counts during further steps."""
     options = _options()
     workload = Workload(
         log=options.output, ranks=options.ranks, width=options.width, batch=options.batch
@@ -152,8 +153,8 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
 
 
 def before_update(inner: Any, call: Callable[[], object]) -> None:
-    """`call()` whenever the user's optimizer is about to update what this rank has. (Step hooks are
-    refused where that is pieces.)"""
+    """Calls `call()` whenever the user's optimizer is about to update what this rank has. (Step
+    hooks are refused if the optimizer updates only pieces.)"""
     step = inner.step
 
     @functools.wraps(step)
@@ -200,7 +201,7 @@ def _note_gradients(account: dict[str, Any], model: Any, inner: torch.optim.Opti
 
 def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns the tensors that the optimizer of a sharded strategy updates: this rank's pieces, and
-    those that it mirrors. Nothing public tells them apart."""
+    the pieces that it mirrors. No public interface distinguishes them."""
     from shoal_worker.mesh.data_axis import InShards
     from shoal_worker.mesh.engine import MeshEngine
     from shoal_worker.sharding.engine import ShardedEngine
@@ -217,8 +218,8 @@ def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes by storage; tensors that share one count once. Also of parameters whose values or
-    gradients are elsewhere: what is here."""
+    """Returns the bytes by storage; tensors that share a storage count once. Parameters whose
+    values or gradients are elsewhere count only with what is on this rank."""
     with inside():
         local = [getattr(t, "_local_tensor", t) for t in tensors if not t.is_meta]
         return {

@@ -22,7 +22,7 @@ from benchmarks.workers.workload import DEVICES, Workload
 
 
 def main() -> None:
-    """Connects and leaves, so many times and once before."""
+    """Connects and leaves this number of times, after one uncounted time."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--device", choices=DEVICES, required=True)
     flags.add_argument("--times", type=int, required=True)

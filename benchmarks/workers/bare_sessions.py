@@ -37,7 +37,7 @@ class Sessions:
         self._number = 0
 
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """One stream."""
+        """Serves one stream."""
         box: asyncio.Queue[bytes] = asyncio.Queue()
         self._boxes[id(box)] = box
         box.put_nowait(

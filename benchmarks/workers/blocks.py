@@ -16,7 +16,7 @@ from benchmarks.workers.workload import Workload
 
 WORDS = 512
 TOKENS = 16
-"""Per sample."""
+"""Tokens per sample."""
 BLOCKS = 4
 HEAD_WIDTH = 32
 SAMPLES_PER_RANK = 512
@@ -24,7 +24,7 @@ MANY_EPOCHS = 1_000_000
 
 
 class Attention(nn.Module):
-    """Causal, over heads of `HEAD_WIDTH`."""
+    """Causal attention with heads of `HEAD_WIDTH`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Four times as wide in between."""
+    """A perceptron with a hidden layer four times as wide."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the perceptron, both on what came before."""
+    """Attention, then the perceptron, each with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -91,24 +91,24 @@ class Decoder(nn.Module):
 
 
 def loss_fn(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Mean over all tokens."""
+    """Returns the mean loss over all tokens."""
     return F.cross_entropy(logits.flatten(0, 1), words.flatten())
 
 
 def network(workload: Workload) -> Decoder:
-    """Equal in all processes."""
+    """Returns the same network in all processes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return Decoder(workload.width)
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    """Two moments: O = 2P."""
+    """Returns an optimizer with two moments, so that O = 2P."""
     return torch.optim.AdamW(net.parameters(), lr=1e-4)
 
 
 def dataset(workload: Workload) -> TensorDataset:
-    """Random words, equal in all processes; the task is to repeat them."""
+    """Returns random words, the same in all processes; the task is to repeat them."""
     words = torch.randint(
         0,
         WORDS,

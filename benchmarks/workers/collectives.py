@@ -20,7 +20,7 @@ from benchmarks.workers.workload import parser, workload_of
 
 
 class Sharded:
-    """One block's vectors."""
+    """The vectors of one block."""
 
     def __init__(self, numel: int, ranks: int) -> None:
         self.shard = torch.ones(-(-numel // ranks))
@@ -29,16 +29,16 @@ class Sharded:
         self.summed = torch.empty(len(self.shard))
 
     def gather(self) -> Any:
-        """Begins to."""
+        """Starts the gather."""
         return dist.all_gather_into_tensor(self.full, self.shard, async_op=True)
 
     def reduce(self) -> Any:
-        """Begins to."""
+        """Starts the reduction."""
         return dist.reduce_scatter_tensor(self.summed, self.gradient, async_op=True)
 
 
 def main() -> None:
-    """Runs steps until told otherwise."""
+    """Runs steps until the harness ends it."""
     flags = parser()
     flags.add_argument("--backend", choices=("gloo", "shoal_gloo"), required=True)
     options = flags.parse_args()

@@ -22,7 +22,7 @@ ROUNDS = 7
 
 
 def best_s(work: Callable[[], object]) -> float:
-    """Processor seconds of the best round."""
+    """Returns the processor seconds of the best round."""
     work()
     best = float("inf")
     for _ in range(ROUNDS):

@@ -35,27 +35,27 @@ _SURVIVORS: Final = (0, 1)
 _IN_FLIGHT_S: Final = 0.1
 """Time for which the collectives wait before they are abandoned."""
 _AFTERWARDS_S: Final = 0.3
-"""Time for which tensors are watched once rank 2 has done its part."""
+"""Time for which tensors are watched after rank 2 has done its part."""
 _PATIENCE: Final = timedelta(seconds=120)
 _POLL_S: Final = 0.01
 _FILL: Final = 7.0
 
 
 class Scheme(Protocol):
-    """One rank's groups, one at a time."""
+    """The groups of one rank, one at a time."""
 
     def form(self, number: int, members: Sequence[int]) -> None:
-        """Gives up the group that there is, and forms one of these ranks."""
+        """Abandons the current group, and forms a group of these ranks."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        """Starts an all-reduce, which returns a work."""
+        """Starts an all-reduce and returns its work."""
         ...
 
 
 class ByHand:
-    """torch's Gloo: a new process group each time. The old one is kept: its destructor would wait
-    for what is in flight."""
+    """torch's Gloo with a new process group each time. The old group is kept, because its
+    destructor would wait for the collectives in flight."""
 
     def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
         self._store, self._rank, self._timeout = store, rank, timeout
@@ -78,7 +78,7 @@ class ByHand:
 
 
 class Reconfigured:
-    """One group of torch's, which `_reconfigure` gives other ranks."""
+    """One process group of torch, whose ranks `_reconfigure` changes."""
 
     def __init__(
         self, store: dist.Store, rank: int, timeout: timedelta, *, backend: str = "gloo"
@@ -106,7 +106,7 @@ class Reconfigured:
 
 
 class ReconfiguredShoal(Reconfigured):
-    """The same, of `shoal_gloo`."""
+    """The same with `shoal_gloo`."""
 
     def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
         import shoal  # noqa: F401 - makes torch know shoal_gloo
@@ -115,7 +115,7 @@ class ReconfiguredShoal(Reconfigured):
 
 
 class ShoalByHand:
-    """`shoal_gloo`: aborted, destroyed and made again."""
+    """`shoal_gloo`: aborted, destroyed and created again."""
 
     def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
         import shoal  # noqa: F401 - makes torch know shoal_gloo
@@ -177,7 +177,7 @@ SCHEMES: Final[dict[str, Callable[[dist.TCPStore, int, timedelta], Scheme]]] = {
 
 
 def main() -> None:
-    """Runs the rounds: with one all-reduce in flight, with two, and so on in turns."""
+    """Runs the rounds, alternating between one and two all-reduces in flight."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--scheme", choices=SCHEMES, required=True)
     flags.add_argument("--rounds", type=int, required=True)

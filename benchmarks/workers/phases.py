@@ -1,7 +1,7 @@
-"""Notes when a worker's groups end, come to rest, and connect, for the parts of a recovery. Says
-nothing about steps: `steplog` does.
+"""Records when a worker's groups are aborted, become idle, and connect, for the parts of a
+recovery. `steplog` records steps.
 
-One file per process, a line per moment: CLOCK_MONOTONIC in nanoseconds, and the moment's name.
+One file per process, one line per moment: CLOCK_MONOTONIC in nanoseconds, and the moment's name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Moment:
 
 
 def note_into(directory: Path) -> None:
-    """Has this process write its file from now on. Call it before the first group is made."""
+    """Makes this process write its file from now on. Call it before the first group is created."""
     from shoal_worker.backends.base import (
         CommunicationBackend,
     )  # imports torch; the harness does not

@@ -1,5 +1,5 @@
-"""Device on which a worker computes: the host, or the CUDA device of its number on this
-machine; and over what it sends."""
+"""The device on which a worker computes (the host, or the CUDA device with the worker's number on
+this machine), and the backend that it uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.workers.workload import SHARED, Workload
 
 
 def place(workload: Workload, number: int) -> torch.device:
-    """The device of this machine's worker `number`, which torch's calls take from here on."""
+    """Returns the device of this machine's worker `number`, and makes it torch's current device."""
     if workload.device == "cpu":
         return torch.device("cpu")
     if workload.device == SHARED:
@@ -34,12 +34,12 @@ def join(workload: Workload) -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """Returns what torch's own groups go over."""
+    """Returns the backend of torch's own groups."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def joining(device: torch.device) -> dict[str, Any]:
-    """The arguments of `init_process_group`."""
+    """Returns the arguments of `init_process_group`."""
     return {
         "backend": backend_of(device),
         **({"device_id": device} if device.type == "cuda" else {}),
@@ -47,11 +47,11 @@ def joining(device: torch.device) -> dict[str, Any]:
 
 
 def loading(device: torch.device) -> dict[str, Any]:
-    """The arguments of a data loader whose batches go to the device."""
+    """Returns the arguments of a data loader whose batches are moved to the device."""
     return {"pin_memory": True} if device.type == "cuda" else {}
 
 
 def settling(device: torch.device) -> Callable[[], None] | None:
-    """Returns what returns once the device has done all that it was told; None: the host has done
-    it itself."""
+    """Returns a function that blocks until the device has completed all queued work; None: the host
+    has no queue."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None

@@ -14,7 +14,7 @@ import socket
 from typing import Final
 
 SWITCH: Final = "GPU_SHARED"
-"""Environment variable of tests/gpu: 1 lets ranks share the first GPU."""
+"""Environment variable of tests/gpu; 1 lets ranks share the first GPU."""
 _OVER_LOOPBACK: Final = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NET": "Socket",
@@ -25,15 +25,15 @@ _OVER_LOOPBACK: Final = {
 
 
 def first_visible() -> str:
-    """Returns what CUDA_VISIBLE_DEVICES must be for every process to see the same first GPU."""
+    """Returns the value of CUDA_VISIBLE_DEVICES that makes every process see the same first GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def pass_for_a_machine() -> None:
-    """Makes this process a machine of its own for NCCL, and its device one of its own for Shoal's
-    check.
+    """Makes this process appear as a separate machine to NCCL, and its device as a separate device
+    to Shoal's check.
 
-    Call it before the first communicator is made.
+    Call it before the first communicator is created.
     """
     from shoal_worker.backends.nccl.device import CudaDevice  # imports torch; the harness does not
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 WARM_UP_STEPS = 5
-"""Steps of a block that are not timed: the ranks come out of the gate one after the other."""
+"""Steps of a block that are not timed, because the ranks leave the gate one after another."""
 
 
 class Commit(NamedTuple):
@@ -24,15 +24,15 @@ class Commit(NamedTuple):
 
     time_ns: int
     group: int
-    """Newer groups have higher numbers; a group is one agreed membership."""
+    """Number of the group (one agreed membership); newer groups have higher numbers."""
     world_size: int
     rank: int
     step: int
 
 
 class StepLog:
-    """Writes this process's file, and runs blocks of steps as the gate says. Used from the training
-    thread alone."""
+    """Writes this process's file, and runs blocks of steps as the gate instructs. Used only from
+    the training thread."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class StepLog:
         self._gate = Gate(gate, settle) if gate is not None else None
 
     def committed(self, *, group: int, world_size: int, rank: int, step: int) -> None:
-        """Notes a committed step. With a gate, blocks between blocks of steps."""
+        """Records a committed step. With a gate, blocks between blocks of steps."""
         if self._settle is not None:
             self._settle()
         os.write(
@@ -67,7 +67,7 @@ class StepLog:
 
     @property
     def done(self) -> bool:
-        """This process has done its share."""
+        """True once this process has completed its part."""
         return (self._gate is not None and self._gate.closed) or (
             0 < self._limit <= self._committed
         )
@@ -91,7 +91,8 @@ class Gate:
         self.closed = False
 
     def step_done(self, rank: int) -> None:
-        """Takes the step's time; at a block's end reports it and waits for the next."""
+        """Records the step's time. At the end of a block, reports it and waits for the next
+        block."""
         if self._settle is not None and (not self._open or self._skip == 1 or self._left == 1):
             self._settle()
         now = time.perf_counter_ns()
@@ -128,7 +129,7 @@ class _Tail:
 
 
 class Tails:
-    """Reads the files of all processes in a directory, as they grow: `<pid><suffix>`."""
+    """Reads the files `<pid><suffix>` of all processes in a directory, as they grow."""
 
     def __init__(self, directory: Path, *, suffix: str) -> None:
         self._directory = directory
@@ -136,8 +137,8 @@ class Tails:
         self._tails: dict[int, _Tail] = {}
 
     def read(self) -> Iterator[tuple[int, list[bytes]]]:
-        """Yields each pid with the lines that its file gained since the last call. A line torn by a
-        SIGKILL is left out."""
+        """Yields each pid with the lines that its file has gained since the last call. A line that
+        a SIGKILL has truncated is omitted."""
         for file in self._directory.glob(f"*{self._suffix}"):
             pid = int(file.stem)
             tail = self._tails.setdefault(pid, _Tail())
@@ -155,10 +156,10 @@ class StepLogs:
     def __init__(self, directory: Path) -> None:
         self._tails = Tails(directory, suffix=".steps")
         self.commits: dict[int, list[Commit]] = {}
-        """Logs by the pids of their processes, oldest first."""
+        """Commits by the pid of their process, oldest first."""
 
     def read(self) -> None:
-        """Takes in what was written since the last call."""
+        """Reads what was written since the last call."""
         for pid, lines in self._tails.read():
             self.commits.setdefault(pid, []).extend(
                 Commit(*map(int, line.split())) for line in lines

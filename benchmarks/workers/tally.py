@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 PUSHES_PER_WORKER: Final = 1 << 16
-"""Elements of a worker: it cannot count more."""
+"""Elements per worker; more pushes cannot be counted."""
 OPTIMIZER_GROUP: Final[Mapping[str, Any]] = {"lr": 2.0, "betas": (0.0, 0.0), "eps": 1.0}
 """Settings of the tally's parameter group in `torch.optim.Adam`."""
 
@@ -24,14 +24,14 @@ OPTIMIZER_GROUP: Final[Mapping[str, Any]] = {"lr": 2.0, "betas": (0.0, 0.0), "ep
 STOP: Final = "stop"
 """File of the step logs' directory that ends the training."""
 LEAVE: Final = "leave"
-"""File that ends the workers."""
+"""File that makes the workers exit."""
 APPLIED: Final = "applied.json"
-"""File with the tally's values at the end: a row for each rank, without the zeros behind the last
-push that was applied."""
+"""File with the tally's values at the end: a row for each rank, without the zeros after the last
+applied push."""
 
 
 def acknowledged_file(rank: int) -> str:
-    """Name of the file with the number of pushes of this rank that were acknowledged."""
+    """Returns the name of the file with the number of acknowledged pushes of this rank."""
     return f"acknowledged-{rank}.json"
 
 
@@ -41,9 +41,9 @@ class Account:
 
     acknowledged: int
     lost: int
-    """Acknowledged, and not applied."""
+    """Pushes that were acknowledged but not applied."""
     twice: int
-    """Applications beyond the first; those of pushes that were never acknowledged too."""
+    """Number of repeated applications, including those of pushes that were never acknowledged."""
 
 
 def account(

@@ -36,7 +36,7 @@ _POLL_S: Final = 0.02
 
 
 class Tallied(nn.Module):
-    """A model, and the tally beside it."""
+    """A model with a tally."""
 
     def __init__(self, net: nn.Module, ranks: int) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Tallied(nn.Module):
 
 
 def main() -> None:
-    """Trains until told otherwise. All of the run is one epoch, so that no step waits for the
-    others at an epoch's end."""
+    """Trains until the harness ends the run. The full run is one epoch, so that no step waits for
+    other workers at an epoch's end."""
     workload = workload_of(parser().parse_args())
     shoal.init()
     module = Tallied(training.network(workload), workload.ranks)
@@ -106,7 +106,7 @@ def _applied(tally: torch.Tensor, workload: Workload) -> list[list[float]]:
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    """Raises MeasurementError after two minutes."""
+    """Waits for a condition. Raises MeasurementError after two minutes."""
     deadline = time.monotonic() + _TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
@@ -115,7 +115,8 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 
 
 def _write(path: Path, content: object) -> None:
-    """Whole, or not at all: the others read it as soon as it is there."""
+    """Writes the file completely or not at all, because the other processes read it as soon as it
+    exists."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content))
     partial.rename(path)

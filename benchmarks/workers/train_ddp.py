@@ -17,8 +17,8 @@ from benchmarks.workers.workload import parser, workload_of
 
 
 def main() -> None:
-    """Trains until told otherwise. After a restart it starts from scratch: writing and reading
-    checkpoints is not charged to torchrun."""
+    """Trains until the harness ends the run. After a restart, it starts from scratch, so that
+    torchrun is not charged for writing and reading checkpoints."""
     group = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     workload = workload_of(parser().parse_args())
     device = place(workload, int(os.environ["LOCAL_RANK"]))

@@ -18,7 +18,7 @@ from benchmarks.workers.workload import parser, workload_of
 
 
 def main() -> None:
-    """Trains until told otherwise."""
+    """Trains until the harness ends the run."""
     flags = parser()
     flags.add_argument("--stage", type=int, choices=(1, 2, 3), required=True)
     options = flags.parse_args()

@@ -24,7 +24,7 @@ from benchmarks.machines import sent_bytes
 
 LEARNING_RATE = 0.3
 LOOKED_AT = 300
-"""Images that the loss is of."""
+"""Number of images on which the loss is evaluated."""
 
 
 def main() -> None:
@@ -83,8 +83,8 @@ def _torch(
 
 
 def network(width: int) -> nn.Module:
-    """Three wide layers: a step's computation is small beside its gradients' way over a slow
-    link."""
+    """Returns a network of three wide layers, so that the computation of a step takes little time
+    compared with sending its gradients over a slow link."""
     torch.manual_seed(0)
     hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Linear(width, 10))
@@ -93,8 +93,8 @@ def network(width: int) -> nn.Module:
 def train(
     model: Any, optimizer: Any, *, rank: int, ranks: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Trains until the loss is reached. Returns each step's seconds, the loss after it, and the
-    bytes that this machine sent per step."""
+    """Trains until the loss is reached. Returns the seconds of each step, the loss after it, and
+    the bytes that this machine sent per step."""
     digits = load_digits()
     images = torch.tensor(digits.images.reshape(-1, 64) / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
@@ -142,8 +142,8 @@ def _step(model: Any, optimizer: Any) -> Callable[[torch.Tensor, torch.Tensor], 
 
 
 def _formula(options: argparse.Namespace, shapes: list[tuple[int, ...]]) -> int:
-    """Bytes of gradients that a rank is to send per step (docs/strategies/compression.md), the
-    model as one bucket."""
+    """Returns the bytes of gradients that a rank should send per step
+    (docs/strategies/compression.md), with the model as one bucket."""
     from shoal_worker.config import ShardingConfiguration
 
     numel, ranks = sum(math.prod(shape) for shape in shapes), 2

@@ -1,5 +1,5 @@
-"""The loop of T16: async_sgd with outer steps or without, for so many epochs. Each rank says what
-it sent and received, rank 0 the loss."""
+"""The loop of T16: async_sgd with or without outer steps, for a given number of epochs. Each rank
+reports the bytes that it sent and received, and rank 0 reports the loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTER: Final[dict[str, Callable[[Any, int], torch.optim.Optimizer]]] = {
     ),
     "mean": lambda parameters, ranks: torch.optim.SGD(parameters, 1 / ranks),
 }
-"""Outer optimizers by the names of `--outer`, for so many ranks."""
+"""Outer optimizers for a given number of ranks, by the value of `--outer`."""
 
 
 def flags() -> argparse.ArgumentParser:

@@ -95,8 +95,8 @@ class Ranks:
         _DIST._reconfigure(uuid=wanted.number, handles=handles, timeout=self._timeout).wait()
 
     def sum(self, tensor: torch.Tensor) -> bool:
-        """Sums a tensor over the ranks, in place. Returns False if a rank died: the tensor must not
-        be used again, since an abandoned collective may still write into it."""
+        """Sums a tensor across ranks, in place. Returns False if a rank died: the tensor must not
+        be used again, because an abandoned collective may still write into it."""
         work: dist.Work = dist.all_reduce(tensor, async_op=True)
         while not work.is_completed():
             if self._lost(self._membership.newest(within_s=_POLL_S)):
@@ -141,7 +141,8 @@ class Trainer:
         """Samples trained by all ranks together, in all steps."""
 
     def regroup(self) -> None:
-        """Forms a new group, in which all ranks have the state of one that took the most steps."""
+        """Forms a new group, in which all ranks get the state of a rank that took the most
+        steps."""
         while True:
             self._ranks.form()
             steps = torch.zeros(self._ranks.size)
@@ -150,8 +151,8 @@ class Trainer:
                 return
 
     def average(self) -> tuple[bool, bool]:
-        """Averages the gradients over the ranks. Returns whether it has, and whether a rank has
-        heard of new members."""
+        """Averages the gradients across ranks. Returns whether this succeeded, and whether a rank
+        has heard of new members."""
         gradients = [p.grad.view(-1) for p in self._parameters if p.grad is not None]
         news = torch.tensor([float(self._ranks.has_news())])
         torch.cat([*gradients, news], out=self._sum)
@@ -192,7 +193,7 @@ class Trainer:
 
 @lru_cache(maxsize=2)
 def _order(epoch: int, count: int) -> list[int]:
-    """Order of the samples in an epoch, equal on all ranks."""
+    """Returns the order of the samples in an epoch, the same on all ranks."""
     order: list[int] = torch.randperm(
         count, generator=torch.Generator().manual_seed(epoch)
     ).tolist()
@@ -200,7 +201,7 @@ def _order(epoch: int, count: int) -> list[int]:
 
 
 def main() -> None:
-    """Trains until told otherwise."""
+    """Trains until the harness ends the run."""
     flags = parser()
     flags.add_argument("--watcher", type=int, required=True, help="port of the watcher")
     flags.add_argument("--timeout-s", type=float, required=True, help="of collectives")

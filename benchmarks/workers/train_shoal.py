@@ -27,7 +27,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Trains until told otherwise."""
+    """Trains until the harness ends the run."""
     options = flags().parse_args()
     if options.logs:
         logging.basicConfig(level=logging.INFO)

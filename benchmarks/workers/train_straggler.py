@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 TRAINED_ON: Final = 1408
-"""Images; the other 389 are the validation set."""
+"""Number of training images; the other 389 are the validation set."""
 WIDTH: Final = 128
 STAYS_STEPS: Final = 12
-"""Steps of rank 0 for which the loss must stay low enough: one that is low by chance is not
-reached. They do not count as time."""
+"""Number of rank 0's steps for which the loss must stay low enough, so that a loss that is low by
+chance does not count. The time of these steps does not count."""
 _MANY_EPOCHS: Final = 1_000_000
 
 
@@ -67,17 +67,17 @@ class Looks:
     """The losses observed by rank 0, with times."""
 
     def __init__(self, target: float, *, every: int) -> None:
-        """`every`: steps of rank 0 between two looks."""
+        """`every`: number of rank 0's steps between two evaluations."""
         self._target = target
         self._needed = 1 + -(-STAYS_STEPS // every)
         self._first_s = 0.0
         self.times_s: list[float] = []
-        """Since the first look."""
+        """Times since the first evaluation."""
         self.losses: list[float] = []
 
     def look(self, loss: float, at_s: float) -> None:
-        """Notes the loss of the values that there were at that moment of CLOCK_MONOTONIC. The first
-        look starts the clock."""
+        """Records the loss of the values at that CLOCK_MONOTONIC time. The first call starts the
+        clock."""
         if not self.times_s:
             self._first_s = at_s
         self.times_s.append(at_s - self._first_s)
@@ -85,7 +85,8 @@ class Looks:
 
     @property
     def reached_s(self) -> float | None:
-        """Time since which the loss has been low enough; None: not yet."""
+        """Returns the time since which the loss has been low enough; None: it is not low enough
+        yet."""
         last = self.losses[-self._needed :]
         return (
             self.times_s[-self._needed]
@@ -95,7 +96,7 @@ class Looks:
 
 
 def main() -> None:
-    """Trains until told otherwise."""
+    """Trains until the harness ends the run."""
     options = flags().parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -139,8 +140,8 @@ def main() -> None:
 
 
 def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
-    """scikit-learn's handwritten digits, shuffled alike in all processes: what is trained on, and
-    the validation set."""
+    """Returns scikit-learn's handwritten digits, shuffled in the same way in all processes: the
+    training set and the validation set."""
     # takes a second, unneeded where only the flags are read
     from sklearn.datasets import load_digits
 
@@ -160,7 +161,8 @@ def _loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def _write(path: Path, looks: Looks, steps: int) -> None:
-    """Whole, or not at all: the harness reads it as soon as it is there."""
+    """Writes the file completely or not at all, because the harness reads it as soon as it
+    exists."""
     partial = path.with_suffix(".partial")
     partial.write_text(
         json.dumps(

@@ -16,17 +16,17 @@ from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
 
 _TRAIN_STEP_ALONE: Final = ("pipeline", "hybrid")
-"""Strategies that may have stages, so that no rank calls the whole model."""
+"""Strategies that may have stages, so that no rank can call the full model."""
 
 
 def add_strategy(flags: argparse.ArgumentParser) -> None:
-    """The flags that say which one."""
+    """Adds the flags that select a strategy."""
     flags.add_argument("--strategy", required=True)
     flags.add_argument("--options", type=json.loads, default={}, help="of the strategy, as JSON")
 
 
 def take_pass(model: Any, strategy: str, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-    """Forward and backward, the way a user of that strategy writes it."""
+    """Runs the forward and backward pass as a user of the strategy writes it."""
     if strategy in _TRAIN_STEP_ALONE:
         model.train_step(inputs, labels, loss_fn=blocks.loss_fn)
     else:
@@ -34,7 +34,7 @@ def take_pass(model: Any, strategy: str, inputs: torch.Tensor, labels: torch.Ten
 
 
 def main() -> None:
-    """Trains until told otherwise."""
+    """Trains until the harness ends the run."""
     flags = parser()
     add_strategy(flags)
     flags.add_argument(

@@ -1,5 +1,5 @@
-"""The decoder on torch's own parallelism: `torchrun ... -m benchmarks.workers.train_torch --with
-fsdp2`. Each as its tutorial shows it."""
+"""The decoder with torch's own parallelism: `torchrun ... -m benchmarks.workers.train_torch --with
+fsdp2`. Each variant is written as in its tutorial."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ MICRO_BATCHES: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A model that was made parallel."""
+    """A parallelized model."""
 
     backward: Callable[[torch.Tensor, torch.Tensor], None]
-    """Forward and backward pass over a batch."""
+    """Runs the forward and backward pass of a batch."""
     optimizer: torch.optim.Optimizer
     replicas: int
     """Number of replicas that share the global batch."""
     replica: int
-    """This rank's."""
+    """Number of this rank's replica."""
 
 
 def main() -> None:
-    """Trains until told otherwise."""
+    """Trains until the harness ends the run."""
     flags = parser()
     flags.add_argument("--with", dest="peer", choices=sorted(_PEERS), required=True)
     options = flags.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, *, shared: bool = False) -> Peer:
-    """`shared`: all ranks work on one batch."""
+    """Returns a peer. `shared`: all ranks work on one batch."""
 
     def backward(inputs: torch.Tensor, labels: torch.Tensor) -> None:
         blocks.loss_fn(model(inputs), labels).backward()
@@ -125,7 +125,7 @@ def _split_blocks(net: blocks.Decoder, mesh: DeviceMesh) -> blocks.Decoder:
 
 
 class _Stage(nn.Module):
-    """Some of the decoder's layers, with its ends where they are the first or the last."""
+    """Some of the decoder's layers, with embedding or output layer in the first and last stage."""
 
     def __init__(self, net: blocks.Decoder, *, stage: int, stages: int) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from benchmarks.workers.workload import parser, workload_of
 
 
 def main() -> None:
-    """Trains until told otherwise."""
+    """Trains until the harness ends the run."""
     flags = parser()
     flags.add_argument("--replica", type=int, required=True)
     flags.add_argument("--lighthouse", required=True)

@@ -18,8 +18,8 @@ loss_fn = nn.CrossEntropyLoss()
 
 
 def network(workload: Workload) -> nn.Module:
-    """A multi-layer perceptron: few, dense operations, so that what is measured is not the model's
-    own overhead."""
+    """Returns a multi-layer perceptron with few, dense operations, so that the model's own overhead
+    is small."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers: list[nn.Module] = []
@@ -29,12 +29,12 @@ def network(workload: Workload) -> nn.Module:
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    """SGD with momentum, at a rate small enough to go on for ever on random labels."""
+    """Returns SGD with momentum, at a rate small enough to train on random labels indefinitely."""
     return torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
 
 
 def dataset(workload: Workload) -> TensorDataset:
-    """Random samples, equal in all processes."""
+    """Returns random samples, the same in all processes."""
     generator = torch.Generator().manual_seed(1)
     count = SAMPLES_PER_RANK * workload.ranks
     inputs = torch.randn(count, workload.width, generator=generator)

@@ -28,18 +28,18 @@ import numpy as np
 ELEMENTS: Final = 16 << 20
 NBYTES: Final = 4 * ELEMENTS
 LEARNING_RATE: Final = 2.0**-10
-"""A power of two and gradients of ones: the values stay exact, and can be checked at the end."""
+"""A power of two; with gradients of ones, the values stay exact and can be checked at the end."""
 _READ: Final = 1 << 20
 _WAIT_S: Final = 60
 
 
 class Transfer(NamedTuple):
-    """One system, ready to move tensors."""
+    """One system that is ready to transfer tensors."""
 
     push: Callable[[np.ndarray[Any, Any]], None]
     pull: Callable[[np.ndarray[Any, Any]], None]
     updates: bool
-    """The server applies SGD; otherwise it only keeps bytes."""
+    """True if the server applies SGD, False if it only stores bytes."""
 
 
 def main() -> None:
@@ -409,7 +409,7 @@ _SYSTEMS: Final[dict[str, Callable[[argparse.Namespace], AbstractContextManager[
 
 @contextmanager
 def _child(serve: Callable[..., None], *arguments: Any) -> Iterator[None]:
-    """A server process; it ends with the block."""
+    """Starts a server process, which ends with the block."""
     process = multiprocessing.get_context("spawn").Process(
         target=serve, args=arguments, daemon=True
     )

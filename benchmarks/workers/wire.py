@@ -23,19 +23,19 @@ _BYTES_ACKED: Final = 120
 
 
 class Traffic(NamedTuple):
-    """Traffic of all connections of this process, since each was made."""
+    """Traffic of all current connections of this process, since each was opened."""
 
     sent: int
     received: int
 
     def since(self, before: Traffic) -> Traffic:
-        """Returns what came since then. Connections that ended meanwhile are not seen: see that
-        none does."""
+        """Returns the traffic since then. Connections that have been closed in between are not
+        counted, so the caller must ensure that there are none."""
         return Traffic(self.sent - before.sent, self.received - before.received)
 
 
 def traffic() -> Traffic:
-    """Now."""
+    """Returns the current traffic."""
     connections: dict[str, Traffic] = {}  # by inode: a socket may have several descriptors
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile, or no socket
@@ -50,7 +50,7 @@ def traffic() -> Traffic:
 
 
 def _of(connection: socket.socket) -> Traffic:
-    """Raises OSError for a socket that is no connected TCP one."""
+    """Raises OSError if the socket is not a connected TCP socket."""
     connection.getpeername()
     if (
         connection.family not in (socket.AF_INET, socket.AF_INET6)

@@ -24,14 +24,15 @@ class Workload:
     width: int
     """Width of the model's layers."""
     batch: int
-    """Samples per rank and step."""
+    """Samples per rank per step."""
     steps: int = 0
-    """Leave after so many; 0: when told to."""
+    """Number of steps after which the worker leaves; 0: it leaves when the harness says so."""
     device: str = "cpu"
-    """Device of the workers: "cpu"; "cuda", each worker on a device of its own; "cuda-shared", all
-    on one."""
+    """Device of the workers: "cpu"; "cuda", each worker on its own device; "cuda-shared", all on
+    one device."""
     gate: Path | None = None
-    """Socket of the harness that says when to run how many steps; None: run on."""
+    """Socket of the harness that decides when to run how many steps; None: the worker runs without
+    pauses."""
 
     def arguments(self) -> list[str]:
         """The command line that `workload_of` reads."""
@@ -47,7 +48,7 @@ class Workload:
 
     @property
     def global_batch(self) -> int:
-        """Samples per step over all ranks."""
+        """Samples per step, over all ranks."""
         return self.batch * self.ranks
 
 
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """Returns what the flags say."""
+    """Returns the workload that the flags describe."""
     return Workload(
         log=options.log,
         ranks=options.ranks,

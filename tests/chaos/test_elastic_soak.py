@@ -57,7 +57,7 @@ def test_a_long_run_under_a_schedule_of_faults_ends_as_if_there_had_been_none(
 
 
 def _strike(running: Cluster, schedule: random.Random, living: list[int]) -> list[int]:
-    """One fault; returns who is left or new."""
+    """Causes one fault. Returns the workers that are left, including new ones."""
     fault = schedule.choice(["kill", "kill", "kill two", "drain", "pause", "coordinator", "join"])
     newcomer = max(running.workers) + 1
     victim = schedule.choice(living)
@@ -83,8 +83,8 @@ def _strike(running: Cluster, schedule: random.Random, living: list[int]) -> lis
 
 
 def _await_state(running: Cluster, left: list[int]) -> None:
-    """Waits until one of the workers that are left has the run's state: when all that have it die,
-    the run is lost, and says so."""
+    """Waits until at least one remaining worker has the run's state. If all workers with the state
+    die, the run is lost, and fails with an error."""
     members = {running.members[index] for index in left}
 
     def one_has_it() -> bool:

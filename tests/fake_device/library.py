@@ -151,8 +151,9 @@ class FakeNCCL(PythonGroup):
                 self._mutex_held_for = None
 
     def _split(self, color: int) -> Communicator:
-        """Splits a part off this communicator when all its ranks do. Until then, it holds the lock
-        that an abort of this communicator needs."""
+        """Splits this communicator and returns this rank's part. Blocks until all ranks of the
+        communicator have called it; meanwhile holds the lock that an abort of the communicator
+        needs."""
         with self._mutex("a split"):
             found = self._machine.split(self._stream, color)
             self._await(lambda: found() is not None)

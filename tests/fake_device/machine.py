@@ -92,12 +92,13 @@ class Communicator:
         self.streams: dict[int, Stream] = {}
         self.ready = False
         self.refused: str | None = None
-        """Error of NCCL that prevents the communicator, if any."""
+        """NCCL error that prevents the communicator from connecting, if any."""
         self.colors: dict[int, dict[int, int]] = {}
         """Parts of each split: number of the split, then the part's number by rank."""
 
     def join(self, rank: int, device: int) -> Stream:
-        """Adds a rank. The communicator is ready some looks after the last one."""
+        """Adds a rank. The communicator becomes ready a few looks after the last rank has
+        joined."""
         machine = self._machine
         with machine.lock:
             stream = self.streams[rank] = Stream(self, rank, device)
@@ -223,8 +224,8 @@ class Machine:
             return self._communicators.setdefault(key, Communicator(self, size))
 
     def split(self, stream: Stream, color: int) -> Callable[[], Communicator | None]:
-        """Splits a rank's communicator, as all its ranks do. Returns a function that returns this
-        rank's part, or None until all ranks have split."""
+        """Splits a rank's communicator; all its ranks must do so. Returns a function that returns
+        this rank's part, or None until all ranks have split."""
         with self.lock:
             whole, number = stream.communicator, stream.splits
             stream.splits += 1

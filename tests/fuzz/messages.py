@@ -22,7 +22,7 @@ _LIMITS: Final = {
 
 
 class Messages:
-    """Generates messages. Equal states of `chance` give equal messages."""
+    """Generates messages. The same state of `chance` gives the same messages."""
 
     def __init__(
         self, chance: random.Random, words: Sequence[str], likely: Mapping[str, Any] | None = None

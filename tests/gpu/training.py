@@ -177,7 +177,7 @@ def _average(nets: Sequence[nn.Module]) -> None:
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    """Returns a digest that is equal if and only if all bits are."""
+    """Returns a digest that is the same if and only if all bits are."""
     return hashlib.sha256(
         b"".join(value.contiguous().numpy().tobytes() for value in state.values())
     ).hexdigest()

@@ -24,6 +24,6 @@ class Agenda:
         heapq.heappush(self._actions, (time.monotonic() + delay_s, next(self._numbers), action))
 
     def do_what_is_due(self) -> None:
-        """Runs the actions that are due, including those that become due meanwhile."""
+        """Runs the actions that are due, including those that become due while it runs."""
         while self._actions and self._actions[0][0] <= time.monotonic():
             heapq.heappop(self._actions)[2]()

@@ -2,7 +2,8 @@
 (checking.py).
 
 Its processes are a `Cluster`, and their faults come from `Faults`. This module decides how long the
-faults last, checks that training makes progress meanwhile, and brings the job to a regular end.
+faults last, checks that training makes progress in the meantime, and brings the job to a regular
+end.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Campaign:
         self._snapshots = 0
 
     def run(self) -> Verdict:
-        """Runs the campaign and returns its verdict. All processes that it started are gone when it
-        returns."""
+        """Runs the campaign and returns its verdict. All processes that it has started have exited
+        when it returns."""
         begun = time.monotonic()
         with self._cluster, self._faults, self._snapshots_being_asked_for():
             self._strike_until_enough()

@@ -349,7 +349,7 @@ def samples_count_once(history: History, records: Path, batch_size: int) -> Iter
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The configuration against which a history is judged."""
+    """The configuration that a history is checked against."""
 
     records: Path
     snapshots: Sequence[Path]

@@ -59,7 +59,7 @@ use it."""
 
 
 class Cluster:
-    """All processes run within the block and are gone after it. Files on disk stay."""
+    """The processes of the job. They run only within the block; files on disk remain."""
 
     def __init__(self, zygote: Zygote, directory: Path, mode: Mode, *, seed: int) -> None:
         """`seed`: seed of the workers' samples and steps."""
@@ -262,8 +262,8 @@ class Cluster:
         return False
 
     def ask_for_a_snapshot(self, chance: random.Random) -> bool:
-        """Asks a server for a snapshot. Returns False if the server is away or went away
-        meanwhile."""
+        """Asks a server for a snapshot. Returns False if the server is unavailable, or becomes
+        unavailable during the request."""
         settings = ChannelSettings(
             address=f"127.0.0.1:{chance.choice(self._ports).port}", attempts=1
         )
@@ -302,8 +302,8 @@ class Cluster:
 
     def held_at_the_end(self, server_id: str, owned: frozenset[int]) -> Path:
         """Returns a snapshot of the partitions that a stopped server has on disk. A server with a
-        synchronized backup writes no snapshot of its own. A server that ends may still have
-        partitions that another one has taken."""
+        synchronized backup does not write a snapshot of its own. A server that exits may still have
+        partitions that another server has taken."""
         path = self._directory / f"{server_id}-at-the-end.safetensors"
         with DataDirectory(self._directory / server_id) as directory:
             recovered = directory.recover(job_id=self._job_id, server_id=server_id)

@@ -71,7 +71,7 @@ class Faults:
 
     @property
     def are_to_come(self) -> bool:
-        """True while a process must still be restarted or resumed."""
+        """True while a process still has to be restarted or resumed."""
         return bool(self._agenda)
 
     def end(self) -> None:

@@ -188,7 +188,7 @@ class History:
         )
 
     def may_be_old(self, seen: Seen) -> bool:
-        """Returns whether the server that sent this may have been replaced without knowing it."""
+        """Returns whether the server that sent this may have been replaced without noticing it."""
         heard = [line for line in self.placed.get(seen.server, ()) if line["t"] < seen.begun]
         if not heard or heard[-1]["follows"]:
             return False

@@ -102,10 +102,11 @@ from tests.history import training
 from tests.history.lines import digest, rows_digest
 
 DIRECTORY = "SHOAL_TEST_HISTORY"
-"""The variable that names the directory."""
+"""Environment variable that names the directory."""
 
 REACHED_AT = "SHOAL_TEST_REACHED_AT"
-"""The variable with the address at which workers reach a server: that of a relay in front of it."""
+"""Environment variable with the address at which workers reach a server: the address of a relay in
+front of the server."""
 
 
 class Recorder:
@@ -293,7 +294,7 @@ def _pulled(header: pb.PullHeader, buffer: memoryview | None, ids: str) -> dict[
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Runs a worker that is recorded."""
+    """Runs a worker whose calls are recorded."""
     recorder = Recorder(Path(os.environ[DIRECTORY]), os.environ["SHOAL_MEMBER_ID"])
     shoal_worker.parameter_servers.job.ParameterServerClient = recording_client(recorder)
     return training.main(arguments)
@@ -513,7 +514,7 @@ def recording_server(recorder: Recorder) -> type[ParameterServer]:
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """Runs a server that is recorded."""
+    """Runs a server whose changes are recorded."""
     server_id = arguments[arguments.index("--server-id") + 1]
     recorder = Recorder(Path(os.environ[DIRECTORY]), server_id)
     reached_at = os.environ[REACHED_AT]

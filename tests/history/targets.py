@@ -61,7 +61,7 @@ class Target:
     """Fault that ends the process."""
     stopped: bool = False
     leaves: bool = False
-    """True if it is being drained; it is not restarted after it has ended well."""
+    """True if it is being drained; it is not restarted after it has exited successfully."""
 
     @property
     def undisturbed(self) -> bool:

@@ -43,8 +43,8 @@ class Right:
     three others. Rows are evicted by number and by age."""
 
     def __init__(self, *, times: Mapping[int, int] | None = None, iterations: int = 12) -> None:
-        """`times`: version -> how often the push that produces it is applied to the rows; default:
-        once."""
+        """`times`: version -> number of times that the push for this version is applied to the
+        rows; default: once."""
         self._times = times or {}
         self.now = 0
         self.calls = 0

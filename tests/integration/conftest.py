@@ -77,7 +77,7 @@ class Command:
             pytest.fail(f"the command did not end; it said: {self.stdout}\n{self.stderr}")
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        """Waits for `condition`; fails if the command ends meanwhile."""
+        """Waits for `condition`; fails if the command exits first."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
             ended = self.process.poll() is not None
@@ -107,7 +107,7 @@ class Command:
         return [process for process in self._known if _runs(process) and not _is_helper(process)]
 
     def wait_until_gone(self) -> None:
-        """Waits until no process of this command runs any more."""
+        """Waits until no process of this command is running any more."""
         deadline = time.monotonic() + _DEADLINE_S
         while family := self.family():
             assert time.monotonic() < deadline, (
@@ -128,8 +128,8 @@ class Command:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Returns whether a process is not ending already. A killed process loses its memory first, and
-    with it its command line."""
+    """Returns whether a process is running and not already exiting. A killed process loses its
+    memory first, and with it its command line."""
     try:
         return (
             process.is_running()
@@ -230,8 +230,8 @@ def _zygote_for(request: pytest.FixtureRequest) -> Zygote | None:
 
 @pytest.fixture
 def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Shell]:
-    """The command `shoal`; all processes that it started are gone when the test ends. Tests marked
-    `fresh` start fresh interpreters."""
+    """The command `shoal`; all processes that it has started have exited when the test ends. Tests
+    marked `fresh` start fresh interpreters."""
     shell = Shell(tmp_path, _zygote_for(request))
     yield shell
     shell.close()

@@ -214,9 +214,9 @@ class Network:
         return launchers
 
     def run_alone(self) -> Process:
-        """Starts the script as a single process, without a network or faults. Its result is what
-        the other ranks are compared with. `finish` starts it unless a test has already done so, for
-        example to use the time while a fault lasts."""
+        """Starts the script as a single process, without a network or faults. The results of the
+        other ranks are compared with its result. `finish` starts it unless a test has already done
+        so, for example to use the time while a fault lasts."""
         alone = self.directory / "alone"
         alone.mkdir()
         environment = {**self._environment, "OUTPUT": str(alone)}
@@ -481,7 +481,7 @@ class Network:
         ]
 
     def check_all_stayed(self) -> None:
-        """Checks that no worker was restarted, and that the first generation was the only one."""
+        """Checks that no worker was restarted, and that there was only one generation."""
         assert len(self.workers()) == len(self.hosts), f"workers were restarted\n{self.told()}"
         assert {
             generation for generations in self.committed().values() for generation in generations

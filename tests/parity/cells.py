@@ -40,7 +40,7 @@ class Row:
     """True if it is trained by train_step on whole batches, which it splits into micro-batches
     itself."""
     divided: bool = False
-    """True if ranks have parts of one replica and sum in an order of their own."""
+    """True if each rank has a part of a replica, so that sums are in a different order."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ class Rank:
         os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kills the process, whatever it is doing."""
+        """Kills the process, no matter what it is doing."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._reader.join()

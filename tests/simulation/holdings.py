@@ -101,7 +101,7 @@ class Holdings:
         self._seen: dict[int, set[str]] = {}
 
     def look(self, process: Process) -> None:
-        """Records the generation of `process`. Called at each of its points."""
+        """Records the generation of `process`. Called at each of the process's points."""
         formation = process.session._formation if process.session is not None else None
         group = formation.group if formation is not None else None
         if formation is None or group is None or formation._learners:

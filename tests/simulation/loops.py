@@ -65,7 +65,7 @@ class Samples(Dataset[Any]):
 
 
 class _InOrder(Sampler[int]):
-    """A user's sampler: all ranks deliberately train on the same batches."""
+    """A user's sampler with which all ranks deliberately train on the same batches."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -315,8 +315,8 @@ class Training:
         self.process.diary.answers.append((current_session().steps, sums["loss"]))
 
     def _end(self) -> None:
-        """Evaluates, saves and records the final state. A rank that breaks off with the whole model
-        does nothing together with the others."""
+        """Evaluates, saves and records the final state. A rank that leaves its loop early with the
+        full model takes part in no further operations with the others."""
         if self.scenario.loop == "break" and self.scenario.strategy in _WHOLE:
             state = self.net.state_dict()
         else:

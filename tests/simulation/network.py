@@ -53,7 +53,7 @@ class Network:
         self._held_back.append(deliver)
 
     def between(self, one: Process, other: Process, deliver: Callable[[], None]) -> None:
-        """Delivers at once, or once the two processes reach each other again."""
+        """Delivers immediately, or once the two processes reach each other again."""
         if self.reaches(one.name, other.name):
             deliver()
         else:

@@ -1,4 +1,4 @@
-"""Conditions that hold at the end of every run, whatever faults occurred.
+"""Conditions that must be true at the end of every run, no matter which faults occurred.
 
 Two terms: a *finisher* reached the end of its script; a *survivor* is a finisher that was present
 from the beginning.

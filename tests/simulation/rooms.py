@@ -341,7 +341,7 @@ class CollectiveWork(Work):
             side.backend.abort(f"timed out after {limit:g} s {what}")
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, immediately."""
         return self.done or self.side.ended is not None
 
     def is_success(self) -> bool:

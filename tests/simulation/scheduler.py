@@ -114,8 +114,8 @@ class Scheduler:
         self.wait(_never, seconds, f"for {seconds:g} s")
 
     def pause(self, seconds: float) -> None:
-        """Blocks for `seconds` of virtual time as if the script computed: this is no point of the
-        process."""
+        """Blocks for `seconds` of virtual time as if the script were computing; this is not a point
+        of the process."""
         actor = current_actor()
         assert actor is not None
         main, actor.main = actor.main, False
@@ -129,7 +129,7 @@ class Scheduler:
         heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), callback))
 
     def spawn(self, host: Host, name: str, run: Callable[[], Any], *, main: bool = False) -> Actor:
-        """Starts a thread of `host`. It gets its first turn later."""
+        """Starts a thread of `host`, which gets its first turn later."""
         actor = Actor(self, host, name, main=main)
         self._waiting.append(actor)
         threading.Thread(
@@ -155,7 +155,7 @@ class Scheduler:
                 raise RuntimeError(f"thread {actor.name!r} of {actor.host.name!r} does not end")
 
     def finish(self, why: str) -> None:
-        """The run is over: no more turns."""
+        """Ends the run: no thread gets another turn."""
         if self.over is None:
             self.over = why
             self.stuck = [

@@ -95,7 +95,7 @@ class SimulatedThreading:
     Thread = SimulatedThread
 
     class Lock:
-        """A lock without effect, since it is never contended."""
+        """A lock without effect, because it is never contended."""
 
         def __enter__(self) -> None:
             pass
@@ -105,7 +105,7 @@ class SimulatedThreading:
 
 
 class InlineExecutor:
-    """An executor that runs submitted work at once."""
+    """An executor that runs submitted work immediately."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass

@@ -1,1 +1,2 @@
-"""Training loops of T17: the same task by each system. Each notes in a ledger what it trained."""
+"""Training loops of T17: the same task under each system. Each loop records in a ledger which
+samples it trained."""

@@ -22,7 +22,7 @@ from benchmarks.workers.steplog import Tails
 
 
 class Ledger:
-    """Writes this process's file. Used from the training thread alone."""
+    """Writes this process's file. Used only from the training thread."""
 
     def __init__(self, directory: Path) -> None:
         self._file = os.open(
@@ -44,15 +44,15 @@ class Ledger:
         )
 
     def committed(self) -> None:
-        """Notes that the step that was tried last has changed this process's parameters."""
+        """Records that the step that was tried last has changed this process's parameters."""
         self._write("committed")
 
     def saved(self, seconds: float) -> None:
-        """Notes how long a checkpoint held up this process."""
+        """Records how long a checkpoint delayed this process."""
         self._write("saved", seconds=seconds)
 
     def finished(self, *, digest: str) -> None:
-        """Notes the digest of the final parameters."""
+        """Records the digest of the final parameters."""
         self._write("finished", digest=digest)
 
     def _write(self, kind: str, **fields: Any) -> None:
@@ -69,7 +69,7 @@ class Attempt:
     step: int
     samples: list[int]
     committed_ns: int | None = None
-    """None: this process noted no commit."""
+    """Time of the commit; None: this process recorded no commit."""
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,7 @@ class Entries:
     """Digest of the final parameters; empty until the process has finished."""
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Takes in one line."""
+        """Adds one line."""
         match entry["kind"]:
             case "started":
                 self.started_ns = entry["time_ns"]
@@ -121,7 +121,7 @@ class Ledgers:
         """Ledgers by the pids of their processes."""
 
     def read(self) -> None:
-        """Takes in what was written since the last call."""
+        """Reads what was written since the last call."""
         for pid, lines in self._tails.read():
             entries = self.of.setdefault(pid, Entries())
             for line in lines:

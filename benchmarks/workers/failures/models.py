@@ -43,24 +43,24 @@ class Images(nn.Module):
 
 
 def network(task: Task) -> nn.Module:
-    """Equal in all processes."""
+    """Returns the same network in all processes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return blocks.Decoder(GPT_WIDTH) if task.model == "gpt" else Images()
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, whose moments are state that a recovery must keep."""
+    """Returns AdamW, whose moments are state that a recovery must keep."""
     return torch.optim.AdamW(net.parameters(), lr=1e-4)
 
 
 def loss_of(task: Task) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The mean over the samples of a batch."""
+    """Returns the mean loss over the samples of a batch."""
     return blocks.loss_fn if task.model == "gpt" else F.cross_entropy
 
 
 def dataset(task: Task) -> TensorDataset:
-    """Random samples, equal in all processes: each one's index, input and target."""
+    """Returns random samples, the same in all processes: each with its index, input and target."""
     generator = torch.Generator().manual_seed(1)
     indices = torch.arange(task.samples)
     if task.model == "gpt":
@@ -73,13 +73,13 @@ def dataset(task: Task) -> TensorDataset:
 
 
 def order(task: Task) -> torch.Tensor:
-    """The order in which loops without a loader of their own take the samples: step i takes the
-    i-th global batch of it."""
+    """Returns the order of the samples for loops without their own loader: step i takes the i-th
+    global batch of it."""
     return torch.randperm(task.samples, generator=torch.Generator().manual_seed(2))
 
 
 def digest_of(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of all parameters, by name."""
+    """Returns the SHA-256 of all parameters, by name."""
     sha = hashlib.sha256()
     for name in sorted(state):
         sha.update(state[name].detach().contiguous().numpy().tobytes())

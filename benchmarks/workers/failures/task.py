@@ -12,7 +12,7 @@ from typing import Final
 
 MODELS: Final = ("gpt", "cnn")
 ABSENT: Final = "absent"
-"""File of the ledgers' directory: while it exists, a worker that starts does not join."""
+"""Name of a file in the ledgers' directory. While it exists, a worker that starts does not join."""
 LEDGER_SUFFIX: Final = ".ledger"
 _POLL_S: Final = 0.01
 _PATIENCE_S: Final = 120
@@ -21,7 +21,8 @@ _PATIENCE_S: Final = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One run: so many steps over as many samples as they have, each of which is due once."""
+    """One run of this number of steps, over exactly the samples that these need; each sample should
+    be trained once."""
 
     ledgers: Path
     """Directory of the ledgers."""
@@ -30,7 +31,7 @@ class Task:
     ranks: int
     """Workers at full strength."""
     batch: int
-    """Samples per rank and step at full strength."""
+    """Samples per rank per step at full strength."""
     steps: int
 
     def arguments(self) -> list[str]:
@@ -54,13 +55,13 @@ class Task:
         return self.global_batch * self.steps
 
     def wait_for_place(self) -> None:
-        """Blocks while this worker's place is absent: a replacement is started at once and waits
-        here, its imports done."""
+        """Blocks while this worker's place is absent. A replacement starts immediately, and waits
+        here after its imports."""
         _wait(lambda: not (self.ledgers / ABSENT).exists(), "the end of the absence")
 
     def wait_for_all(self) -> None:
-        """Blocks until as many workers have begun a ledger as there are at full strength: systems
-        without a launcher of their own would otherwise begin with fewer."""
+        """Blocks until as many workers have started a ledger as there are at full strength; without
+        it, systems without a launcher would start with fewer."""
         _wait(
             lambda: len(list(self.ledgers.glob(f"*{LEDGER_SUFFIX}"))) >= self.ranks,
             f"{self.ranks} workers to begin",
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def task_of(options: argparse.Namespace) -> Task:
-    """Returns what the flags say."""
+    """Returns the task that the flags describe."""
     return Task(
         ledgers=options.ledgers,
         model=options.model,

@@ -28,10 +28,11 @@ from benchmarks.workers.failures.task import Task, parser, task_of
 
 _DIST: Final[Any] = dist
 _TIMEOUT: Final = timedelta(seconds=2)
-"""Timeout of collectives. A survivor waits this long for another one that has given up."""
+"""Timeout of collectives. A survivor waits this long for another survivor that has given up."""
 _PATIENCE_S: Final = 60
 _NEWS_S: Final = 1.0
-"""Time that an error waits for a newer membership, before this one counts as failed."""
+"""Time that a failed rank waits for a newer membership before it reports that the current one has
+failed."""
 _POLL_S: Final = 0.002
 
 
@@ -47,8 +48,8 @@ class Outdated(Exception):
 
 
 def keep(task: Task) -> None:
-    """Hosts the store of the group, and writes a membership whenever the live processes that ask to
-    be members change; for ever."""
+    """Hosts the store of the group, and writes a membership whenever the set of live processes that
+    request membership changes. Runs forever."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     partial = task.ledgers / "store.partial"
     partial.write_text(str(store.port))
@@ -80,7 +81,8 @@ def _file(task: Task) -> Path:
 
 
 def _failed_file(task: Task, number: int) -> Path:
-    """File that asks for a new membership of the same processes, if they could not form a group."""
+    """Returns the file that requests a new membership of the same processes, if they could not form
+    a group."""
     return task.ledgers / f"{number}.failed"
 
 
@@ -124,7 +126,7 @@ class Group:
         return self._members.pids.index(os.getpid())
 
     def newest(self) -> Members:
-        """Returns the newest membership; an old one if there is none yet."""
+        """Returns the newest membership, or an old one if there is no newer one yet."""
         try:
             return Members(*json.loads(_file(self._task).read_text()))
         except FileNotFoundError:
@@ -213,7 +215,7 @@ class Training:
             self.step = ahead
 
     def take_step(self) -> bool:
-        """Takes a step, and returns whether a rank knows of a newer membership."""
+        """Takes a step, and returns whether any rank has seen a newer membership."""
         group = self._group
         share = self._batches[self.step].tensor_split(group.size)[group.rank]
         indices, inputs, targets = self._dataset[share]

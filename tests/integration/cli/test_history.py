@@ -46,7 +46,7 @@ EPOCHS, STEPS = 200, 10  # of an epoch
 @pytest.fixture(scope="module")
 def ended(shared_shell: Shell) -> Shell:
     """Two runs that have ended: `good`, in which a worker was killed, and `bad`, whose script
-    raised."""
+    raised an exception."""
     script = shared_shell.script(SCRIPT)
     flags = ("run", "--standalone", "--nproc-per-node", "2", "--rdzv-id")
     command = shared_shell.start(*flags, "good", script, str(EPOCHS))

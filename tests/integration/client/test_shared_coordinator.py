@@ -1,5 +1,5 @@
-"""`shoal.Client` with a coordinator that several launchers share and that requires tokens, also for
-jobs that other clients started."""
+"""`shoal.Client` with a coordinator that several launchers share and that requires tokens,
+including jobs that other clients started."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class RunningPod:
         return self._output.read_text()
 
     def is_ready(self) -> bool:
-        """Runs the readiness probe in the pod's network and returns its result."""
+        """Runs the readiness probe in the pod's network. Returns whether it succeeded."""
         probe = self.pod.container["readinessProbe"]["httpGet"]
         (port,) = (
             port["containerPort"]
@@ -122,7 +122,7 @@ class RunningPod:
         process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kills the pod as the loss of its machine does."""
+        """Kills the pod as if its machine had been lost."""
         self.process.kill()
         self.process.wait(_PATIENCE_S)
 

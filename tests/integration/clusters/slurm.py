@@ -211,7 +211,7 @@ class Slurm:
         )
 
     def kill_node(self, node: str) -> None:
-        """Kills a machine at once, with all of its processes."""
+        """Kills a machine instantly, with all of its processes."""
         self._running[node].kill()
         self._running[node].wait(_PATIENCE_S)
 
@@ -298,7 +298,7 @@ class Job:
         self._slurm.ask("scontrol", "update", f"jobid={self.number}", "starttime=now+3")
 
     def cancel(self) -> None:
-        """Ends the job at once; has no effect if it has ended."""
+        """Ends the job immediately; has no effect if it has already ended."""
         self._slurm.ask("scancel", "--full", "--signal=KILL", self.number)
         self._slurm.ask("scancel", self.number)
         eventually(

@@ -53,8 +53,8 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def counted(self, expected: float, name: str, **labels: str) -> bool:
-        """Returns whether the metric reaches this value within 30 s. The server counts a call only
-        after the caller has its answer."""
+        """Returns whether the metric reaches this value within 30 s. The server may count a call
+        only after the caller has its answer."""
         deadline = time.monotonic() + 30
         while (
             self.registry.get_sample_value(name, {"grpc_service": COORDINATOR, **labels})

@@ -32,7 +32,7 @@ def test_its_exit_status_is_the_programs():
 
 def test_the_chosen_signal_comes_when_the_starting_thread_ends():
     """EmbeddedRedis works around this rule of the kernel; if the rule changes, the workaround can
-    go."""
+    be removed."""
     children: list[subprocess.Popen[str]] = []
     release = threading.Event()
 

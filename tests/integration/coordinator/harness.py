@@ -126,7 +126,7 @@ class Job:
 
     def form(self, *names: str, **more: Any) -> list[Member]:
         """Starts members and waits until all have received the first generation, which consists of
-        exactly these. The job must wait for all of them (create_job)."""
+        exactly these members. The job must wait for all of them (create_job)."""
         members = self.start(*names, **more)
         for member in members:
             generation = member.generation()
@@ -257,7 +257,7 @@ class Member:
             return value
 
     def told(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
-        """Waits for a directive of this kind that `accept` takes, and returns the newest one."""
+        """Waits for a directive of this kind that `accept` accepts, and returns the newest one."""
 
         def newest() -> Any:
             found = [

@@ -1,5 +1,5 @@
-"""The coordinator dies, is stopped, or is replaced by another one, or Redis is away. Training
-continues, and no generation number is used twice."""
+"""The coordinator dies, is stopped, or is replaced by another one, or Redis is unavailable.
+Training continues, and no generation number is used twice."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_nobody_is_told_that_its_run_is_over_by_a_coordinator_that_may_not_know_
 def test_launchers_go_on_with_a_run_that_an_older_release_began(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
-    """The start time of the run is unknown."""
+    """The coordinator has no start time for the run."""
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client, connect(own_redis.url) as redis:
         client.create_job(pb.JobSpec(job_id="j", min_workers=1, max_workers=2))

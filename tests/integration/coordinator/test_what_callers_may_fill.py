@@ -1,5 +1,5 @@
-"""Everything in a coordinator that callers can make grow is bounded, and a caller that reaches the
-bound gets an error with a remedy."""
+"""Everything in a coordinator that callers can enlarge has a limit, and a caller that reaches the
+limit gets an error with a remedy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The disk of one of two ranks is full: `shoal run` reports that rank as the first failure,
-whichever of the two ends first."""
+"""The disk of one of two ranks is full: `shoal run` reports that rank as the first failure, no
+matter which of the two exits first."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.zygote.children import Zygote
 SIDE_BY_SIDE = 4
 """Number of runs at a time. They wait rather than compute."""
 AT_LEAST = 0.95
-"""Share of scripts whose rank and cause must be right."""
+"""Fraction of scripts whose rank and cause must be right."""
 _STALL = re.compile(r"has stalled at step \d+: .*")
 _PATIENCE_S = 300.0
 _NEXT_LINE_S = 30.0
@@ -27,7 +27,8 @@ _NEXT_LINE_S = 30.0
 
 
 def fault_of(script: Script, shell: Shell) -> str:
-    """Runs a script. Returns an empty text if its diagnosis is right, otherwise what it was."""
+    """Runs a script. Returns an empty text if its diagnosis is right, otherwise the wrong
+    diagnosis."""
     command = shell.start(
         "run",
         "--standalone",
@@ -64,7 +65,7 @@ def _fault_in(script: Script, command: Command) -> str:
 
 
 def _is_right(script: Script, diagnosis: str) -> bool:
-    """Returns whether a diagnosis blames the script's rank alone, quotes its line and names the
+    """Returns whether a diagnosis blames only the script's rank, quotes its line and names the
     cause."""
     host = re.escape(socket.gethostname())
     _, _, blamed = diagnosis.partition(" for rank ")
@@ -77,7 +78,7 @@ def _is_right(script: Script, diagnosis: str) -> bool:
 
 
 QUICK = ("lock 0.0", "Python's lock 1.0", "data worker 0.0", "diverged 0.0")
-"""Scripts of different paths through the diagnosis, which run in every test run."""
+"""Scripts whose diagnoses are found in different ways; they run in every test run."""
 
 
 def test_the_scripts_are_fifty_and_those_of_every_run_are_among_them() -> None:

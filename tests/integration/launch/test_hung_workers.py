@@ -1,4 +1,4 @@
-"""A hung worker does not notice that it was evicted from the job, so its launcher ends it."""
+"""A hung worker does not notice that it was evicted from the job, so its launcher kills it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRAINING = """
 @pytest.mark.fresh
 @pytest.mark.timeout(180)
 def test_a_run_whose_worker_hangs_comes_to_its_end_without_it(shell: Shell) -> None:
-    """The worker's lease is 30 s, and it then has 20 s to end by itself."""
+    """The worker's lease is 30 s, and it then has 20 s to exit by itself."""
     command = shell.start(
         "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(TRAINING))
     )

@@ -1,4 +1,4 @@
-"""A worker whose metrics port is in use trains without metrics and says how to get them."""
+"""A worker whose metrics port is in use trains without metrics, and logs how to get them."""
 
 from __future__ import annotations
 

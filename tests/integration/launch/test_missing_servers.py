@@ -1,4 +1,5 @@
-"""An asynchronous job whose parameter servers never start says so, and stops at once when asked."""
+"""An asynchronous job whose parameter servers never start reports this, and stops immediately when
+asked."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ class Run:
         )
 
     def to_its_end(self, meanwhile: Callable[[], None]) -> int:
-        """Runs the agent and returns its exit status. Calls `meanwhile` on another thread, because
-        signals go to the main thread."""
+        """Runs the agent and returns its exit status. Calls `meanwhile` on another thread during
+        the run, because signals go to the main thread."""
         pump = OutputPump(lambda _stream, _data: None)
         other = threading.Thread(target=meanwhile)
         other.start()

@@ -98,8 +98,8 @@ def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(
 def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(
     shell: Shell, elastic_worker: Path
 ) -> None:
-    """The last one of --fail-fast and --no-fail-fast on the command line applies, for example if a
-    wrapper gives one and its caller the other."""
+    """The last of --fail-fast and --no-fail-fast on the command line applies, for example if a
+    wrapper passes one and its caller the other."""
     command = start(shell, elastic_worker, "--no-fail-fast", "--fail-fast")
     (shell.directory / "raise-1").touch()
     assert command.wait() == 1

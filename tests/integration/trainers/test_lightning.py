@@ -57,8 +57,8 @@ def test_a_killed_worker_and_its_replacement_change_nothing(
 ) -> None:
     """On all ranks, weights are equal bit for bit, and so are the losses and metrics of all epochs
     and the counts of callbacks. Other logged values are exact, with one exception, which is
-    reported: under ddp a worker may die after a step is committed and before the others have its
-    value."""
+    reported: under ddp, a worker may die after a step has been committed and before the others have
+    its value."""
     expected, model = alone("ddp" if strategy == "ddp" else "zero2")
     expected = json.loads(json.dumps(expected))
     assert (expected["steps"], expected["epochs"], len(expected["course"])) == (40, 8, 8)
@@ -121,7 +121,7 @@ def nearly(value: Any) -> Any:
 def test_evaluations_metrics_and_all_that_is_logged_are_those_of_lightnings_own_strategy(
     shell: Shell, evaluated_alone: dict[str, Any], strategy: str, mode: str
 ) -> None:
-    """All results equal those of one process without Shoal, also if a worker is killed in a
+    """All results equal those of one process without Shoal, even if a worker is killed in a
     training step or in the middle of a test."""
     directory = shell.directory / "run"
     command = shell.start(*IN_TWO, "--max-restarts", "0", EVALUATIONS, directory, strategy, mode)

@@ -1,5 +1,5 @@
 """examples/lora.py, and Shoal's Trainer with a peft model: the adapter equals that of one process
-under every strategy, also after a kill."""
+under every strategy, even after a kill."""
 
 from __future__ import annotations
 

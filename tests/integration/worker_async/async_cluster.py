@@ -87,7 +87,7 @@ class Server:
             client.snapshot(self._cluster.job_id)
 
     def try_snapshot(self) -> None:
-        """Requests a snapshot; ignores errors, because the server may die meanwhile."""
+        """Requests a snapshot; ignores errors, because the server may die during the request."""
         with suppress(ShoalError):
             self.snapshot()
 

@@ -339,8 +339,8 @@ def test_after_a_push_that_was_refused_in_part_no_later_one_is_taken_for_it(clus
 def test_gradients_are_clipped_by_their_norm_over_all_servers(
     session: Session, running: AsyncCluster, clip: str
 ) -> None:
-    """The norm equals that of a single process, also where parameter groups and dtypes are in
-    separate partitions."""
+    """The norm equals that of a single process, even if parameter groups and dtypes are in separate
+    partitions."""
 
     def make(net: nn.Module) -> torch.optim.Optimizer:
         groups = [

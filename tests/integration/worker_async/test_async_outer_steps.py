@@ -553,8 +553,8 @@ def test_workers_with_other_outer_optimizers_are_refused(
 
 
 def test_what_a_round_has_moved_is_not_overwritten_by_a_pull(session: Session) -> None:
-    """Meanwhile another loader of the script may reach the end of its epoch, where values are
-    pulled."""
+    """During the round, another loader of the script may reach the end of its epoch, where values
+    are pulled."""
     net = network(0)
     model, optimizer = distributed(net)
     backward(model)

@@ -26,7 +26,7 @@ BATCHES = SAMPLES // 8
 ROUNDS = -(-BATCHES // STEPS)
 """Number of rounds per epoch. The last round has fewer batches."""
 INNER = {"inner_steps": STEPS, "lease_ahead_s": 0}
-"""Each round is leased and acknowledged separately, so the test knows which rounds a dead worker
+"""Each round is leased and acknowledged separately, so the test can tell which rounds a dead worker
 has left undone."""
 TRAINING: dict[str, Any] = {
     "epochs": 2,

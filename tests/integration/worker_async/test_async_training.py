@@ -19,8 +19,8 @@ Make = Callable[..., AsyncCluster]
 BATCHES = SAMPLES // 8
 BSP = {"consistency": "bsp"}
 EACH_BY_ITSELF = {"lease_ahead_s": 0}
-"""Each batch is leased and acknowledged before the next one begins, so the test knows which batches
-a dead worker has left undone."""
+"""Each batch is leased and acknowledged before the next one begins, so the test can tell which
+batches a dead worker has left undone."""
 
 
 def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(cluster: Make) -> None:
@@ -149,8 +149,8 @@ def in_common(left: list[int], right: list[int]) -> tuple[list[int], list[int]]:
 def test_with_bsp_all_workers_compute_an_iteration_on_the_same_values_also_a_joiner(
     cluster: Make,
 ) -> None:
-    """There are two servers, workers of different speed, and more than one epoch. Under asp the
-    workers would share only the first values."""
+    """There are two servers, workers of different speeds, and more than one epoch. Under asp, the
+    workers would have only the first values in common."""
     running = cluster(together=1)
     slow = running.start_worker(epochs=3, options=BSP, hold_at=[4], delay_s=0.01)
     slow.wait_step(4)

@@ -1,5 +1,5 @@
-"""A process whose script fails keeps the exit status of that failure, whatever Gloo is doing at
-that time."""
+"""A process whose script fails keeps the exit status of that failure, regardless of what Gloo is
+doing at that time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The outcome of a step is the same on all ranks, whatever the shape of the user's loop. The
-scripts of all survivors see the same outcomes, and state that they advance by them stays equal.
+"""The outcome of a step is the same on all ranks, regardless of the shape of the user's loop. The
+scripts of all survivors see the same outcomes, and state that they advance accordingly stays equal.
 Each run ends bit for bit like a run of one worker without a fault, and every sample counts exactly
 once."""
 

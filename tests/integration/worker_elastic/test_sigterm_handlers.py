@@ -1,4 +1,4 @@
-"""SIGTERM asks a worker to leave, whatever handler its script has set."""
+"""SIGTERM asks a worker to leave, no matter which handler its script has set."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""TensorBoard's event files contain a run as one series with each step once, whichever rank wrote
-it and however often the run was interrupted. OpenTelemetry has the spans of every rank."""
+"""TensorBoard's event files contain a run as one series with each step once, no matter which rank
+wrote it and how often the run was interrupted. OpenTelemetry has the spans of every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow contains a run as one MLflow run, whichever rank writes it and however often it is
+"""MLflow contains a run as one MLflow run, no matter which rank writes it and how often it is
 interrupted."""
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def once(found: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns points without a repetition of the one that a rank was writing when it was killed: a
-    store of files, other than a server, may contain that point although it lacks the tag with the
-    newest step."""
+    """Returns points without a repetition of the point that a rank was writing when it was killed:
+    unlike a server, a file store may contain that point without the tag with the newest step."""
     kept = [*dict.fromkeys(found)]
     assert len(found) <= len(kept) + 1
     return kept

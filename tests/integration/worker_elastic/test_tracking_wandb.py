@@ -1,5 +1,5 @@
-"""W&B contains a run as one W&B run with each step once, whichever rank writes it and however often
-it is interrupted."""
+"""W&B contains a run as one W&B run with each step once, no matter which rank writes it and how
+often it is interrupted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""init_method="redis://...": plain scripts meet through Redis, and job names can be reused whatever
-an earlier run has left there."""
+"""init_method="redis://...": plain scripts meet through Redis, and job names can be reused, no
+matter what an earlier run has left there."""
 
 from __future__ import annotations
 

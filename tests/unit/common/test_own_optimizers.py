@@ -91,7 +91,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 2, 2), ()], ids=str)
 def test_lamb_is_what_its_paper_says(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """LAMB computes what its paper says, also for a group without weight decay and under a
+    """LAMB computes what its paper says, even for a group without weight decay and under a
     schedule."""
     decayed, free = (torch.nn.Parameter(noise(*shape, seed=seed, dtype=dtype)) for seed in (1, 2))
     optimizer = LAMB(
@@ -167,7 +167,7 @@ def test_row_wise_adagrad_of_a_vector_is_adagrad() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_delayed_nesterov_is_what_its_paper_says(dtype: torch.dtype) -> None:
-    """DelayedNesterov computes algorithm 3 of Liu et al., 2024, with c = 0, also under a
+    """DelayedNesterov computes algorithm 3 of Liu et al., 2024, with c = 0, even under a
     schedule."""
     parameter = torch.nn.Parameter(noise(5, dtype=dtype))
     optimizer = DelayedNesterov([parameter], 0.1, 0.8, every=3)

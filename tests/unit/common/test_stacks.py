@@ -1,4 +1,4 @@
-"""The Python stacks of another process are read while it hangs, whatever it hangs in."""
+"""The Python stacks of another process are read while it hangs, no matter what it hangs in."""
 
 from __future__ import annotations
 

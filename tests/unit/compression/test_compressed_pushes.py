@@ -114,7 +114,7 @@ def test_what_has_no_gradient_in_a_step_keeps_what_it_is_owed(name):
 
 def test_powersgd_pushes_go_on_from_the_last_factors_also_of_pieces_that_were_absent():
     """Without error feedback, pushes of a constant gradient approach the best approximation of
-    their rank, also for a piece that is absent in some steps."""
+    their rank, even for a piece that is absent in some steps."""
     compressor = PowerSGDCompressor(rank=2, error_feedback=False)
     worker, shapes = CompressedPushes(compressor, stream=1), {0: (40, 60), 1: (50, 40)}
     whole = torch.randn(4400, generator=torch.Generator().manual_seed(3))

@@ -208,8 +208,8 @@ def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
 def test_residuals_of_several_models_follow_the_scaler_of_their_own(
     strategy: str, both: bool
 ) -> None:
-    """Each of several models may have a scaler of its own without a change of the result, because
-    scales are powers of two."""
+    """Each of several models may have its own scaler without a change of the result, because scales
+    are powers of two."""
 
     def scaled(growth: int) -> Flat:
         torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""A member that hangs while its heartbeats continue is evicted, whatever the progress counts of the
-others are, and no other member is."""
+"""A member that hangs while its heartbeats continue is evicted, no matter what the progress counts
+of the others are, and no other member is evicted."""
 
 from __future__ import annotations
 

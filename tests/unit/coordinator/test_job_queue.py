@@ -24,7 +24,7 @@ DRAIN = DrainRequested(member_id=None, rank=0, reason="drained")
 
 
 def stuck_loop() -> JobLoop:
-    """Returns a loop that does not run, like one that waits for Redis."""
+    """Returns a loop that does not run, like one that is waiting for Redis."""
     return JobLoop(
         Stored(
             state=job_created(JobSpec(job_id="j", min_workers=1, max_workers=2), RunId()),

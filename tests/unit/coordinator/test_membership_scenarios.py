@@ -175,7 +175,7 @@ class Story:
         self.out.append(", ".join([*past, newest]))
 
     def lost_by_redis(self) -> None:
-        """Simulates that Redis has lost the job and that it is created again now."""
+        """Simulates that Redis has lost the job, and that the job is created again now."""
         self.state = job_created(self.state.spec, RunId(number=1, began_unix_ms=self.ms))
         self.pulses = {}
 
@@ -263,7 +263,7 @@ class Story:
         self.happen(MemberReady(member_id=member))
 
     def start(self, *members: str, host: str = "h1") -> None:
-        """Makes members join and report ready at once."""
+        """Makes members join and report ready immediately."""
         for member in members:
             self.join(member, host=host)
             self.ready(member)

@@ -82,7 +82,7 @@ class Process:
     asked: Move | None = None
     """The move that it is executing; the move's partitions are frozen."""
     heard: int = 0
-    """Number of the last move that it knows to be settled."""
+    """Number of the last move that it has been told is settled."""
     handed_to: str = ""
     """The process that has taken the partitions."""
     given_up: int = 0

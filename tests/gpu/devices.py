@@ -1,7 +1,7 @@
-"""The device of a test in this folder: the host, for a rehearsal in every run of the tests, or CUDA
-devices (make test-gpu).
+"""The device of a test in this folder: the host, in every run of the tests, or CUDA devices (make
+test-gpu).
 
-Rehearsals run the same programs, which only differ in `shoal.device()`. They are skipped on a
+On the host, the same programs run; only `shoal.device()` differs. These cases are skipped on a
 machine with a GPU, unless the devices are hidden (`CUDA_VISIBLE_DEVICES=`).
 """
 

@@ -1,6 +1,9 @@
 """Gloo on tensors of a device: results of collectives and messages, the order of the device's
-computations around them, and a new group after an abort. In a rehearsal, the device is the host,
-and its tensors are treated as ones that Gloo cannot send directly."""
+computations around them, and a new group after an abort.
+
+Without a GPU, the device is the host, and its tensors are treated as ones that Gloo cannot send
+directly.
+"""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Zygote:
         output: Path,
         error: Path,
     ) -> ForkedProcess:
-        """Forks a process of `python -m PROGRAM ARGUMENTS`. `environment` is its whole
+        """Forks a process of `python -m PROGRAM ARGUMENTS`. `environment` is its complete
         environment."""
         how = {
             "command": list(command),

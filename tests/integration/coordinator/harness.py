@@ -380,11 +380,11 @@ def create_job(
     largest: int = 4,
     **more: Any,
 ) -> Job:
-    """Creates a job. `together`: the first generation waits for this number of members, however
-    slowly they arrive, and the job has no place for more.
+    """Creates a job. `together`: the first generation waits for this number of members, no matter
+    how slowly they arrive, and the job accepts no more.
 
-    A test's members send heartbeats only when the test tells them to. Their lease is therefore
-    longer than any test, unless the test is about leases.
+    A test's members send heartbeats only when the test says so. Their lease is therefore longer
+    than any test, unless the test is about leases.
     """
     job_id = f"job-{uuid.uuid4().hex[:8]}"
     settings = {

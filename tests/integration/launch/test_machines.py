@@ -1,7 +1,8 @@
-"""Machines that are taken away, fail a health check, or have workers that die again and again.
+"""Machines that are taken away, fail a health check, or have workers that die repeatedly.
 
-Launchers share a coordinator; SHOAL_HOST makes each of them a machine of its own. The workers do
-not use torch."""
+Launchers share a coordinator; SHOAL_HOST makes each of them a separate machine. The workers do not
+use torch.
+"""
 
 from __future__ import annotations
 

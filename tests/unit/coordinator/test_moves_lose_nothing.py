@@ -222,13 +222,13 @@ class Moving(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def lose(self, name: str) -> None:
-        """Makes the coordinator notice that a process is gone."""
+        """Makes the coordinator notice that a process no longer exists."""
         if name not in self.processes:
             self.happen(ServerLost(server_id=name, ending=Ending.STREAM_BROKEN))
 
     @rule(name=st.sampled_from(NAMES))
     def cut(self, name: str) -> None:
-        """Breaks the stream of a living process, which loses the messages in it."""
+        """Breaks the stream of a living process; the messages in it are lost."""
         if name in self.processes:
             self.processes[name].inbox = None
             self.happen(ServerLost(server_id=name, ending=Ending.STREAM_BROKEN))

@@ -37,7 +37,7 @@ from shoal.launcher.workers.settings import RunSettings
 from shoal_common.errors import ConfigurationError, UnknownResourceError
 
 _GONE = 2**22 + 1
-"""Larger than any process id."""
+"""Process id that no process has, because it is too large."""
 END = RunEnd(
     ended_unix_s=1090.0,
     exit_status=0,
@@ -73,7 +73,7 @@ SETTINGS = RunSettings(
 def kept(
     directory: Path, job_id: str, number: int, *, end: RunEnd | None = END, lives: bool = False
 ) -> RecordedRun:
-    """Writes a run to disk and returns it. `lives`: True if its process is this one."""
+    """Writes a run to disk and returns it. `lives`: True if the run's process is this one."""
     own = directory / job_id / str(number)
     own.mkdir(parents=True)
     pid = os.getpid() if lives else _GONE

@@ -15,7 +15,7 @@ from shoal.launcher.run.submissions import (
 from shoal_common.errors import ConfigurationError, UnknownResourceError
 
 _GONE = 2**22 + 1
-"""Larger than any process id."""
+"""Process id that no process has, because it is too large."""
 
 
 def record(directory: Path, job_id: str, run: int, *, pid: int = _GONE) -> Path:

@@ -46,7 +46,7 @@ def bubble(
 
 def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[float]:
     """Returns when each rank is done. Every rank runs its computations in order, each as soon as
-    its inputs are there."""
+    its inputs are available."""
     done: dict[Action, float] = {}
     waiting = [
         [action for action in actions if action.kind in costs] for actions in schedule.actions
@@ -68,7 +68,7 @@ def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[fl
 
 
 def _ready_at(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
-    """Returns when the action's inputs from other ranks are there, or None if this is not known
+    """Returns when the action's inputs from other ranks are available, or None if this is not known
     yet."""
     if action.kind is Kind.FORWARD:
         return (

@@ -32,8 +32,8 @@ def _made(name: str, ranks: int = RANKS, micro_batches: int = MICRO_BATCHES) -> 
 
 
 def test_one_forward_one_backward_holds_as_many_micro_batches_as_stages_follow() -> None:
-    """1F1B keeps as many micro-batches in flight as there are stages from the rank's on (Narayanan
-    et al., PipeDream-2BW 2021, section 3.2). GPipe keeps all."""
+    """1F1B keeps as many micro-batches in flight as there are stages from the rank's stage to the
+    last one (Narayanan et al., PipeDream-2BW 2021, section 3.2). GPipe keeps all of them."""
     assert [in_flight(_made("1f1b"), rank) for rank in range(RANKS)] == [4, 3, 2, 1]
     assert [in_flight(_made("gpipe"), rank) for rank in range(RANKS)] == [MICRO_BATCHES] * RANKS
 
@@ -81,8 +81,8 @@ def test_interleaving_divides_the_bubble_and_zero_bubble_schedules_nearly_end_it
 def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlock(
     name: str, ranks: int, micro_batches: int
 ) -> None:
-    """The two sides of each pair of ranks transfer the same things in the same order, and every
-    wait ends."""
+    """The two ranks of each pair transfer the same things in the same order, and every wait
+    ends."""
     schedule = _made(name, ranks, micro_batches)
     assert schedule.micro_batches == micro_batches
     sent: dict[tuple[int, int], list[Action]] = {}

@@ -106,8 +106,8 @@ class Make:
     def bucket(
         self, partition_id: int = 0, *, dim: int = 4, rows: int = 0, number: int = 0, **table: Any
     ) -> PartitionSpec:
-        """Returns a bucket of a sparse table, the only one unless `buckets` says otherwise. `table`
-        has fields of the table's specification."""
+        """Returns a bucket of a sparse table, by default the table's only one. `table`: fields of
+        the table's specification."""
         defaults = {
             "buckets": 1,
             "seed": 7,

@@ -1,4 +1,4 @@
-"""A server remembers which leased batches its members have pushed, also across snapshots,
+"""A server remembers which leased batches its members have pushed, even across snapshots,
 recoveries and kills."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_the_oldest_runs_are_forgotten(monkeypatch) -> None:
 
 
 def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None:
-    """A batch that a dead member has pushed is acknowledged again but not applied, also if that
+    """A batch that a dead member has pushed is acknowledged again but not applied, even if that
     member alternated between two loaders."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
     keys = [key for pair in zip(range(1000, 1200), range(5000, 5200), strict=True) for key in pair]
@@ -82,8 +82,8 @@ def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None
 
 
 def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(make) -> None:
-    """A batch that member a pushed to one partition but not to the other counts as pushed for the
-    first partition only. The next member that gets the batch pushes the missing part."""
+    """A batch that member a pushed to one partition but not to the other counts as pushed only for
+    the first partition. The next member that gets the batch pushes the missing part."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
     shard.push(make.upload(torch.ones(6), make.spec(0), batch=8))
     with pytest.raises(InvalidRequestError):

@@ -40,8 +40,7 @@ from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.image import Members
 
 LENGTH = 3 << 20
-"""Number of elements of the partition: more bytes than loopback sockets buffer without being
-read."""
+"""Number of elements of the partition, whose bytes exceed what loopback sockets buffer."""
 PULL = pb.PullRequest(job_id="job", shard_map_epoch=1).SerializeToString()
 
 
@@ -415,8 +414,8 @@ def test_handshakes_of_strangers_are_not_the_event_loops_work(
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL])
 @pytest.mark.parametrize("over", [Transport.TCP, Transport.MEMORY])
 def test_a_peer_that_goes_away_while_its_stream_waits_is_noticed(serving, over, kind) -> None:
-    """The server notices that a peer has closed its connection while its stream waits for another
-    member under bsp, as gRPC does by cancelling the call."""
+    """The server notices that a peer has closed its connection while the peer's stream is waiting
+    for another member under bsp. With gRPC, the call is cancelled in this case."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()

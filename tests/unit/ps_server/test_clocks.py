@@ -70,8 +70,8 @@ def test_a_joiner_starts_where_the_slowest_stands_however_it_counts() -> None:
 
 
 def test_a_member_that_is_placed_anew_takes_part_when_it_has_read() -> None:
-    """A member that was placed at a new clock takes part once it has read. Before that, other
-    servers may still place it, so no member is placed by its clock."""
+    """A member that was placed at a new clock takes part once it has read. Until then, other
+    servers may still place it, so its clock does not determine the place of other members."""
     clocks = Clocks()
     clocks.follow(["a"])
     clocks.arrive("a", 3)

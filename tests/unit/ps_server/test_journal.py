@@ -86,7 +86,7 @@ def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_
     make, tmp_path
 ) -> None:
     """Acknowledged powersgd pushes, which are journaled as received, are bitwise restored after a
-    crash, also if a piece was absent."""
+    crash, even if a piece was absent."""
     weight = PartitionSpec(
         partition_id=0,
         pieces=tuple(Piece(tensor=name, offset=0, length=640, row=16) for name in ("one", "two")),
@@ -401,8 +401,8 @@ def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_pa
 def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(
     make, tmp_path
 ) -> None:
-    """After a crash, the server knows the open iteration of bsp and the members at rest. So a
-    joiner begins after that iteration, and no member waits for one at rest."""
+    """After a crash, the server knows the open iteration of bsp and the members at rest. A joiner
+    therefore begins after that iteration, and no member waits for one at rest."""
     bsp = Consistency(mode=ConsistencyMode.BSP)
 
     def check(clocks: Clocks) -> None:

@@ -106,7 +106,7 @@ def on(disk: Disk) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """The files after a kill, and what the members knew at that moment."""
+    """The files after a kill, and what the members had received at that moment."""
 
     directory: Path
     acknowledged: dict[tuple[int, str], int]

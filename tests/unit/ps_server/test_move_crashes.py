@@ -1,5 +1,5 @@
-"""Partitions that move between two servers: whenever a server is killed, snapshotted or followed
-meanwhile, one of the two has all values, to the last bit."""
+"""Partitions that move between two servers: no matter when a server is killed, snapshotted or
+followed during the move, one of the two has all values, to the last bit."""
 
 from __future__ import annotations
 

@@ -250,8 +250,8 @@ async def all_but_the_end(
 def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_starts_again(
     make, tmp_path
 ) -> None:
-    """A stream whose move has been settled meanwhile takes nothing over, also while the settlement
-    waits for a backup."""
+    """A stream whose move has been settled in the meantime takes nothing over, even while the
+    settlement is waiting for a backup."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):

@@ -1,4 +1,4 @@
-"""A partition of many tensors is updated as torch updates each tensor alone, also when some have no
+"""A partition of many tensors is updated as torch updates each tensor alone, even if some have no
 gradient in some steps."""
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def torch_optimizer(
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS, ids=str)
 def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters, dtype) -> None:
-    """A partition of six tensors is updated as by torch's optimizer over the six, with parameter
-    groups, absent gradients, a schedule and a restart."""
+    """A partition of six tensors is updated as torch's optimizer updates the six tensors, with
+    parameter groups, absent gradients, a schedule and a restart."""
     generator, noise = random.Random(7), torch.Generator().manual_seed(7)
     own = {
         "b": {"lr": 0.5, "weight_decay": 0.0},
@@ -249,7 +249,7 @@ def test_a_sum_over_a_row_that_would_come_out_infinite_names_its_row(make) -> No
 
 
 def test_each_tensor_has_a_trust_ratio_of_its_own(make) -> None:
-    """Each tensor has its own trust ratio, also tensors that are adjacent and have not been updated
+    """Each tensor has its own trust ratio, even if tensors are adjacent and have not been updated
     yet."""
     spec = make.packed(0, ("a", 2), ("b", 3), ("c", 1))
     optimizer = PartitionOptimizer(

@@ -321,7 +321,7 @@ def test_values_that_grow_by_a_part_of_themselves_in_each_step_are_refused_befor
     make, dtype
 ) -> None:
     """LAMB's updates, which are proportional to the values, are refused before the values overflow,
-    however small the gradients are."""
+    no matter how small the gradients are."""
     spec = make.spec(dtype=dtype)
     shard = make.shard(
         spec,
@@ -379,7 +379,7 @@ def test_a_row_that_is_cut_is_refused_by_name(make) -> None:
 
 
 def test_rows_of_frozen_tensors_may_be_cut() -> None:
-    """Rows of frozen tensors may be cut, because no optimizer updates them."""
+    """Rows of frozen tensors may be split, because no optimizer updates them."""
     shard_map = coordinator_pb2.ShardMap(
         epoch=1,
         tensors=[

@@ -1,5 +1,5 @@
-"""Snapshots are written one after another, even if the caller of the first one no longer waits for
-it."""
+"""Snapshots are written one after another, even if the caller of the first one is no longer waiting
+for it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_pa
 
 
 def executor_threads() -> set[threading.Thread]:
-    """Returns the threads in executors of event loops, also of loops of other tests."""
+    """Returns the threads in executors of event loops, including loops of other tests."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("asyncio_")}
 
 

@@ -1,5 +1,5 @@
-"""Upload streams are split into whole partitions or refused with a reason, whatever their content
-and however it is chunked."""
+"""Upload streams are split into complete partitions or refused with a reason, regardless of their
+content and of how it is chunked."""
 
 from __future__ import annotations
 

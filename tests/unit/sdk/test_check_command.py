@@ -37,8 +37,8 @@ for epoch in loader.epochs(3):
 
 
 def _found(before: str = "", inside: str = "") -> list[str]:
-    """Checks a script with the given code before its loop and at the end of each epoch. Returns the
-    lines with findings."""
+    """Checks a script that has the given code before its loop and at the end of each epoch. Returns
+    the lines with findings."""
     source = (
         _START + textwrap.dedent(before) + _LOOP + textwrap.indent(textwrap.dedent(inside), "    ")
     )

@@ -1,5 +1,5 @@
-"""The output of `shoal status` and `shoal up` for a job, also without members and during a
-stall."""
+"""The output of `shoal status` and `shoal up` for a job, including a job without members and a job
+during a stall."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A frame of `shoal top`: its contents for high and low terminals, and while the coordinator does
-not answer."""
+"""A frame of `shoal top`: its contents on high and low terminals, and while the coordinator is not
+responding."""
 
 from __future__ import annotations
 

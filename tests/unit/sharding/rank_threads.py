@@ -99,8 +99,8 @@ class RankThread:
 
 
 def run_ranks(world_size: int, body: Callable[[RankThread], Any]) -> list[Any]:
-    """Runs `body` once per rank and returns its results by rank. If a rank fails, the others' waits
-    end."""
+    """Runs `body` once per rank and returns its results by rank. If a rank fails, the other ranks
+    stop waiting."""
     slots: list[Any] = [None] * world_size
     barrier = threading.Barrier(world_size)
 

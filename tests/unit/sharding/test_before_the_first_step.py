@@ -1,5 +1,5 @@
-"""Until the first step begins, all ranks have all parameters, and the model can be used as it is
-without losing anything."""
+"""Until the first step begins, all ranks have all parameters, and the model can be used like a
+plain module without losing anything."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ STRATEGIES = ("zero1", "zero2", "zero3", "fsdp")
 
 
 def mirrored(optimizer: Any) -> list[torch.Tensor]:
-    """Returns the shards that a rank mirrors, and the optimizer state of them."""
+    """Returns the shards that a rank mirrors, and their optimizer state."""
     held = optimizer._engine._held
     assert isinstance(held, ShardedState)
     found: list[torch.Tensor] = []
@@ -64,7 +64,7 @@ def train(strategy: str, options: dict[str, Any], away: list[bool]) -> int:
 
 @pytest.fixture
 def memories(monkeypatch: pytest.MonkeyPatch) -> list[MarkedMemory]:
-    """The memories used beside the ranks' devices."""
+    """The host memories of the ranks' devices."""
     made: list[MarkedMemory] = []
 
     def beside(device: torch.device) -> MarkedMemory:
@@ -158,7 +158,7 @@ def test_with_offload_it_is_refused() -> None:
 
 @pytest.fixture
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedMemory]:
-    """Makes all devices short of memory, also in runs without faults."""
+    """Makes all devices appear short of memory, even in runs without faults."""
     oracle.reference.cache_clear()
     memory = MarkedMemory(wanted=True)
     monkeypatch.setattr(mirrors, "memory_beside", lambda device: memory)

@@ -1,4 +1,4 @@
-"""Shards cut for one number of ranks arrive complete at another number of ranks."""
+"""Shards that were split for one number of ranks arrive complete at a different number of ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Model and optimizer state stay equal to those of one process while they are cut for one number of
-ranks after another."""
+"""Model and optimizer state stay equal to those of one process while they are split for one number
+of ranks after another."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
 def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be_made_from() -> (
     None
 ):
-    """After a failed re-sharding, a rank keeps its old cut, so the next re-sharding can start from
+    """After a failed resharding, a rank keeps its old cut, so the next resharding can start from
     it."""
     ranks_of_three = [Rank(OPTIMIZERS["momentum"]) for _ in range(3)]
     for rank, own in enumerate(ranks_of_three):

@@ -46,7 +46,7 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def _is_faulty(text: str) -> bool:
-    """Returns whether a docstring begins in one of the ways described in the module."""
+    """Returns whether a docstring begins in one of the ways described in the module's docstring."""
     return bool(_CLAUSE.match(text) or _REFERENCE.match(text))
 
 

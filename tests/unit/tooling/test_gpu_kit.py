@@ -222,8 +222,8 @@ def test_a_run_in_which_all_stages_end_well_is_complete(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stage_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
-    """A stage that exceeds its limit is killed with its child, which has a session of its own and
-    ignores SIGINT."""
+    """A stage that exceeds its limit is killed together with its child, which has its own session
+    and ignores SIGINT."""
     deaf = (
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', "
         "flush=True); time.sleep(600)"

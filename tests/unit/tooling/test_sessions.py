@@ -1,4 +1,5 @@
-"""The runner of the pages' terminal sessions: which outputs it accepts as equal and which not."""
+"""The runner of the pages' terminal sessions: which outputs it accepts as equal, and which it
+rejects."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class FakeJob:
         )
 
     def leased(self, loader: str = "a", epoch: int = 0) -> tuple[int, ...]:
-        """Returns the batches that the coordinator considers leased to this worker."""
+        """Returns the batches that are leased to this worker according to the coordinator."""
         return tuple(self.ledgers[loader, epoch].close().leased.get("me", ()))
 
 
@@ -308,7 +308,7 @@ def test_a_refusal_is_raised_also_with_batches_left(job: FakeJob, make) -> None:
 
 
 def test_with_batches_out_nobody_waits(job: FakeJob, make) -> None:
-    """A loader with data workers that already has batches does not wait for more."""
+    """A loader that has data workers and still has batches does not wait for more."""
     leases = make(0.0)
     place: dict[str, Any] = {"loader": "a", "epoch": 0, "batches_in_epoch": 100}
     held = leases.lease(**place, finished=(), want=4).batches

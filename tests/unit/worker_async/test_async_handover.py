@@ -1,4 +1,5 @@
-"""Buffers of a worker that is there from the start come from rank 0, if its process still runs."""
+"""A worker that is present from the start gets its buffers from rank 0, if that process is still
+running."""
 
 from __future__ import annotations
 

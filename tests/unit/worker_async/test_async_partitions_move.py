@@ -29,7 +29,7 @@ NAMES = ("a", "b")
 
 @dataclass
 class Held:
-    """A partition, on whichever server has it."""
+    """A partition, no matter which server has it."""
 
     version: int = 1
     value: float = 1.0

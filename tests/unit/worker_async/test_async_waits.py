@@ -1,4 +1,4 @@
-"""The training thread waits for its calls to servers and handles signals meanwhile."""
+"""The training thread handles signals while it waits for its calls to servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An optimizer on the parameter servers is a declaration, from which servers, workers and error
-messages know it."""
+"""An optimizer on the parameter servers is a declaration that servers, workers and error messages
+read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A Gloo work on device tensors is ordered correctly with the kernels before and after it,
-whichever thread completes it. No device is needed: the test records the calls to the streams."""
+"""A Gloo work on device tensors is ordered correctly with the kernels before and after it, no
+matter which thread completes it. No device is needed: the test records the calls to the streams."""
 
 from __future__ import annotations
 

@@ -308,8 +308,8 @@ def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_th
 
 
 def test_a_device_that_has_failed_ends_the_process_of_its_rank() -> None:
-    """A failed device ends the process of its rank, because new groups on it would fail again and
-    again."""
+    """A failed device ends the process of its rank, because new groups on the device would fail
+    repeatedly."""
     ranks = Ranks(2)
     backends = ranks.form()
     work = started(backends[0], torch.ones(3))
@@ -383,8 +383,8 @@ def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
 def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
     dies: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks give up a finalization after a while if another rank dies meanwhile. Nothing can end it
-    earlier, because torch holds the locks that an abort needs. Afterwards, no one touches the
+    """Ranks give up a finalization after a while if another rank dies during it. Nothing can end it
+    earlier, because torch holds the locks that an abort needs. Afterwards, no thread touches the
     half-destroyed communicator."""
     ranks = Ranks(2)
     backends = ranks.form(finalize_limit=_SHORT)

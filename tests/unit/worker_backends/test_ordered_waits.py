@@ -195,8 +195,8 @@ def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_is_told_that_a_group_is_over_has_the_memory_for_itself(seed: int) -> None:
-    """Once a rank is told that its group has ended, no kernel writes to its tensors, also if
-    another thread ended the group."""
+    """Once a rank learns that its group has ended, no kernel writes to its tensors, even if another
+    thread ended the group."""
     made = Groups(2, seed)
     tensor = torch.ones(3)
     work = made.groups[0].all_reduce_async(tensor)

@@ -49,7 +49,7 @@ def train(
     **save: Any,
 ) -> dict[str, torch.Tensor]:
     """Trains from the newest checkpoint, if any; saves after each epoch of two steps. `averages`:
-    changes the frozen average by `.data`, which torch's version counters do not show."""
+    changes the frozen average through `.data`, which torch's version counters do not show."""
     net = Adapted(seed)
     model, optimizer = shoal.as_distributed(
         net,

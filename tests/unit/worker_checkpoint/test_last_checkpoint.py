@@ -13,7 +13,7 @@ from shoal_worker.checkpoint.saving import _Elsewhere
 
 
 class Session:
-    """A session that knows which members have left."""
+    """A session that records which members have left."""
 
     run = "this-run"
 

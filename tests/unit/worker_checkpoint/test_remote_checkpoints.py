@@ -1,5 +1,7 @@
-"""Checkpoints in an object storage are whole or absent, whatever ends an upload. The storage is
-fsspec's, in memory; tests/integration/common/test_s3.py has a real server."""
+"""Checkpoints in an object storage are complete or absent, no matter what interrupts an upload.
+
+The storage is fsspec's, in memory; tests/integration/common/test_s3.py has a real server.
+"""
 
 from __future__ import annotations
 

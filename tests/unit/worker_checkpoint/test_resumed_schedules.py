@@ -1,5 +1,5 @@
-"""A resumed run has the original schedule of learning rates, wherever in an epoch its checkpoint
-was written."""
+"""A resumed run has the original schedule of learning rates, no matter where in an epoch its
+checkpoint was written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows of sparse tables in a checkpoint: each rank writes its share, any number of buckets can read
-them, and changed files are refused."""
+"""Rows of sparse tables in a checkpoint: each rank writes some of them, any number of buckets can
+read them, and changed files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run that stops within an epoch resumes there, wherever it saves, or warns that it will not."""
+"""A run that stops within an epoch resumes there, no matter where it saves, or warns that it will
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint from which the run could not be resumed is not saved."""
+"""A checkpoint is not saved if the run could not be resumed from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Uploads run beside the training: the backlog is visible and bounded, and failures do not stop the
-run."""
+"""Uploads run in the background of training: the backlog is visible and bounded, and failures do
+not stop the run."""
 
 from __future__ import annotations
 

@@ -404,8 +404,8 @@ def test_a_cursor_whose_rest_is_dropped_under_the_new_batch_size_moves_to_the_ne
 
 
 def test_a_cursor_within_an_epoch_of_another_split_of_the_dataset_is_refused(session):
-    """A cursor within an epoch is refused if the dataset is another split, as in a joiner whose
-    script splits without a seed. The joiner ends, and its peers continue."""
+    """A cursor within an epoch is refused if the dataset is a different split, as in a joiner whose
+    script splits without a seed. The joiner exits, and its peers continue."""
     loader, other = (
         loader_of(name=name, dataset=Subset(range(20), indices))
         for name, indices in (("a", range(10)), ("b", range(10, 20)))

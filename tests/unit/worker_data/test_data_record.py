@@ -91,8 +91,8 @@ def test_the_highest_generation_of_a_step_counts(judge):
 
 
 def test_what_a_later_generation_rolled_back_does_not_count_even_if_it_cuts_steps_otherwise(judge):
-    """Steps that a resume from an earlier checkpoint rolled back do not count, also if the later
-    generation divides the samples into other steps."""
+    """Steps that a resume from an earlier checkpoint rolled back do not count, even if the later
+    generation divides the samples into steps differently."""
     epoch = judge(
         a=[dealt(1, 0, [0, 1]), committed(1, 0), dealt(1, 1, [2, 3]), committed(1, 1)],
         b=[dealt(2, 0, [0, 1, 2, 3]), committed(2, 0)],

@@ -19,8 +19,8 @@ EPOCHS = 2
 
 
 class World:
-    """Ranks in lock-step, with faults by the session's rules: the highest state wins, and a step
-    that no survivor applied is repeated."""
+    """Ranks in lock-step, with faults that follow the session's rules: the highest state wins, and
+    a step that no survivor has applied is repeated."""
 
     def __init__(self, directory, make_rank, n, options):
         self._directory = directory
@@ -93,8 +93,8 @@ class World:
         return [self._take(rank) for rank in self.ranks]
 
     def _take(self, rank):
-        """Takes the next batch in the first epochs. Returns None when they are over. A joiner skips
-        epochs before its cursor."""
+        """Takes the next batch of the first epochs. Returns None when they have ended. A joiner
+        skips epochs before its cursor."""
         while rank.loader.state_dict()["epoch"] < EPOCHS:
             if (got := rank.take()) is not None:
                 return got

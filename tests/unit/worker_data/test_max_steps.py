@@ -1,4 +1,5 @@
-"""`epochs(max_steps=)` ends with the run's step of that number, wherever in an epoch it is."""
+"""`epochs(max_steps=)` ends with the run's step of that number, no matter where in an epoch it
+is."""
 
 import sys
 

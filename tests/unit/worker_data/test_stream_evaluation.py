@@ -1,5 +1,5 @@
-"""A stream's batches are dealt for an evaluation so that each counts once, whatever rank dies, and
-each shard is read by as few ranks as possible."""
+"""A stream's batches are dealt for an evaluation so that each counts once, no matter which rank
+dies, and each shard is read by as few ranks as possible."""
 
 import functools
 import itertools

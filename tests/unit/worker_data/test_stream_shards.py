@@ -1,4 +1,4 @@
-"""The allotment of a list of shards to steps, tested on plain values: seeded schedules of shards,
+"""The assignment of a list of shards to steps, tested on plain values: seeded schedules of shards,
 lanes and owners."""
 
 import json

@@ -1,4 +1,4 @@
-"""Data workers read streams ahead and yield the same items as a rank without them, also across
+"""Data workers read streams ahead and yield the same items as a rank without them, even across
 errors, deaths, resumes and epochs. No worker is left behind."""
 
 import json
@@ -32,7 +32,7 @@ _of_others = set()
 
 @pytest.fixture(autouse=True)
 def workers_of_other_tests():
-    """Notes the data workers that exist before a test, which are not its own."""
+    """Records the data workers that exist before a test, because they do not belong to it."""
     _of_others.clear()
     _of_others.update(each.pid for each in multiprocessing.active_children())
 

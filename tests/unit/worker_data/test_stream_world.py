@@ -21,8 +21,8 @@ EVENTS = ["commit", "commit", "commit", "kill behind", "kill ahead", "fall behin
 
 
 class StreamWorld(World):
-    """Ranks that read streams. Ranks that read shards take their steps on threads of their own, and
-    meet where the session sums their numbers."""
+    """Ranks that read streams. If they read shards, each takes its steps on its own thread, and
+    they meet where the session sums their numbers."""
 
     def __init__(self, directory, make_rank, make_stream, options):
         self._make_stream = make_stream

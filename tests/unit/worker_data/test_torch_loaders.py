@@ -35,7 +35,7 @@ def as_a_list(batch):
 
 
 def two_epochs(make, make_rank):
-    """Returns the batches of a rank that is alone, in two epochs."""
+    """Returns the batches of a single rank in two epochs."""
     rank, epochs = make_rank(make, Placement(generation=1, rank=0, world_size=1)), []
     for _ in range(2):
         epochs.append([])
@@ -102,7 +102,8 @@ def test_a_loader_made_of_a_dataloader_gives_the_same_batches(argument, kind, ma
 
 
 def test_a_loader_that_torchdata_shuffles_has_the_same_order_on_every_rank(make_rank):
-    """Without a generator, torchdata's sampler creates one, with another seed in each process."""
+    """Without a generator, torchdata's sampler creates one, with a different seed in each
+    process."""
     orders = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -125,7 +126,7 @@ def test_a_seed_that_is_passed_is_preferred_to_that_of_the_generator(make_rank):
 
 
 class Stream(IterableDataset):
-    """Numbers, which can be sought in."""
+    """A stream of numbers that can seek."""
 
     def __iter__(self):
         return iter(NUMBERS)
@@ -145,11 +146,11 @@ def test_a_loader_made_of_a_dataloader_may_have_another_batch_size_and_evaluate(
 
 
 class OfEqualLengths(BatchSampler):
-    """Forms batches by a rule of its own."""
+    """A batch sampler that groups samples by its own rule."""
 
 
 class DealsToRanks:
-    """A sampler of a library, which deals samples to ranks, and is not torch's."""
+    """A sampler from a library other than torch that deals samples to ranks."""
 
     num_replicas = 3
 
@@ -158,7 +159,7 @@ class DealsToRanks:
 
 
 class MovesBatches(DataLoader):
-    """A DataLoader with an iteration of its own."""
+    """A DataLoader with its own `__iter__`."""
 
     def __iter__(self):
         return (batch + 1 for batch in super().__iter__())
@@ -236,8 +237,8 @@ def test_the_page_says_what_becomes_of_each_argument_of_a_dataloader():
 
 
 class DividesItself(IterableDataset):
-    """A dataset as MosaicML and litData have them: its length is that of one rank's part, and an
-    index is one of the whole dataset."""
+    """A dataset like those of MosaicML and litData: its length is the length of one rank's part,
+    but indices refer to the full dataset."""
 
     def __len__(self):
         return len(NUMBERS) // 2

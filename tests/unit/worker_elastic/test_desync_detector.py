@@ -1,5 +1,5 @@
-"""The desync detector ends ranks that wait at one place of the run in different operations, and no
-others."""
+"""The desync detector stops ranks that are waiting in different operations at the same place of the
+run, and no others."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(
 def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(
     ranks: list[Rank],
 ) -> None:
-    """Ranks that have issued different collectives in one step are ended. Here, one rank has caught
-    an error in its forward pass and begun it again."""
+    """Ranks that have issued different collectives in one step are stopped. Here, one rank has
+    caught an error in its forward pass and has started the pass again."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
@@ -130,8 +130,8 @@ def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(
 
 @pytest.mark.parametrize("log", [[4, 0, 2, 1, 3], [4, 0], [5, 2]])
 def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: list[int]) -> None:
-    """Ranks continue to wait if one has only issued more collectives, or is in another step of the
-    model."""
+    """Ranks continue to wait if one of them has only issued more collectives, or is in a different
+    step of the model."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
@@ -142,8 +142,8 @@ def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: lis
 
 
 def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[Rank]) -> None:
-    """The ranks are ended if rank 0 ends the step while rank 1 leaves out `optimizer.step()` and
-    sums further gradients."""
+    """The ranks are stopped if rank 0 ends the step while rank 1 omits `optimizer.step()` and sums
+    further gradients."""
     one, other = ranks
     for rank, last in zip(ranks, (COMMIT, GRADIENTS), strict=True):
         rank.steps_of("train")
@@ -162,8 +162,8 @@ def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[
 def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_waited_in(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that continues while its detector looks is not compared by the collectives of its next
-    step."""
+    """If a rank continues while its detector is looking, it is not compared by the collectives of
+    its next step."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")

@@ -87,8 +87,8 @@ def _fit(
     patience: int = 2,
     both: bool = False,
 ) -> tuple[list[int], int]:
-    """Trains up to ten epochs of four steps with the given losses after each. Returns the epochs
-    trained, and the run's number of steps."""
+    """Trains up to ten epochs of four steps, with the given loss after each epoch. Returns the
+    number of trained epochs, and the run's number of steps."""
     torch.manual_seed(0)
     net = nn.Linear(2, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))

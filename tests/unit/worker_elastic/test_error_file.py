@@ -55,8 +55,8 @@ def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(
 def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its_own_time(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """The error file has the time at which a background write failed, not when the error was
-    raised. A peer may raise its error in between."""
+    """The error file contains the time at which a background write failed, not the time at which
+    the error was raised. A peer may raise its own error in between."""
     failing = (
         "__import__('shoal_common.errors').errors.UnavailableError('the disk is full', "
         "reason='CHECKPOINT_NOT_WRITTEN')"

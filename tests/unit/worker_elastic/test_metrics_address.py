@@ -1,5 +1,5 @@
-"""The address of a worker's metrics that Prometheus is given: never one at which they are not
-served."""
+"""The address of a worker's metrics that is announced to Prometheus: never an address at which they
+are not served."""
 
 from __future__ import annotations
 

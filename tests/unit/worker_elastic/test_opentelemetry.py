@@ -1,5 +1,5 @@
 """OpenTelemetry receives the steps, checkpoints, calls, numbers and warnings of a rank, each once,
-also if the receiver is away for a while."""
+even if the receiver is unavailable for a while."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_steps_checkpoints_numbers_and_warnings_arrive(received: Receiver, tmp_p
 def test_a_receiver_that_is_away_gets_each_span_and_number_once(
     received: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Spans are accepted, and metrics are refused. The spans must not be sent again."""
+    """Spans are accepted, but metrics are refused. The spans must not be sent again."""
     received.refused.add("metrics")
 
     def back() -> None:

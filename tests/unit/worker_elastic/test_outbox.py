@@ -1,4 +1,5 @@
-"""Messages that other members wait for are sent at once, and a new stream repeats all messages."""
+"""Messages that other members wait for are sent immediately, and a new stream repeats all
+messages."""
 
 from __future__ import annotations
 

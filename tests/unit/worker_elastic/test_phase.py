@@ -1,4 +1,5 @@
-"""The phases of a process's script: it is in one at a time and changes it only by named moves."""
+"""The phases of a process's script: it is in one phase at a time, and changes it only by named
+transitions."""
 
 import itertools
 

@@ -1,5 +1,5 @@
-"""Plain values that a script registers are read and written as attributes and belong to the run's
-state."""
+"""Plain values that a script registers are read and written as attributes, and are part of the
+run's state."""
 
 from __future__ import annotations
 

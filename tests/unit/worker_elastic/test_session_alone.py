@@ -224,7 +224,7 @@ def test_a_run_with_two_loaders_resumes_from_any_step_where_it_was() -> None:
 def test_a_step_whose_inner_loop_was_left_early_is_refused_before_it_is_applied(
     strategy: str, taken: int
 ) -> None:
-    """A step whose inner loop was left early is refused, because its remaining samples would count
+    """A step is refused if its inner loop was left early, because its remaining samples would count
     as trained on."""
     model, optimizer, loader = start(micro_batch_size=4, strategy=strategy)
     before = [t.clone() for t in model.gather_full_parameters().values()]
@@ -252,8 +252,8 @@ def test_an_inner_loop_that_took_all_its_micro_batches_need_not_ask_for_another(
 
 
 def test_an_inner_loop_whose_step_ended_inside_it_says_where_the_step_belongs() -> None:
-    """Stepping inside the inner loop raises an error that names the right place. Other ranks may
-    have other numbers of micro-batches, even none."""
+    """Calling `step()` inside the inner loop raises an error that names the right place. Other
+    ranks may have different numbers of micro-batches, even none."""
     model, optimizer, loader = start(micro_batch_size=8)
     batches = iter(next(loader.steps()))
     x, y = next(batches)

@@ -23,7 +23,7 @@ from tests.unit.worker_elastic.ranks import Member, Model
 
 
 class Part(Model):
-    """A model that several ranks hold together."""
+    """A model of which each replica is split across `ranks` ranks."""
 
     replica_size = 1
 

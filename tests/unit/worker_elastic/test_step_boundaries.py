@@ -43,7 +43,7 @@ class Strategy(Model):
 
 @pytest.fixture
 def rank() -> SimpleNamespace:
-    """One rank in a group of its own, between two steps."""
+    """One rank in its own group, between two steps."""
     strategy = Strategy(1.0)
     member = Member(strategy, state=StateName(1, 0))
     member.membership.left = []
@@ -113,7 +113,7 @@ def test_state_that_was_damaged_on_the_way_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """State that is damaged in transfer raises UnavailableError, so that it is requested again. A
-    damaged file would end the run."""
+    damaged file, in contrast, would end the run."""
 
     def damaged(*_: Any, **__: Any) -> None:
         raise CorruptDataError("a checksum is wrong", reason="STATE_DAMAGED")

@@ -23,8 +23,8 @@ from torch.distributed import HashStore, PrefixStore
 
 WORLD = 4
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""Timeout for connecting. Gloo's thread that waits for a rank which never connects lives as
-long."""
+"""Timeout for connecting. The thread of Gloo that waits for a rank which never connects runs for
+the same time."""
 TIMEOUT = timedelta(seconds=60)
 BACKENDS = [InMemoryBackend, GlooBackend]
 

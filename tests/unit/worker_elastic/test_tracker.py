@@ -1,5 +1,5 @@
-"""Each figure of a tracked run belongs to the right step, however the script reports its loss, and
-a tracker that fails or hangs does not delay training."""
+"""Each figure of a tracked run belongs to the right step, no matter how the script reports its
+loss, and a tracker that fails or hangs does not delay training."""
 
 from __future__ import annotations
 
@@ -262,8 +262,8 @@ def test_a_sink_is_closed_although_its_thread_runs_in_the_middle_of_the_end(
 
 
 def test_a_tracker_that_hangs_takes_less_than_a_millisecond_of_a_step() -> None:
-    """Time of the processor, because another process may interrupt the training thread. A call that
-    waited for the sink would never return."""
+    """The test measures processor time, because another process may interrupt the training thread.
+    A call that waited for the sink would never return."""
     stuck = Stuck()
     model, optimizer, loader = begin(stuck, every_steps=1)
     followers = current_session().progress._followers

@@ -1,5 +1,5 @@
-"""State transfer over TCP: the state is checked by checksums, comes from several donors, and is
-never sent to or taken from strangers."""
+"""State transfer over TCP: checksums protect the state, it comes from several donors, and it is
+never sent to or received from strangers."""
 
 import contextlib
 import json
@@ -132,8 +132,8 @@ def test_donors_that_differ_are_not_mixed(caplog: pytest.LogCaptureFixture) -> N
 def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A digest computed on a device is not compared with digests computed on the host, so donors of
-    both kinds cause no warning about different states."""
+    """A digest computed on a device is not compared with digests computed on the host, so a mixture
+    of donors causes no warning about different states."""
     same = {"x": torch.arange(3_000_000.0)}
     made = transfer._encode_header
 

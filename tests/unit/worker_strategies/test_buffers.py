@@ -1,4 +1,4 @@
-"""Buffers that change during a step, also after its backward pass, and integer buffers with changes
+"""Buffers that change during a step, even after its backward pass, and integer buffers with changes
 of any size."""
 
 from collections.abc import Callable
@@ -212,7 +212,7 @@ def with_features(strategy: str, directory: Path, drawn_by: int) -> torch.Tensor
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor", "hybrid"])
 def test_tables_that_no_state_dict_has_are_the_first_ranks(strategy: str, tmp_path: Path) -> None:
-    """All ranks use the unsaved table of rank 0, also after a resume, which uses the newly drawn
+    """All ranks use the unsaved table of rank 0, even after a resume, which uses the newly drawn
     table."""
     for drawn_by in (1, 5):
         first, second = shoal.launch(with_features, strategy, tmp_path, drawn_by, world_size=2)

@@ -1,4 +1,4 @@
-"""The consistency check stops a run when values change on one rank only, for example through a
+"""The consistency check stops a run when values change only on one rank, for example because of a
 memory fault, and names that rank."""
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def test_it_goes_on_from_a_checkpoint_with_all_that_it_had_found(tmp_path: Path)
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
-    """A dataset whose targets are dicts with one entry, whatever the batch size."""
+    """A dataset whose targets are dicts with one entry, regardless of the batch size."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self._x, self._y = x, y

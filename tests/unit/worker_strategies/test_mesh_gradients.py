@@ -1,4 +1,4 @@
-"""Gradients that each replica owns unsharded: weighted sums, norms and distribution to parameters,
+"""Gradients that each replica has unsharded: weighted sums, norms and distribution to parameters,
 with one replica and with several."""
 
 from __future__ import annotations

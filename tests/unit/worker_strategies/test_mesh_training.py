@@ -440,8 +440,8 @@ def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(
 def test_without_a_loader_the_ranks_of_a_replica_draw_alike(
     world: int, options: dict[str, Any]
 ) -> None:
-    """Without a loader, the ranks of a replica draw the same random numbers, whatever seeds the
-    script sets. Different dropout on replicated activations would give different gradients."""
+    """Without a loader, the ranks of a replica draw the same random numbers, no matter which seeds
+    the script sets. Different dropout on replicated activations would give different gradients."""
     x, y = models.data("cnn")[:8]
 
     def rank() -> tuple[list[float], torch.Tensor, int]:

@@ -379,7 +379,7 @@ class Switched(nn.Module):
     """A layer that works only if its mode was set by its own `train()`."""
 
     evaluated: ClassVar[int] = 0
-    """Passes in evaluation mode, also those of copies of a model."""
+    """Passes in evaluation mode, including those of copies of a model."""
 
     def __init__(self) -> None:
         super().__init__()

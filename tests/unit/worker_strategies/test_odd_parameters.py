@@ -1,5 +1,5 @@
-"""Parameters with unusual shapes or memory layouts train as in one process, also from a checkpoint
-of another strategy."""
+"""Parameters with unusual shapes or memory layouts train as in one process, even from a checkpoint
+of a different strategy."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_moments_of_odd_parameters_are_resumed(
 
 
 class Wide(torch.optim.Optimizer):
-    """An optimizer that keeps a sum in float64 and a count in int64, whatever the parameter's
+    """An optimizer that keeps a sum in float64 and a count in int64, regardless of the parameter's
     dtype."""
 
     def __init__(self, parameters: Any) -> None:
@@ -187,8 +187,8 @@ def test_a_run_goes_on_in_another_dtype_with_moments_of_that(
 
 
 def test_what_an_optimizer_keeps_in_other_dtypes_is_kept_for_peers(tmp_path: Path) -> None:
-    """Optimizer state in another dtype than its parameter keeps that dtype after a resume. torch
-    would convert it, and a joiner would have less precision than its peers."""
+    """Optimizer state whose dtype differs from the parameter's keeps its dtype after a resume.
+    torch would convert it, and a joiner would have less precision than its peers."""
     ((expected, _),) = shoal.launch(
         in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "whole", 4, world_size=1
     )

@@ -277,7 +277,7 @@ def test_integers_that_need_not_be_counts_are_summed_with_a_warning_and_outside_
 
 
 class Tokens(nn.Module):
-    """Counts the tokens of its batches. All ranks have equally many."""
+    """Counts the tokens of its batches. All ranks have the same number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Several models whose layers are split over the ranks, each by its own plan, train as in plain
-PyTorch."""
+"""Several tensor-parallel models, each with its own plan, train as in plain PyTorch."""
 
 from __future__ import annotations
 

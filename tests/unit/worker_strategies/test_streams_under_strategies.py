@@ -1,5 +1,5 @@
-"""Training on streams: under each strategy, the parameters equal those of one rank on whole
-batches, also when the items do not divide evenly. Unsupported streams are refused."""
+"""Training on streams: under each strategy, the parameters equal those of one rank on complete
+batches, even if the items do not divide evenly. Unsupported streams are refused."""
 
 import itertools
 

@@ -51,7 +51,7 @@ def elements(strategy: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor", "hybrid"])
 def test_each_parameter_is_there_once_and_whole_on_every_rank(strategy: str) -> None:
-    """Every rank sees each parameter once and unsharded in `param_groups`, also when ranks mirror
+    """Every rank sees each parameter once and unsharded in `param_groups`, even if ranks mirror
     each other's shards."""
     ranks = 2 if strategy == "tensor" else 3
     assert shoal.launch(elements, strategy, world_size=ranks) == [[[32, 16], [8, 2]]] * ranks

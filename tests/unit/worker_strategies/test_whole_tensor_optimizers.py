@@ -1,5 +1,5 @@
-"""Optimizers that need whole tensors or rows work under strategies that keep tensors whole and are
-refused under those that split them."""
+"""Optimizers that need unsharded tensors or rows work under strategies that do not split tensors,
+and are refused under the others."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 
 
 def mean_square(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the mean squared error in float32, whatever dtype the passes use: torch 2.11 accepts
-    no other."""
+    """Returns the mean squared error in float32, regardless of the dtype of the passes, because
+    torch 2.11 accepts no other dtype."""
     return nn.functional.mse_loss(output.float(), targets)
 
 
@@ -244,7 +244,7 @@ def test_strategies_that_cut_tensors_refuse_them(strategy: str) -> None:
 
 
 class Own(torch.optim.SGD):
-    """An optimizer that Shoal does not know."""
+    """An optimizer that Shoal has no information about."""
 
 
 @pytest.mark.parametrize(

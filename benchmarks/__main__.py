@@ -1,11 +1,11 @@
 """`python -m benchmarks [TABLE ...]`: measures, prints the tables and writes them as JSON and
 Markdown, with plots.
 
-With `--device cuda` the tables that can be made on CUDA devices are, one device for each worker,
-into a directory of their own.
+With `--device cuda`, it measures the tables that support CUDA devices, with one device per worker,
+and writes them to a separate directory.
 
-`python -m benchmarks --docs docs` measures nothing, and writes the documentation's figures from
-what was measured last.
+`python -m benchmarks --docs docs` measures nothing; it writes the documentation's figures from the
+last measurements.
 """
 
 from __future__ import annotations

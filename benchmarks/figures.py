@@ -1,7 +1,8 @@
 """The statistics of the tables: quantiles, and ratios of paired runs with a confidence interval.
 
-On a machine that others use too, single times say little: what is compared runs in turns, close
-together, and the ratio is taken pair by pair, so that what slows both down cancels out.
+On a machine that other work uses too, single times mean little. Systems that are compared therefore
+run in alternation, and the ratio is taken pair by pair, so that anything that slows both down
+cancels out.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def stall_s(commits: Sequence[Commit], *, workers: int) -> tuple[float, float]:
     between the kill and the time after the join.
 
     Raises:
-        MeasurementError: it did no step between the death and the join, so that the two cannot be
-            told apart.
+        MeasurementError: it took no step between the death and the join, so the two cannot be
+            distinguished.
     """
     shrunk = next(
         (number for number, commit in enumerate(commits) if commit.world_size < workers), None

@@ -67,10 +67,10 @@ class Stage:
         thread, as torchrun sets it.
 
         Args:
-            name: of the output's file; several processes may share one.
+            name: name of the output file; several processes may share one.
             command: program and arguments.
-            environment: in addition to this process's.
-            expendable: it may be killed by a signal as a part of the measurement.
+            environment: variables in addition to this process's.
+            expendable: True if a signal may kill it as part of the measurement.
         """
         with self._output(name).open("ab") as output:
             process = subprocess.Popen(

@@ -32,7 +32,7 @@ class Injector:
             system: started workers.
             ledgers: their ledgers.
             absent: file that keeps new workers from joining while it exists.
-            faults: times count from `begun_ns`.
+            faults: their times count from `begun_ns`.
             ranks: workers at full strength.
             steps: number of the last step; no fault comes after it.
         """

@@ -78,7 +78,7 @@ def run(
     """Runs it to the end. Raises MeasurementError.
 
     Args:
-        name: of the system, for errors.
+        name: name of the system, for errors.
         start: starts the workers.
         extent: size of the run.
         faults: in order.

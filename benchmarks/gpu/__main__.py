@@ -1,8 +1,8 @@
 """`python -m benchmarks.gpu [PART ...]`: measures one CUDA device, prints the tables and writes
-them as JSON and Markdown. Skips, and says why, where there is none.
+them as JSON and Markdown. If there is none, it skips the measurement and prints the reason.
 
-`--device cpu` is a rehearsal on the host with tiny sizes: it shows that a part works, and its
-figures say nothing of any device. Parts that only a device has (copies, groups) are left out then.
+`--device cpu` is a rehearsal on the host with tiny sizes: it shows that a part works, but its
+figures say nothing about any device. Parts that need a device (copies, groups) are then omitted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Copies between a device and the host, and what a group of one rank over NCCL costs: connecting,
-leaving, and collectives that the host waits for one by one, or once for all.
+"""Copies between a device and the host, and the cost of a group of one rank over NCCL: connecting,
+leaving, and collectives that the host waits for one by one or all at once.
 
-A world of one has no group in Shoal; here it is forced. Nothing travels, so that what is left is
-the host's and the library's part.
+In Shoal, a world of one has no group; here, one is forced. Nothing is sent, so only the cost of the
+host and the library remains.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Two ranks of plain torch on one GPU over NCCL: whether they connect, which collectives work, and
 what an abort does.
 
-Nothing here is Shoal's, so a failure here is between torch, NCCL and the machine. Non-blocking
-communicators come first, as Shoal makes them, then blocking ones. In the end rank 1 is stopped, or
-killed, and rank 0 aborts an all-reduce that waits for it.
+No code here is Shoal's, so a failure is caused by torch, NCCL or the machine. Non-blocking
+communicators come first, as Shoal makes them, then blocking ones. At the end, rank 1 is stopped or
+killed, and rank 0 aborts an all-reduce that is waiting for it.
 """
 
 from __future__ import annotations

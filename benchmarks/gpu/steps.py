@@ -1,8 +1,8 @@
-"""Training steps on one device, in the ways in which users take them: how long each takes, and what
-the host tells the device in it.
+"""Training steps on one device, in the ways in which users take them: how long each takes, and
+which operations the host queues on the device in it.
 
-Every way is measured twice, with plain torch and with Shoal, alone: what Shoal adds is in the
-difference. Both take as many samples through the same model.
+Every way is measured twice, with plain torch and with Shoal, each alone: the difference is what
+Shoal adds. Both process the same number of samples with the same model.
 """
 
 from __future__ import annotations

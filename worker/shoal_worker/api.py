@@ -465,8 +465,8 @@ def evaluate(
         ConfigurationError: a loader whose batches cannot be distributed (it has no length, for
             example), or that draws different samples on each rank; or an `fn` that does not return
             sums.
-        PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a
-            step (STEP_NOT_FINISHED).
+        PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or the call has `every_steps`
+            and is inside a step (STEP_NOT_FINISHED).
     """
     if every_steps is not None and not is_due(current_session(), every_steps, "evaluate"):
         return None
@@ -521,7 +521,7 @@ def save_checkpoint(
             the same values from the script, and `load_full_state` needs `base`.
 
     Raises:
-        PreconditionError (STEP_NOT_FINISHED): `every_steps` inside a step.
+        PreconditionError (STEP_NOT_FINISHED): the call has `every_steps` and is inside a step.
         ConfigurationError: `keep` below 1; a `best` that is not one finite number, has no `mode`,
             or differs between ranks; or a directory that cannot be written, or is not shared.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed, or under ddp this save
@@ -564,7 +564,7 @@ def _metric(best: float | torch.Tensor | None, mode: str | None) -> float | None
         )
     try:
         metric = None if best is None else float(best)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several elements
+    except (TypeError, ValueError, RuntimeError) as error:  # last: tensor of several elements
         raise ConfigurationError(
             f"save_checkpoint(best={best!r}): expected one number ({error})"
         ) from error
@@ -773,7 +773,7 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
     The first process to arrive runs the block alone and receives True. The others run it afterwards
     and receive False; the work is done by then. If the first process fails within the block,
     another takes its place. Under `shoal run`, a process that later replaces a failed one also
-    receives False: the work is done once per machine and run. May be used anywhere, also before
+    receives False: the work is done once per machine and run. May be used anywhere, even before
     `init()`.
 
     Raises:
@@ -781,7 +781,7 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
     """
     block = first_of_machine.next_block(inspect.currentframe())
     settings = WorkerSettings.load()
-    # `--standalone` numbers no runs: its only launcher is the run
+    # `--standalone` does not number runs, but each run has its own launcher
     run = settings.run or settings.launcher_id or ""
     scope = f"{settings.job_id} {run} {Path.cwd()} {block}"
     return first_of_machine.main_first(scope, timeout=timeout, once=bool(run))

@@ -128,8 +128,8 @@ class _Ranks:
         for rank, ended in enumerate(self._ended):
             if self._threads[rank].ident is None:  # Ctrl-C came before the thread was started
                 continue
-            # A `join` interrupted by Ctrl-C considers its thread finished, so it is not used for a
-            # thread that may run long.
+            # If Ctrl-C interrupts a `join`, the thread counts as finished although it may still be
+            # running. Therefore, a thread that may run for a long time is not joined here.
             if ended.wait(max(0.0, deadline - time.monotonic())):
                 self._threads[rank].join()
             else:

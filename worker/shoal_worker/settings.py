@@ -78,8 +78,8 @@ class WorkerSettings(CallerSettings):
     """File where this worker counts its commits, for the launcher (shoal_common.formats.tally);
     None: not counted."""
     allow_restart_from_scratch: bool = False
-    """True to restart at step 0 if no process has the state any more and no checkpoint was loaded.
-    False: this raises an error (PROGRESS_LOST)."""
+    """True to restart at step 0 if no process has the state any more and no checkpoint has been
+    loaded. False: this raises an error (PROGRESS_LOST)."""
     server_transport: Transport = Transport.AUTO
     """Transport of tensors between this worker and parameter servers: auto, memory, tcp or grpc.
     Values other than auto have no fallback if the transport is not available; use them for
@@ -98,8 +98,8 @@ class WorkerSettings(CallerSettings):
     """Speed of this worker relative to workers without this setting, for dealing micro-batches;
     None: measured, unless it is set for another worker."""
     drain_grace_s: float = Field(default=1.0, ge=0)
-    """Time during which a worker that was asked to leave continues with its peers. If all peers are
-    asked to leave in this time, all stop at the same step boundary."""
+    """Time during which a worker that has been asked to leave continues with its peers. If all
+    peers are asked to leave in this time, all stop at the same step boundary."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
     """Maximum duration of a collective before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)

@@ -46,11 +46,11 @@ _PATIENCE: Final = timedelta(seconds=5)
 """Maximum time that a joiner waits for one peer's state. A peer's offer is already available,
 unless the peer has not reached its first step."""
 _GONE: Final = timedelta(seconds=10)
-"""Time after which a rank 0 that refuses connections counts as ended. If it was killed, a
+"""Time after which a rank 0 that refuses connections counts as ended. If rank 0 has been killed, a
 generation without it forms in about that time; if its script has finished, no such generation will
 form."""
 _PAUSE_S: Final = 0.1
-"""Pause before rank 0 is asked again if it had no offer, in seconds."""
+"""Pause, in seconds, before rank 0 is asked again because it had no offer yet."""
 
 
 class Handover:
@@ -110,7 +110,8 @@ class Handover:
     def take_first_buffers(self) -> None:
         """Loads rank 0's buffers and extra state into this worker, which has been in the job from
         the start. Waits until rank 0 reaches its first step. If that takes longer than the job's
-        patience, or rank 0's process has ended, logs a warning and keeps this worker's own.
+        patience, or rank 0's process has ended, logs a warning and keeps this worker's own buffers
+        and extra state.
 
         Raises:
             StopTraining: this worker should leave.

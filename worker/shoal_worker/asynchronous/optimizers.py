@@ -65,7 +65,7 @@ class Optimizers:
 
     def schedules(self) -> dict[str, Any]:
         """Returns the optimizers' settings and schedule positions, for joiners. Moments of an inner
-        optimizer are not included: a joiner starts from zero."""
+        optimizer are not included: on a joiner, they start from zero."""
         state = {"groups": self.own.state_dict()["param_groups"], "revision": self.look().number}
         if self._steps_here:
             state["outer_groups"] = self.on_servers.state_dict()["param_groups"]

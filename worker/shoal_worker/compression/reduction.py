@@ -59,7 +59,7 @@ class Reduction:
 
     def abandon(self) -> None:
         """Waits until no collective is in progress, and discards the result. Used if the step is
-        aborted or the script did not intend a step."""
+        aborted, or if the script did not mean to take a step."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(MembershipChanged):

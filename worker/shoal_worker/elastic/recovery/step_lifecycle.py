@@ -173,8 +173,8 @@ class StepLifecycle:
             if not self._peers_have_ended(self._held.steps) or source is None:
                 self._departure.obey(stop)
                 raise
-            # a script that only looks at the batch and then leaves its loop does the same as its
-            # peers
+            # raised later: if the script only looks at the batch and then leaves its loop, it
+            # behaves like its peers' scripts
             self._stop = stop
         step = self._held.begin_step(self._boundaries.placement, source)
         if self._stop is not None:
@@ -266,7 +266,7 @@ class StepLifecycle:
             return None
         group = self._group
         if group is not None and group.generation.number != step.placement.generation:
-            return None  # the peers may be at another position
+            return None  # the peers may be at a different position
         if group is None or group.world_size == 1 or self._held.engine.steps_alone:
             return [*values]
         try:
@@ -328,8 +328,8 @@ class StepLifecycle:
         note_last_state(self._held, self._group)
 
     def drop_partly_updated(self) -> None:
-        """Undoes the current step's updates if only some of several models were updated and the
-        step will not be finished.
+        """Undoes the current step's updates if only some of several models have been updated and
+        the step will not be finished.
         """
         if self.step is not None and self._held.engine.partly_updated:
             self._held.registered.step_undone()
@@ -415,7 +415,7 @@ class StepLifecycle:
             except StopTraining:
                 if self._peers_have_ended(self._held.steps):
                     raise self._apart_from_the_end(self._held.steps) from None
-                sys.exit(0)  # no loader could end a loop without a Shoal loader
+                sys.exit(0)  # without a Shoal loader, nothing else ends the loop
             self.assign(
                 Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None)
             )

@@ -177,7 +177,7 @@ class Session:
 
     @property
     def is_redoing(self) -> bool:
-        """True if committed steps were undone and this process's script is ahead of its state.
+        """True if committed steps have been undone and this process's script is ahead of its state.
         Becomes False with the loader's next step."""
         return self._held.phase.now is Phase.RETURNED
 
@@ -328,8 +328,8 @@ class Session:
             self._held.phase.begin()
 
     def refuse_second_call(self) -> None:
-        """Raises PreconditionError if `as_distributed` was already called. Must be the first check,
-        because other checks would refuse the optimizer with a less helpful error."""
+        """Raises PreconditionError if `as_distributed` has already been called. Must be the first
+        check, because other checks would refuse the optimizer with a less helpful error."""
         self._held.refuse_second_engine()
 
     def attach(self, engine: TrainingEngine) -> None:
@@ -397,10 +397,11 @@ class Session:
         rank.
 
         Repeats `body` if the membership changes while it runs. A joiner runs it alone. If committed
-        steps were undone, every rank runs it alone until the next step: all ranks have the same
-        state, but their scripts reach this operation again at different times. The state may also
-        turn out to be lost during the operation. A process that has become a spare cannot compute
-        the result and exits (SystemExit), unless `answers` is False because the result is not used.
+        steps have been undone, every rank runs it alone until the next step: all ranks have the
+        same state, but their scripts reach this operation again at different times. The state may
+        also turn out to be lost during the operation. A process that has become a spare cannot
+        compute the result and exits (SystemExit), unless `answers` is False because the result is
+        not used.
         """
         self._check_between_steps(kind)
         formation = self._formation
@@ -596,7 +597,7 @@ class Session:
 
     def fence(self) -> Callable[[], None]:
         """Returns a function that checks whether this process may still publish its current state.
-        The function raises StaleGenerationError if the process was evicted since `fence` was
+        The function raises StaleGenerationError if the process has been evicted since `fence` was
         called."""
         membership, generation = self._membership, self.generation
         return (

@@ -73,7 +73,7 @@ class CommittedState:
         """Number of steps whose outcome the script has received. A joiner continues with its peers'
         number."""
         self.compared = 0
-        """Number of committed steps at the last commit all-reduce: see
+        """Number of committed steps at the last commit all-reduce; see
         `StepLifecycle._compare_replicas`."""
         self.frozen: tuple[str, ...] = ()
         """Names, in the flattened state, of the parameters that are not trained."""
@@ -104,7 +104,7 @@ class CommittedState:
         self._warned = set[str]()
         """Names of loaders whose warning about an abandoned epoch has been logged."""
         self._own_loop_began = False
-        """True if a step without a Shoal loader was committed."""
+        """True if a step without a Shoal loader has been committed."""
         self._numbers: dict[str, int] = {}
         self._loops: dict[str, Any] = {}
         """Loader whose `epochs()` was entered -> the loop's current epoch, and the iteration counts
@@ -126,7 +126,7 @@ class CommittedState:
 
     @property
     def has_engine(self) -> bool:
-        """True after `as_distributed` was called."""
+        """True after `as_distributed` has been called."""
         return self.attached is not None
 
     def refuse_second_engine(self) -> None:

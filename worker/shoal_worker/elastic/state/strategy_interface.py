@@ -96,8 +96,8 @@ class TrainingEngine(abc.ABC):
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that together hold one replica of the model. It is 1 if the strategy
-        never has spares."""
+        """Number of ranks that one replica of the model is split across; 1 if the strategy never
+        has spares."""
         return 1
 
     def issued(self) -> bytes:
@@ -292,7 +292,7 @@ class TrainingEngine(abc.ABC):
 
     @property
     def partly_updated(self) -> bool:
-        """True if only some of several models were updated in the current step
+        """True if only some of several models have been updated in the current step
         (`features/several_models.py`)."""
         return False
 
@@ -307,8 +307,8 @@ class TrainingEngine(abc.ABC):
 
     def writes_apart(self) -> ShoalError:
         """Returns the error that all ranks raise if their forward or backward passes have written
-        different values to parameters. By default InternalError: every engine that compares these
-        writes overrides this method."""
+        different values to parameters. By default, returns InternalError, because every engine that
+        compares these writes overrides this method."""
         return InternalError(
             "the ranks reported a difference in written parameters, although "
             "this engine does not compare them"

@@ -465,8 +465,8 @@ def evaluate(
         ConfigurationError: a loader whose batches cannot be distributed (it has no length, for
             example), or that draws different samples on each rank; or an `fn` that does not return
             sums.
-        PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or the call has `every_steps`
-            and is inside a step (STEP_NOT_FINISHED).
+        PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` was passed
+            inside a step (STEP_NOT_FINISHED).
     """
     if every_steps is not None and not is_due(current_session(), every_steps, "evaluate"):
         return None
@@ -521,7 +521,7 @@ def save_checkpoint(
             the same values from the script, and `load_full_state` needs `base`.
 
     Raises:
-        PreconditionError (STEP_NOT_FINISHED): the call has `every_steps` and is inside a step.
+        PreconditionError (STEP_NOT_FINISHED): `every_steps` was passed inside a step.
         ConfigurationError: `keep` below 1; a `best` that is not one finite number, has no `mode`,
             or differs between ranks; or a directory that cannot be written, or is not shared.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed, or under ddp this save
@@ -564,7 +564,7 @@ def _metric(best: float | torch.Tensor | None, mode: str | None) -> float | None
         )
     try:
         metric = None if best is None else float(best)
-    except (TypeError, ValueError, RuntimeError) as error:  # last: tensor of several elements
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: several elements
         raise ConfigurationError(
             f"save_checkpoint(best={best!r}): expected one number ({error})"
         ) from error
@@ -707,7 +707,7 @@ def process_group() -> ProcessGroup:
     """Returns a fault-tolerant torch process group: `torch.distributed.all_reduce(x,
     group=shoal.process_group())`, between steps.
 
-    The group supports all collectives of torch.distributed, including those of objects, with SUM,
+    The group supports all collectives of torch.distributed, including object collectives, with SUM,
     AVG, MAX, MIN and PRODUCT. After a fault, the remaining ranks repeat a call, provided that no
     rank has called `get_rank(group)` or `get_world_size(group)`, and that the collective does not
     depend on either. Otherwise the first collective after a change of ranks raises
@@ -735,10 +735,10 @@ def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ..
     losses that compare samples, such as contrastive losses.
 
     Each rank computes the loss of the whole batch from these rows. The result of the step then
-    equals that of a single process, up to rounding, regardless of how the batch is split across
-    ranks. Gradients are propagated to each rank's own rows. Must be called on every rank, in the
-    same order and the same number of times. Later computations must be the same on all ranks (no
-    dropout). If there is only one rank, and outside of steps, as in evaluation, the function
+    equals the result of a single process, up to rounding, regardless of how the batch is split
+    across ranks. Gradients are propagated to each rank's own rows. Must be called on every rank, in
+    the same order and the same number of times. Later computations must be the same on all ranks
+    (no dropout). If there is only one rank, and outside of steps, as in evaluation, the function
     returns the rank's own rows.
 
     Args:
@@ -819,7 +819,7 @@ def is_main_process() -> bool:
 
 def is_joining() -> bool:
     """Returns True in a joiner that is still replaying its script and has not received its first
-    live batch."""
+    batch to train on."""
     return current_session().is_joining
 
 

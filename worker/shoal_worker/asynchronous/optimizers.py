@@ -1,5 +1,5 @@
-"""A worker's two optimizers: the user's, and the one that the servers run. They are the same object
-without inner steps.
+"""A worker's two optimizers: the user's optimizer, and the optimizer that the servers run. Without
+inner steps, they are the same object.
 
 Each worker controls the settings of both (learning rates, and the position in a schedule). This
 module provides these settings to the servers, to joiners and to checkpoints. The state of an

@@ -168,7 +168,7 @@ class Round:
         host memory for a copy of the tensors."""
         self._most = steps
         self.steps = 0
-        """Number of inner steps taken. 0: the current values are the ones pulled last."""
+        """Number of inner steps taken. 0: the current values are the values pulled last."""
         self._tensors = tuple(tensors)
         self._kept: dict[str, torch.Tensor] = {}
         """Name -> flat values of the tensor at the beginning of the round. Once the round has

@@ -466,7 +466,8 @@ class _Copy:
                 unfit = self.session.unfit(part.state["replica"])
             self._take_part(part, channel)
         else:
-            # before the state, because afterwards the last step's pending pushes no longer matter
+            # before the state: this waits until the servers have all pushes of the last step, so
+            # the pending pushes in the state no longer matter
             self._take_rows(channel)
             whole = self.session.assemble(channel)
             if channel.rank == 0:

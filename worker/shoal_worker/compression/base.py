@@ -2,8 +2,8 @@
 methods of summing compressed gradients across ranks.
 
 A compressor is immutable: it has settings, but no state. The state between steps (error feedback,
-warm starts) is in a `Memory`, per rank and bucket. An `Exchange` sums a bucket across ranks.
-shoal_common.formats.codecs defines the payload format.
+warm starts) is in a `Memory`, separately for each rank and each bucket. An `Exchange` sums a bucket
+across ranks. shoal_common.formats.codecs defines the payload format.
 """
 
 from __future__ import annotations

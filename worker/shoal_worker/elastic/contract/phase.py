@@ -105,8 +105,8 @@ class ScriptPhase:
         self._move("sync", {Phase.REPLAYING: Phase.ARRIVING}, unchanged=_HOLDING)
 
     def arrive(self) -> None:
-        """Enters TRAINING when the script reaches its first live batch, or if no peer is ahead of
-        it."""
+        """Enters TRAINING when the script reaches its first batch to train on, or if no peer is
+        ahead of it."""
         self._move("arrive", {Phase.ARRIVING: Phase.TRAINING})
 
     def fall_behind(self) -> None:

@@ -135,7 +135,7 @@ def should_early_stop(
         raise ConfigurationError(f"should_early_stop(min_delta={min_delta}): expected at least 0")
     try:
         value = float(metric)
-    except (TypeError, ValueError, RuntimeError) as error:  # last: tensor of several elements
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: several elements
         raise ConfigurationError(
             f"should_early_stop(metric={metric!r}): expected one number ({error})"
         ) from error

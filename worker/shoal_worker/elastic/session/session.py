@@ -171,8 +171,8 @@ class Session:
 
     @property
     def is_joining(self) -> bool:
-        """True if this process is replaying its script and has not reached its first live batch, or
-        if it is a spare, whose script will be replayed."""
+        """True if this process is replaying its script and has not reached its first batch to train
+        on, or if it is a spare, whose script will be replayed."""
         return self._held.phase.replaying or (self._held.has_engine and self._held.engine.idle)
 
     @property

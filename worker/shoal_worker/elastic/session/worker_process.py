@@ -106,7 +106,7 @@ _HAPPENED: Final = (
     "MEMBER_STALLED",
     UnavailableError.default_reason,
 )
-"""Error reasons that are not caused by the script: the coordinator has refused a live process or
+"""Error reasons that are not caused by the script: the coordinator has refused a running process or
 ended its membership, or a service is unavailable."""
 
 

@@ -230,8 +230,8 @@ def as_distributed(
         **options: fields of `ShardingConfiguration`, or options of the strategy.
 
     Raises:
-        ConfigurationError: an unknown strategy, backend or option, or values that exclude each
-            other.
+        ConfigurationError: an unknown strategy, backend or option, or values that cannot be
+            combined.
         PreconditionError: this process has already called this function.
     """
     several = isinstance(model, tuple | list)
@@ -285,8 +285,8 @@ def as_distributed(
 
 
 def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Returns a list of models and a list with each model's optimizer. Raises ConfigurationError
-    for several models without an optimizer each."""
+    """Returns a list of models and a list with each model's optimizer. Raises ConfigurationError if
+    there are several models and not exactly one optimizer for each."""
     if not isinstance(model, tuple | list):
         return [model], [optimizer]
     optimizers = list(optimizer) if isinstance(optimizer, tuple | list) else []
@@ -524,12 +524,12 @@ def save_checkpoint(
         PreconditionError (STEP_NOT_FINISHED): `every_steps` was passed inside a step.
         ConfigurationError: `keep` below 1; a `best` that is not one finite number, has no `mode`,
             or differs between ranks; or a directory that cannot be written, or is not shared.
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed, or under ddp this save
-            of the rows of sparse tables.
-        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object storage refuses the credentials,
-            now or at an earlier upload.
-        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the object storage has failed for too long,
-            at the first save to this URL.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save has failed or, under ddp, saving
+            the rows of sparse tables has failed now.
+        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object storage has refused the
+            credentials, in this call or in an earlier upload.
+        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): during the first save to this URL, the object
+            storage has failed for too long.
         DeadlineError (SERVER_AWAY): a server with rows of sparse tables was unreachable for too
             long.
     """

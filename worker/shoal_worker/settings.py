@@ -96,7 +96,7 @@ class WorkerSettings(CallerSettings):
     """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
     speed: float | None = Field(default=None, gt=0)
     """Speed of this worker relative to workers without this setting, for dealing micro-batches;
-    None: measured, unless it is set for another worker."""
+    None: the speed is measured, unless another worker has this setting."""
     drain_grace_s: float = Field(default=1.0, ge=0)
     """Time during which a worker that has been asked to leave continues with its peers. If all
     peers are asked to leave in this time, all stop at the same step boundary."""

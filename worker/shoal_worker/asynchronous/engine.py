@@ -723,7 +723,7 @@ def _refuse(written: Sequence[str], when: str) -> None:
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:
     """Moves a joiner's loader to the epoch of the other workers. The joiner need not catch up on
-    that epoch's batches, which are leased to any worker that requests them."""
+    the batches of that epoch: they are leased to any worker that requests them."""
     state = source.state_dict()
     if state["epoch"] < epoch:
         source.load_state_dict({**state, "epoch": epoch, "samples": 0, "step": 0})

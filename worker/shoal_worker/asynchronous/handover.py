@@ -38,10 +38,9 @@ from shoal_worker.parameter_servers.job import Job
 _log = logging.getLogger(__name__)
 
 _REST: Final = 50
-"""Minimum ratio of the pause after a copy to the time that the copy took, so that the training
-thread spends at most about 1/50 of its time on copying. A small state, such as a scheduler's, is
-copied at nearly every step boundary; a large one, such as an average of the parameters, only
-occasionally."""
+"""Minimum pause after a copy, as a multiple of the copy's duration. The training thread therefore
+spends at most about 1/50 of its time on copying. A small state, such as a scheduler's, is copied at
+nearly every step boundary; a large one, such as an average of the parameters, only occasionally."""
 _PATIENCE: Final = timedelta(seconds=5)
 """Maximum time that a joiner waits for one peer's state. A peer's offer is already available,
 unless the peer has not reached its first step."""

@@ -159,9 +159,9 @@ class ElasticDataLoader:
                 micro-batches.
             batch_size: number of samples in a leased batch (async_sgd). Exactly one of `batch_size`
                 and `global_batch_size` is required.
-            seed: seed of the order, and of the global random generators of torch, NumPy and Python,
-                which are seeded again for each batch, so that datasets, models and the loop may
-                draw from them. Must be the same on every rank.
+            seed: seed of the order, and of the global random generators of torch, NumPy and Python.
+                They are seeded again for each batch, so that datasets, models and the loop may draw
+                from them. Must be the same on every rank.
             shuffle: True to use a new order in each epoch instead of the dataset's order. None:
                 True, or False for a stream, which has its own order. For a `ShardedStream`, True
                 shuffles the shards. No effect with `sampler` or `train=False`.

@@ -71,8 +71,8 @@ _SEND_BYTES: Final = 1 << 19
 """Size of the send buffer of a connection within this host; the kernel doubles the value for its
 own needs.
 
-By default, the buffer accepts 4 MiB at a time, which are copied under a lock while Gloo's other
-thread spins in epoll_wait, which takes a quarter of all processor time
+By default, the buffer accepts 4 MiB at a time. They are copied under a lock while Gloo's other
+thread spins in epoll_wait; the spinning takes a quarter of all processor time
 (docs/explanation/backends.md#gloo-faster-collectives). Connections between hosts need more data in
 flight and keep the kernel's default size.
 """

@@ -186,8 +186,8 @@ class InterruptibleWork(Work):
         _complete(settled)
 
     def _wait_for_native(self) -> None:
-        """Waits briefly in C++, which is the fastest way to notice that Gloo has completed the
-        work, but does not notice an abort.
+        """Waits briefly in C++. This is the fastest way to notice that Gloo has completed the work,
+        but it does not notice an abort.
         """
         native = self._native
         if native is None:

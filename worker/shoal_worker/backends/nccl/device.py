@@ -84,8 +84,8 @@ class Native(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One part of a division of the group `whole`, with its number. All ranks of `whole` must split
-    it at the same time."""
+    """Part number `part` of the group `whole`, which is being divided into parts. All ranks of
+    `whole` must split it at the same time."""
 
     whole: Native
     part: int

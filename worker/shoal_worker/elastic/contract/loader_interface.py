@@ -263,7 +263,7 @@ class StepSource(Protocol):
 
     @property
     def dealing(self) -> str:
-        """Settings that determine the loader's batches together with the cursor; must be the same
+        """Settings that, together with the cursor, determine the loader's batches; must be the same
         on all ranks."""
         ...
 

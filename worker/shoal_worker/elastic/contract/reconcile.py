@@ -137,7 +137,7 @@ class Reconciliation:
     """Rank that sends the results of the operations finished since `newest` was committed; None if
     no rank lacks results."""
     results_to: tuple[int, ...]
-    """Ranks with the newest state that lack some of these results."""
+    """Ranks that have the newest state but lack results of operations finished since then."""
     apart: tuple[int, ...]
     """Ranks that were in an operation while other ranks with the same state and the same number of
     finished operations were in a step. Their scripts have diverged, so the ranks would wait for

@@ -302,9 +302,8 @@ class CoordinatorLink:
         self._outbox.out_of_reach = tuple(ranks)
 
     def silent_neighbours(self) -> list[tuple[str, int]]:
-        """Returns member ids and pids of processes on this machine whose heartbeats have stopped,
-        and whose stacks the coordinator has asked this member to read. Returns each request only
-        once.
+        """Returns member ids and pids of processes on this machine whose heartbeats have stopped.
+        The coordinator has asked this member to read their stacks. Returns each request only once.
         """
         silent, self._silent = self._silent, []
         return silent

@@ -2,7 +2,7 @@
 generation, and releases groups that have ended.
 
 The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new
-generation, which aborts the training thread's collectives in a generation that has ended, and its
+generation. This aborts the training thread's collectives in a generation that has ended, and its
 attempt to form a superseded generation. `_lock` guards `_group` and `_forming`.
 """
 

@@ -92,8 +92,8 @@ class Operations:
         self._results = json.loads(encoded)
 
     def await_results(self, encoded: bytes) -> None:
-        """Stores results of operations after the step that is about to be committed, received from
-        a rank that has already committed the step."""
+        """Stores results of operations that follow the step in progress. They come from a rank that
+        has already committed the step."""
         self._awaited = json.loads(encoded) if encoded else []
 
     def restart(self, encoded: bytes, *, passed: bool) -> None:

@@ -94,8 +94,8 @@ class StepLifecycle:
         self.before_step: Callable[[], None] = lambda: None
         """Callback that runs whenever a step begins."""
         self._stop: StopTraining | None = None
-        """StopTraining that was raised while the survivors were determining the current step's
-        outcome."""
+        """StopTraining that was raised at the current step's boundary, or while the survivors were
+        determining the step's outcome. It takes effect when the step ends."""
         self.diverged: str | None = None
         """Error message if state that must be the same on all ranks was found to differ. From then
         on, no step counts, even if the script catches the error.

@@ -499,8 +499,9 @@ class Session:
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
 
     def unfit(self, replica: Mapping[str, Any]) -> str:
-        """Returns why the run could not be resumed from the state of model and optimizer in
-        `assemble` or in a `part`; empty if it could. Part of an operation, on one rank."""
+        """Returns why the run could not be resumed from `replica`, the state of model and optimizer
+        in a result of `assemble` or `part`; empty if it could. Called within an operation, on one
+        rank."""
         engine = self._held.engine
         try:
             if engine.has_values():

@@ -78,8 +78,8 @@ class CommittedState:
         self.frozen: tuple[str, ...] = ()
         """Names, in the flattened state, of the parameters that are not trained."""
         self.built: Mapping[str, Mapping[str, Any]] = {}
-        """Descriptions of these parameters' values as the run's script created them, before any
-        other state was loaded; empty if the model was on the meta device."""
+        """Descriptions of the frozen parameters' values as the run's script created them, before
+        any other state was loaded; empty if the model was on the meta device."""
         self.agreed = 0
         """Step after which this rank last found that all ranks agree; 0 if never. It is not part of
         the state, because after a failed comparison, only some ranks know the result."""

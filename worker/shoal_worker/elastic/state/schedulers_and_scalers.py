@@ -334,8 +334,8 @@ class RegisteredState:
         self.note_trained([parameter.requires_grad for parameter in known])
 
     def number_by(self, place: Callable[[], Place]) -> None:
-        """Sets the function that returns the script's position, which becomes part of the names of
-        objects that this thread creates from now on."""
+        """Sets the function that returns the script's position. The position becomes part of the
+        names of objects that this thread creates from now on."""
         _own.place = place
 
     def let_go(self) -> None:

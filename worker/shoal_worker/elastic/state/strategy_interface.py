@@ -209,7 +209,7 @@ class TrainingEngine(abc.ABC):
         within an operation."""
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """Copies each part of the state that only one rank of `channel` has to another rank, so
+        """Copies to another rank each part of the state that only one rank of `channel` has, so
         that no part is lost at the next failure. The copy is kept until the state is resharded.
         Must be called within an operation; on return, all ranks have their copies.
 

@@ -62,12 +62,12 @@ class WorkerSettings(CallerSettings):
     """Address to listen on, if it differs from `local_addr`: an address, an interface or a host
     name; 0.0.0.0 or :: for all."""
     store_url: str | None = None
-    """Redis URL of the rendezvous stores, if different from the coordinator's."""
+    """Redis URL of the rendezvous stores, if different from the URL sent by the coordinator."""
     store_url_file: Path | None = None
     """File that contains `store_url`, for a URL with a password."""
     redis_ca: Path | None = None
     """CA certificates (PEM) for the rendezvous stores' server, if its URL is rediss://; None: the
-    system's."""
+    system's certificates."""
     metrics_listen: str | None = None
     """host:port where /metrics is served (port 0: any); None: metrics are not served."""
     member_file: Path | None = None

@@ -39,8 +39,9 @@ _log = logging.getLogger(__name__)
 
 _REST: Final = 50
 """Minimum pause after a copy, as a multiple of the copy's duration. The training thread therefore
-spends at most about 1/50 of its time on copying. A small state, such as a scheduler's, is copied at
-nearly every step boundary; a large one, such as an average of the parameters, only occasionally."""
+spends at most about 1/50 of its time on copying. A small state, such as the state of a scheduler,
+is copied at nearly every step boundary; a large state, such as an average of the parameters, is
+copied only occasionally."""
 _PATIENCE: Final = timedelta(seconds=5)
 """Maximum time that a joiner waits for one peer's state. A peer's offer is already available,
 unless the peer has not reached its first step."""

@@ -253,8 +253,8 @@ class CheckpointSaver:
         fence: Callable[[], None],
     ) -> Callable[[], None]:
         """Returns a function that starts uploading the checkpoints that this process has completed
-        in `directory`. Must be called on the training thread; the returned function, on the
-        writer's."""
+        in `directory`. Must be called on the training thread; the returned function must be called
+        on the writer's thread."""
         if place.url is None:
             self._uploads = None
             return lambda: None

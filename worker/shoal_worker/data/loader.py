@@ -352,8 +352,8 @@ class ElasticDataLoader:
         Raises:
             ConfigurationError: the loader has a batch_sampler other than torch's `BatchSampler`, a
                 DistributedSampler, a worker_init_fn, a `multiprocessing_context` that differs from
-                the process's, or an `__iter__` of its own, or `ElasticDataLoader` rejects its
-                arguments.
+                the process's default, or an `__iter__` of its own, or `ElasticDataLoader` rejects
+                its arguments.
         """
         arguments = arguments_of(loader, "from_dataloader")
         if global_batch_size is not None:

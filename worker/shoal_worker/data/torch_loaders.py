@@ -126,8 +126,8 @@ def fetching_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _check_iteration(loader: DataLoader[Any], what: str) -> None:
-    """Raises ConfigurationError if the DataLoader has an iteration of its own that does more than
-    torch's iteration or begins at a saved position."""
+    """Raises ConfigurationError if the DataLoader's class overrides torch's iteration, or if its
+    iteration would begin at a saved position."""
     definer = next(kind for kind in type(loader).__mro__ if "__iter__" in vars(kind))
     if definer is not DataLoader and not definer.__module__.startswith(_STATEFUL):
         raise ConfigurationError(

@@ -95,7 +95,8 @@ class AskedPeers(Sequence[Peer]):
             return self._whole
 
     def of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Returns the peers with these ranks, after requesting those that are unknown."""
+        """Returns the peers with these ranks. First requests any that are unknown from the
+        coordinator."""
         whole = self.settle()
         if whole is not None:
             return [whole[rank] for rank in ranks]
@@ -132,7 +133,7 @@ class AskedPeers(Sequence[Peer]):
         except CorruptDataError as error:
             _log.warning(
                 "requesting the full list of the generation's ranks from the coordinator, "
-                "because it could not be derived from the previous generation's: %s",
+                "because it could not be derived from that of the previous generation: %s",
                 error,
             )
             return None
@@ -140,7 +141,8 @@ class AskedPeers(Sequence[Peer]):
             return table
         _log.warning(
             "requesting the full list of the generation's ranks from the coordinator, because "
-            "the list derived from the previous generation's has a different digest"
+            "the list derived from that of the previous generation does not have the expected "
+            "size and digest"
         )
         return None
 
@@ -215,8 +217,8 @@ class Generation:
     rank: int
     """Rank of this member."""
     interrupts_below: int
-    """Members of a generation with a number below this one must leave that generation immediately.
-    Other members leave theirs at the next step boundary."""
+    """Members of a generation with a lower number than this must leave that generation immediately.
+    Members of other generations leave theirs at the next step boundary."""
     sent_topology: Topology | None = None
     """Distribution of the ranks across hosts; None: it is computed from the peers."""
     begins_run: bool = False

@@ -38,7 +38,7 @@ class PipelineParallelModel(ShardedModel):
     declaration: ClassVar[Strategy] = Strategy(
         name="pipeline",
         engine=_engine,
-        memory="the stage's share, and micro-batches in flight",
+        memory="the stage's part of P + G + O, and micro-batches in flight",
         sent="activations between stages",
         a_death="as tensor",
         options=PIPELINE_OPTIONS | {"pipeline_parallel_size"},

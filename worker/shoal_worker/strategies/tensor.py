@@ -39,9 +39,10 @@ class TensorParallelModel(ShardedModel):
     declaration: ClassVar[Strategy] = Strategy(
         name="tensor",
         engine=_engine,
-        memory="(P + G + O)/N of split layers",
-        sent="2 all-reduces of activations per block and direction",
-        a_death="nothing is lost with a second replica; else the run returns to its checkpoint",
+        memory="(P + G + O)/N for tensor-parallel layers",
+        sent="2 all-reduces of activations per block per direction",
+        a_death="nothing is lost if there is a second replica; otherwise the run returns to its "
+        "checkpoint",
         options=TENSOR_OPTIONS | {"tensor_parallel_size"},
         several_models=True,
     )

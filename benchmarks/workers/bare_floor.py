@@ -1,12 +1,13 @@
-"""The floor under every recovery: processes with a bare Gloo group that make a new one by
+"""The lower bound of every recovery: processes with a bare Gloo group that form a new one by
 themselves when a peer dies.
 
-No launcher, no coordinator, no model state to agree on, no replacement: everybody knows that one
-died, and the new ranks are the order of arrival at a store that the parent hosts. What is left is
-noticing the death, connecting those that are left, and one step. Each trial forks fresh members,
-which have torch imported already, and makes the store after that: its server's thread asks the
-resolver for the name of every client, and a member forked in that moment would inherit libc's
-resolver lock as held, for ever. Writes the pauses in seconds as a JSON list.
+There is no launcher, no coordinator, no model state to agree on and no replacement. All processes
+are informed of the death, and the new ranks are the order of arrival at a store that the parent
+hosts. What remains is noticing the death, connecting the remaining processes, and one step. Each
+trial forks fresh members, which have already imported torch, and creates the store after that: the
+store's server thread asks the resolver for the name of every client, and a member forked at that
+moment would inherit libc's resolver lock in the locked state, forever. Writes the pauses in seconds
+as a JSON list.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The floor of T12, by gRPC alone: a server that keeps a stream for each member, answers it, and
-tells all when all are there.
+"""The lower bound of T12, for gRPC alone: a server that keeps a stream for each member, answers its
+first message, and notifies all members once all are present.
 
-It decides nothing and writes nothing. A member that sends its leave message (one message of one
-byte) has all others told at once, as of a death. `python -m benchmarks.workers.bare_sessions
-PORT_FILE MEMBERS`.
+It decides nothing and writes nothing. When a member sends its leave message (one message of one
+byte), the server immediately notifies all others, as of a death. `python -m
+benchmarks.workers.bare_sessions PORT_FILE MEMBERS`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model, the data and the optimizer of T6, T7 and T8: a small decoder of equal blocks.
 
-Its names are Llama's, so that tensor parallelism finds what to split; its blocks are one list, so
-that they can be sharded one by one and handed to pipeline stages. About 3.4 million parameters at a
-width of 256.
+Its names are Llama's, so that tensor parallelism recognizes its layers. Its blocks are in one list,
+so that they can be sharded one by one and assigned to pipeline stages. About 3.4 million parameters
+at a width of 256.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The traffic of one fully sharded step, without the step: each block's parameters gathered twice,
-its gradients reduce-scattered once.
+"""The collectives of one fully sharded step, without computation: each block's parameters are
+gathered twice, and its gradients are reduce-scattered once.
 
 `torchrun ... -m benchmarks.workers.collectives --backend gloo`, or `shoal_gloo`: the same calls of
-torch.distributed, as torch's FSDP2 issues them, the next block's gathering on its way while one
-would be computed with.
+torch.distributed, as torch's FSDP2 issues them, with the next block's gather in flight while a
+block would be computed.
 """
 
 from __future__ import annotations

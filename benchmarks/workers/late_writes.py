@@ -1,11 +1,11 @@
-"""Does a collective that was left behind write into tensors that are in use again?
+"""Does an abandoned collective write into tensors that are in use again?
 
-In each round three forked ranks form a group. Rank 2 is stopped (SIGSTOP), the others begin
-all-reduces that wait for it, give these up, form a group of two, all-reduce there, and fill the
-tensors of the old all-reduces anew. Then rank 2 continues, and does its part of the old
-all-reduces. What the survivors then find in their tensors is counted.
+In each round, three forked ranks form a group. Rank 2 is stopped (SIGSTOP). The others start
+all-reduces that wait for it, abandon them, form a group of two, all-reduce there, and write new
+values to the tensors of the old all-reduces. Then rank 2 continues, and does its part of the old
+all-reduces. Afterwards, the survivors check their tensors for changes.
 
-A `Scheme` is one way to give up a group and to form another. torchft runs in the peers'
+A `Scheme` is one way to abandon a group and to form another. torchft runs in the peers'
 environment, which lacks Shoal, so the schemes import what they need themselves. Writes a JSON list
 of rounds.
 """

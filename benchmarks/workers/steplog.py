@@ -1,5 +1,5 @@
-"""A worker's account of its steps, readable by the harness while the worker lives and after it was
-killed.
+"""A worker's record of its steps, which the harness can read while the worker is alive and after it
+was killed.
 
 One file per process, one line per committed step, one `write` per line. Times are CLOCK_MONOTONIC,
 which all processes of a machine share. No torch here: the harness imports this module too.

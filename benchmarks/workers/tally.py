@@ -1,12 +1,13 @@
-"""A tensor that counts the pushes that a parameter server has applied, each by itself and exactly,
-while the model beside it trains.
+"""A tensor that counts, individually and exactly, the pushes that a parameter server has applied,
+while the model trains beside it.
 
 The tally has an element for each push of each worker. A push's gradient is 1 at its own element and
-0 elsewhere: it comes from adding that element to the loss. The servers step the tally as a
-parameter group of Adam of its own, with both betas 0, eps 1 and a learning rate of 2 (Kingma and
-Ba, ICLR 2015, algorithm 1): the step is then 2 g / (|g| + 1), which is exactly 1 where the gradient
-is 1 and 0 where it is 0. So an element says, negated, how often its push was applied. No torch
-here: the harness imports this module too.
+0 elsewhere, because the element is added to the loss. The servers step the tally as a separate
+parameter group of Adam, with both betas 0, eps 1 and a learning rate of 2 (Kingma and Ba, ICLR
+2015, algorithm 1). The step is then 2 g / (|g| + 1), which is exactly 1 where the gradient is 1,
+and 0 where it is 0. The negated element is therefore the number of times that its push was applied.
+
+No torch here: the harness imports this module too.
 """
 
 from __future__ import annotations

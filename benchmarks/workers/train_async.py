@@ -1,8 +1,9 @@
 """The loop of T11 under async_sgd: `shoal run ... --servers 1 --server-backups 1 -m
 benchmarks.workers.train_async`.
 
-Beside the model there is a tally of the pushes. When the harness says so, each worker writes down
-how many of its pushes were acknowledged, and rank 0 what the servers have applied.
+A tally of the pushes is trained in addition to the model. When the harness says so, each worker
+writes the number of its acknowledged pushes to a file, and rank 0 writes what the servers have
+applied.
 """
 
 from __future__ import annotations

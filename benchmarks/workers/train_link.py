@@ -1,8 +1,8 @@
 """The loop of T9, on Shoal or on torch's DDP: the same network on the same batches of handwritten
-digits, until the loss is low enough.
+digits, until the loss is low enough. Each rank writes its results to a file.
 
-Each rank writes what it saw to a file. The loss is that of the model on a fixed set of images,
-looked at between steps and off the clock.
+The loss is the model's loss on a fixed set of images. It is evaluated between steps, and this time
+does not count.
 """
 
 from __future__ import annotations

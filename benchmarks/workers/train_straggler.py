@@ -1,9 +1,9 @@
-"""The loop of T10, on Shoal under any strategy: one rank is slow, and rank 0 says when the loss on
-a validation set is low enough.
+"""The loop of T10, on Shoal under any strategy: one rank is slow, and rank 0 reports when the loss
+on a validation set is low enough.
 
-With more workers than cores, computing for longer would slow the others down too. So a worker waits
-until the time is over that its forward and backward are said to take. Rank 0 looks at the loss
-within that time, so that looking costs nothing.
+If there are more workers than cores, longer computations would slow the other workers down too.
+Instead, a worker sleeps until the time that its forward and backward pass should take has passed.
+Rank 0 evaluates the loss within that time, so that the evaluation costs nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The client's end of T4: pushes 64 MiB of gradients and pulls as much again, over one of the
-systems, as the harness's gate says.
+"""The client of T4: pushes 64 MiB of gradients and pulls the same amount, over one of the systems,
+as the harness's gate instructs.
 
-A step is one push, acknowledged, and one pull into memory that is there already; its two times are
-reported apart. The servers of the peers are children of this process; Shoal's coordinator and
-parameter server are started by the harness.
+A step is one push, which is acknowledged, and one pull into existing memory; the two times are
+reported separately. The servers of the peers are children of this process; the harness starts
+Shoal's coordinator and parameter server.
 """
 
 from __future__ import annotations

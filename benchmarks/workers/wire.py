@@ -1,9 +1,9 @@
-"""Number of bytes that this process has sent over its TCP connections, read from the kernel: what
-was sent, whoever sent it.
+"""The number of bytes that this process has sent over its TCP connections, read from the kernel:
+all bytes, no matter which library sent them.
 
-For each connected socket: bytes that the peer has acknowledged (TCP_INFO, tcpi_bytes_acked) and
-those still queued (SIOCOUTQ). So retransmissions, headers and what the system calls itself count
-nothing, and what a library wrote counts in full. Linux alone.
+For each connected socket, these are the bytes that the peer has acknowledged (TCP_INFO,
+tcpi_bytes_acked) and the bytes that are still queued (SIOCOUTQ). Retransmissions and headers do not
+count; everything that a library wrote counts in full. Linux only.
 """
 
 from __future__ import annotations

@@ -1,21 +1,24 @@
-"""A recorded history, read back from what `recording` wrote: its lines, and which of them count.
+"""A recorded history, read back from the files that `recording` wrote: its lines, and which of them
+count.
 
-With backups of servers the history is still one, and takes no search. A primary makes a change only
-when its backup in sync has it, and whoever was told of a change was told by a primary; so what a
-primary made when it was asked to, and what it had when it answered anybody, is for ever, whoever is
-the primary next. A backup makes what its primary's journal has, which the primary makes too, or its
-next process, or the backup itself in its place. What alone may be void is the end of a journal: a
-primary that is killed can have changes on its disk that no backup has, and makes them again when it
-is started. It serves nobody then until it has heard what it is. If it hears that it is a backup,
-the changes after the last that it answered for are void, and those that its successor makes in
-their place are the history. They are found by the lines: what a server made in a recovery before it
-served, where the next that it was told was that it is a backup, and beyond all that it had made
-before.
+With backups of servers, there is still only one history, and finding it needs no search. A primary
+makes a change only once its backup in sync has it, and every caller learns of changes from a
+primary. Therefore, everything that a primary did when it was asked to, and everything that it had
+when it answered a caller, is permanent, no matter which server becomes the next primary. A backup
+applies what is in its primary's journal. The same changes are made by the primary itself, by its
+next process, or by the backup that replaces it.
 
-Nor may a primary that was replaced and has not heard of it acknowledge anything new; but it may
-answer with older versions. So an older version than another that was told before is no violation
-where another server had been told, by then, that it has that place in a later epoch than the one
-that its sender knew.
+Only the end of a journal may be void. A primary that is killed can have changes on its disk that no
+backup has, and makes them again when it is restarted. It then serves no caller until it has
+received its role. If it becomes a backup, the changes after the last one that it answered for are
+void, and the changes that its successor makes in their place are the history. Void lines are
+recognized as follows: a server made the change in a recovery before it served, its next role was
+that of a backup, and the change is beyond all changes that it had made before.
+
+A primary that has been replaced without noticing it must not acknowledge anything new either, but
+it may answer with older versions. An older version than one that was reported before is therefore
+no violation if another server had, by then, been assigned that place in a later epoch than the
+sender's.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class Command:
         )
 
     def family(self) -> list[psutil.Process]:
-        """Returns this command and the processes that it has started and that still run, whoever
-        their parents are now.
+        """Returns this command and the processes that it has started and that are still running, no
+        matter what their parents are now.
 
         They are found by a variable in their environment. Valkey overwrites its environment, so it
         is found by its parent, and remembered.

@@ -1,10 +1,10 @@
 """A worker's ledger: which samples it tried in which step, and which steps it committed.
 
-One file of JSON lines per process, one `write` per line, so that a SIGKILL tears at most the last
-line. A worker notes its samples before it computes their gradient. A worker that was killed after
-the others received its gradient has therefore noted them, although it never noted the commit; a
-step counts once anybody has noted its commit. Times are CLOCK_MONOTONIC, which all processes of a
-machine share. No torch here: the harness imports this module too.
+One file of JSON lines per process, one `write` per line, so that a SIGKILL truncates at most the
+last line. A worker records its samples before it computes their gradient. A worker that was killed
+after the others received its gradient has therefore recorded them, although it never recorded the
+commit; a step counts once any worker has recorded its commit. Times are CLOCK_MONOTONIC, which all
+processes of a machine share. No torch here: the harness imports this module too.
 """
 
 from __future__ import annotations

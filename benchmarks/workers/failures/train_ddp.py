@@ -1,8 +1,8 @@
 """T17's loop on torch's DDP, with checkpoints: `torchrun ... -m
 benchmarks.workers.failures.train_ddp`.
 
-Rank 0 saves and every rank loads, in a directory that all share. The others do not wait for the
-file to be written, but for rank 0 at the next step.
+Rank 0 saves and every rank loads, in a directory that all share. The other ranks do not wait for
+the file itself, but wait for rank 0 in the next step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""T17's loop on torchft: one process is one replica, with the wrappers that its README shows.
+"""T17's loop on torchft: one process is one replica, with the wrappers that torchft's README shows.
 
-Three things are better than there: the model is not sent around before the first step, since all
-replicas build the same; a replica that starts again takes the batch of the step that the others are
-in, where torchft's sampler would begin with the first one again; and the step's samples are chosen
+Three things are better than in the README. The model is not sent before the first step, because all
+replicas build the same one. A restarted replica takes the batch of the current step of the others,
+whereas torchft's sampler would start with the first batch again. The samples of a step are chosen
 without a sampler's overhead. Runs in the peers' environment.
 """
 

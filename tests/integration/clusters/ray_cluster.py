@@ -126,7 +126,7 @@ class RayCluster:
         return found
 
     def _marked(self) -> list[psutil.Process]:
-        """Returns all processes of this cluster, whoever their parents are."""
+        """Returns all processes of this cluster, no matter what their parents are."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

@@ -320,7 +320,7 @@ def checkpointed_copied_compiled_frozen(mesh: DeviceMesh) -> None:
 
 
 def checkpointed_within_a_loss(mesh: DeviceMesh, elsewhere: bool) -> None:
-    """A model whose passes run within `loss_parallel` keeps its own settings there, also when a
+    """A model whose passes run within `loss_parallel` keeps its own settings there, even when a
     checkpointed block is recomputed. `elsewhere`: the recomputation is on a thread of autograd, as
     on CUDA."""
     torch.manual_seed(0)

@@ -141,8 +141,8 @@ def sparse_gradients(place: Place, make: Any) -> State:
 
 
 class Averages(nn.Module):
-    """Assigns one buffer anew in each step, as moving averages often do, and never changes the
-    other one."""
+    """Assigns a new tensor to one buffer in each step, as moving averages often do, and never
+    changes the other buffer."""
 
     def __init__(self) -> None:
         super().__init__()

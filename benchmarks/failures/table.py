@@ -29,8 +29,8 @@ _FEWEST_STEPS: Final = 100
 SCHEDULE: Final = Schedule(mean_gap_s=20, shortest_gap_s=12, longest_absence_s=4)
 QUICK_SCHEDULE: Final = Schedule(mean_gap_s=10, shortest_gap_s=7, longest_absence_s=3)
 LAUNCH_S: Final = 12.0
-"""If torchrun takes longer than this many seconds to its first step, all times of the schedule grow
-in proportion."""
+"""Time in seconds until torchrun's first step above which all times of the schedule grow in
+proportion."""
 NO_FAULTS_S: Final = 40.0
 """Approximate time that torch DDP should take without faults; determines the number of steps."""
 QUICK_NO_FAULTS_S: Final = 12.0

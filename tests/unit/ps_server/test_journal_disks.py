@@ -135,8 +135,8 @@ def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(
 def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(
     make, tmp_path, monkeypatch
 ) -> None:
-    """If a disk has room for only some of the changes that are written together, it refuses all of
-    them, even after a kill and without room for a new file."""
+    """A disk with room for only some of the changes that are written together refuses all of them,
+    even after a kill and without room for a new file."""
     data = tmp_path / "data"
 
     async def test() -> None:

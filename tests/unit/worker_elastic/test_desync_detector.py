@@ -162,8 +162,8 @@ def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[
 def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_waited_in(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a rank continues while its detector is looking, it is not compared by the collectives of
-    its next step."""
+    """A rank that continues while its detector is looking is not compared by the collectives of its
+    next step."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")

@@ -256,8 +256,9 @@ class Rows:
     # ------------------------------------------------------------------------------------- evicting
 
     def _evict(self, step: int) -> None:
-        """Evicts rows that are too old or too many. The result depends only on `step` and on each
-        row's last update, so repeating an update evicts the same rows."""
+        """Evicts rows that are too old, and the oldest rows above the maximum number. The result
+        depends only on `step` and on each row's last update, so repeating an update evicts the same
+        rows."""
         age = self._spec.max_age
         if age and step % max(1, age // _PARTS) == 0:
             self._drop(self._updated_at[: self._count] <= step - age)

@@ -99,8 +99,8 @@ class Fence:
         return Change(joined=change.joined, left=change.left, forgotten=self._forget())
 
     def remember(self, others: Fence) -> None:
-        """Adds members that another server knows to be evicted. That server must not know a newer
-        generation than this server."""
+        """Adds the members that another server has recorded as evicted. That server must not have
+        received a newer generation than this server."""
         known = dict(others.put_out) | dict.fromkeys(others.members - self.members, self.generation)
         for member in known.keys() & self.put_out.keys():
             self.put_out[member] = max(self.put_out[member], known.pop(member))

@@ -55,7 +55,7 @@ class _Stream:
     epoch: int
     items: deque[Item] = field(default_factory=deque)
     nbytes: int = 0
-    """Bytes of the payloads in `items`."""
+    """Total size in bytes of the payloads in `items`."""
     due: set[int] = field(default_factory=set)
     """Partitions that have not been copied yet. Changes made to them before that are part of the
     copy."""
@@ -151,8 +151,8 @@ class Backup:
         """Stream, open or closed, that delays the effects of changes in the journal, until the
         coordinator decides otherwise."""
         self.noted = noted
-        """Id in the journal's last backup record: the backup that must receive every change; empty
-        if there is none."""
+        """Id in the journal's last backup record, which names the backup that must receive every
+        change; empty if there is none."""
         self._noting: asyncio.Future[None] | None = None
         """Write of the latest backup record to the journal, complete or in progress."""
 

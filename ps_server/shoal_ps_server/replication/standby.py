@@ -153,7 +153,7 @@ class Standby:
         self._metrics.coordinator_connected.set(1)
 
     def known(self) -> Known:
-        """Returns no facts; they are in the primary's journal."""
+        """Returns an empty `Known`; the facts about the job are in the primary's journal."""
         return Known()
 
     def disconnected(self) -> None:

@@ -42,7 +42,7 @@ fraction of a second."""
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of one uploaded partition."""
+    """Result of one upload to a partition: a gradient, initial values or restored rows."""
 
     partition_id: int
     version: int
@@ -51,7 +51,7 @@ class Outcome:
     """Number of versions between the values that the gradient was computed on and the values that
     it was applied to."""
     duplicate: bool = False
-    """True if the upload was received before and therefore had no effect."""
+    """True if the upload had been received before and therefore had no effect."""
     known_batch: bool = False
     """True if the batch of this push had been pushed before, by a different push; `duplicate` is
     then True too."""
@@ -325,8 +325,8 @@ class Shard:
         return TableRows.empty(spec).prepared(image)
 
     def admit_restoration(self, restoration: Restoration) -> bool:
-        """Admits a restoration and returns True, or returns False if it has been carried out
-        before. If True, the caller must call `restore`. No change of the bucket may be pending.
+        """Admits a restoration and returns True; the caller must then call `restore`. Returns False
+        if the restoration has already been carried out. No change of the bucket may be pending.
         Raises the errors of `check_open`."""
         partition = self._bucket(restoration.spec)
         partition.is_restoring = partition.takes(restoration.number)
@@ -380,13 +380,13 @@ class Shard:
         return partition.is_duplicate(header) or header.batch in self._admitted_batches
 
     def settle(self, header: UploadHeader) -> None:
-        """Marks a push's sequence number as used. Called for a push that was recognized by its
+        """Marks a push's sequence number as used. Called for a push that has been recognized by its
         batch."""
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload, *, compensated: bool = False) -> int:
-        """Applies again a push that an earlier process has admitted and applied. Returns the
-        version after it. Raises the errors of `Upload.values`.
+        """Reapplies a push that an earlier process admitted and applied, and returns the resulting
+        version. Raises the errors of `Upload.values`.
 
         `compensated`: True if the push was compensated and has been registered with `will_redo`.
         """

@@ -43,8 +43,8 @@ T = TypeVar("T")
 MOST_IN_A_BATCH_BYTES: Final = 64 << 20
 """Maximum number of bytes written in one batch, before the effects of its records are called."""
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Suggested delay before a client retries. A full disk is unlikely to have space sooner, and a push
-has megabytes."""
+"""Suggested delay before a client retries. A full disk is unlikely to have free space sooner, and a
+push is megabytes in size."""
 _LOG_EVERY_S: Final = 10.0
 _MOST_AT_ONCE_S: Final = 0.005
 """Maximum time in seconds that effects are called consecutively before other tasks of the loop

@@ -65,8 +65,8 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 
 def lose_absent(draft: Draft) -> None:
-    """Evicts absent members before a generation that must be formed immediately, because they would
-    not receive it."""
+    """Evicts absent members before a generation that must be formed immediately, because absent
+    members would not receive it."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
     suspects = [
         name

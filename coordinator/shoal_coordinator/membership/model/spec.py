@@ -45,9 +45,9 @@ class JobSpec:
     otherwise when its peers' collective times out."""
 
     def __post_init__(self) -> None:
-        if self.min_survivors == 0:  # also in a job that an older release wrote
+        if self.min_survivors == 0:  # as in a job written by an older release
             object.__setattr__(self, "min_survivors", self.min_workers)
-        if self.max_parameter_servers == 0:  # also in a job that an older release wrote
+        if self.max_parameter_servers == 0:  # as in a job written by an older release
             object.__setattr__(self, "max_parameter_servers", self.parameter_servers)
 
     @property

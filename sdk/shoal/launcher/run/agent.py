@@ -89,8 +89,8 @@ class RunResult:
 
 
 class Agent:
-    """Executes one run on this machine. `run` may be called once, on a thread that lives as long as
-    the run."""
+    """Executes one run on this machine. `run` may be called once, on a thread that does not end
+    before the run."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class Changes:
         """Awaits `attempt`, which waits for changes, and cancels and restarts it periodically. If
         changes are waiting for a backup, raises an error instead. The caller then requests the
         server's address from the coordinator, because a different server may have taken this
-        server's place without this server's noticing.
+        server's place without this server noticing.
 
         Raises UnavailableError / CHANGE_PENDING.
         """

@@ -137,7 +137,7 @@ class CorruptDataError(ShoalError):
 
 
 class InternalError(ShoalError):
-    """An invariant of Shoal was violated. Please report this error as a bug."""
+    """An invariant of Shoal has been violated. Please report this error as a bug."""
 
     code = "INTERNAL"
     default_reason = "INTERNAL"

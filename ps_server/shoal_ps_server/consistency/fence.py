@@ -47,7 +47,7 @@ class Change:
     joined: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     forgotten: frozenset[str] = frozenset()
-    """Members that have been absent for so long that their state was dropped."""
+    """Members that have been absent for so long that their state has been dropped."""
 
 
 @dataclass(kw_only=True)

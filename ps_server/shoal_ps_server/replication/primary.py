@@ -68,7 +68,7 @@ class _Stream:
     whole: bool = False
     """True if the backup has written the complete copied state to disk."""
     in_sync: bool = False
-    """True if the backup has received all acknowledged changes, and the coordinator was
+    """True if the backup has received all acknowledged changes, and the coordinator has been
     notified."""
     failure: ShoalError | None = None
     """Reason why the stream was closed; None while it is open."""
@@ -76,7 +76,7 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
-        """Queues a record whose effect was called, or drops it if the partition will be copied
+        """Queues a record whose effect has been called, or drops it if the partition will be copied
         later. Implements `Follower.made`."""
         if record.kind == LAYOUT:
             # a leaving partition need not be sent; if it returns, its records are complete

@@ -83,8 +83,8 @@ class Receiver:
             shard, moves, membership, changes: state of the server.
             layout_of: returns the shard map of an epoch or a newer epoch; with True as second
                 argument, the coordinator's current shard map.
-            agree: makes this server's configuration match the giver's, and returns the common
-                configuration. Raises PreconditionError / OPTIMIZER_CONFLICT.
+            agree: reconciles this server's configuration with the giver's configuration, and
+                returns the result. Raises PreconditionError / OPTIMIZER_CONFLICT.
         """
         self._job_id = job_id
         self._shard = shard

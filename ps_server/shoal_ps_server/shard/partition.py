@@ -85,8 +85,8 @@ class PartitionImage:
 
 @dataclass(kw_only=True)
 class Settled:
-    """Record of pushes that need no further action, because they were applied, or recognized by
-    their batch as already applied."""
+    """Record of pushes that need no further action: they have been applied, or their batch shows
+    that their gradients had already been applied."""
 
     sequences: dict[str, int] = field(default_factory=dict)
     """Member -> last sequence number. Each member numbers its pushes 1, 2, 3, ..."""
@@ -142,8 +142,8 @@ class Partition:
     values: torch.Tensor | None = None
     settled: Settled = field(default_factory=Settled)
     largest_at_first: float = 0.0
-    """Largest magnitude among the initial values. "Calm" updates cannot make values grow from there
-    to an overflow."""
+    """Largest magnitude among the initial values. Updates for which `OptimizerSettings.is_calm` is
+    True cannot make values grow from there to an overflow."""
     optimizer: PartitionOptimizer | None = None
     """Optimizer of the partition; None until the first push."""
     bases: BaseValues = field(default_factory=BaseValues)

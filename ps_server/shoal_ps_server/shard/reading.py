@@ -48,7 +48,7 @@ class Reading:
         """Returns the next bytes, at most `nbytes`; empty at the end. The result is a view of
         memory that may change: copy it before the shard changes.
 
-        Raises UnavailableError / PULL_TOO_SLOW if the reading was aborted.
+        Raises UnavailableError / PULL_TOO_SLOW if the reading has been aborted.
         """
         self._check_held()
         piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]

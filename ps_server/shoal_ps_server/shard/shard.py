@@ -153,8 +153,8 @@ class Shard:
         return self._frozen
 
     def freeze(self, partition_ids: Iterable[int]) -> None:
-        """Blocks pulls and pushes of these partitions. Changes that were admitted before are still
-        applied; after that, the partitions do not change."""
+        """Blocks pulls and pushes of these partitions. Changes that have already been admitted are
+        still applied; after that, the partitions do not change."""
         self._frozen |= frozenset(partition_ids)
 
     def thaw(self, partition_ids: Iterable[int]) -> None:
@@ -333,7 +333,7 @@ class Shard:
         return partition.is_restoring
 
     def restore(self, restoration: Restoration) -> Outcome:
-        """Carries out a restoration that was admitted, by this process or an earlier one."""
+        """Carries out a restoration that has been admitted by this process or an earlier one."""
         partition = self._partitions[restoration.spec.partition_id]
         assert isinstance(partition, TableRows), "it was looked at when it was admitted"
         partition.is_restoring = False
@@ -415,13 +415,13 @@ class Shard:
             partition.bases.forget_all_but(members)
 
     def pushed_before(self, header: UploadHeader) -> None:
-        """Records the finished batches that were reported with a push, already applied by an
-        earlier process."""
+        """Records the finished batches that a member reported with a push. The push itself was
+        applied by an earlier process."""
         for batches in (self.batches, self._admitted_batches):
             batches.add(header.finished_batches)
 
     def known(self, header: UploadHeader) -> Outcome:
-        """Returns the outcome of an upload that has no effect because it was received before.
+        """Returns the outcome of an upload that has no effect because it has already been received.
         Raises the errors of `check_open`."""
         partition = self._open(header.spec)
         if header.sequence:

@@ -178,7 +178,7 @@ class Journal:
         """Writes a record, then calls `effect` on the loop. Returns a future for the result of
         `effect`; it fails with UnavailableError / JOURNAL_FAILED if the record cannot be written.
 
-        `record`: None only waits for all earlier records, without writing. `refused`: called in
+        `record`: None to wait for all earlier records without writing one. `refused`: called in
         place of `effect` if the record cannot be written.
         """
         return self._put(

@@ -21,8 +21,8 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, Member, Me
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """Summary of the latest reports of the newest generation's members that have a recent
-    heartbeat."""
+    """Summary of the latest heartbeats in the newest generation, without members whose last
+    heartbeat is not recent."""
 
     count: int
     waited_ms: int

@@ -213,7 +213,7 @@ def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
 
     A member is judged by its own history. Progress counters start with the process, so comparing
     two members does not show which one is ahead. If neither its peers nor the coordinator can reach
-    a member, its machine was lost.
+    a member, its machine is assumed to be lost.
     """
     timed_out = [report for report in incident.reports.values() if report.timed_out]
     if not timed_out or draft.generation is None:

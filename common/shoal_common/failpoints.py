@@ -32,8 +32,8 @@ Workers:
                                 along the axes
     session.before_apply        all collectives of the step are complete, but nothing has been
                                 applied on this rank
-    session.after_apply         the step is applied but not committed: no loader has advanced, and no
-                                other component has been notified
+    session.after_apply         the step is applied but not committed: no loader has advanced, and
+                                no other component has been notified
     session.after_commit        the step is committed on this rank
     session.before_reconcile    the generation's group is connected
     session.in_operation        an operation between steps is about to start on its channel

@@ -32,8 +32,9 @@ _SECRET: Final = np.uint64(secrets.randbits(64))
 """Random number of this process, which makes positions in the hash table unpredictable."""
 Slots = npt.NDArray[np.int64]
 _PARTS: Final = 16
-"""Evictions are batched by this factor, because each must scan all rows: by age every `max_age` /
-16 steps, by number a sixteenth of the maximum number of rows at a time."""
+"""Factor by which evictions are batched, because each eviction must scan all rows. Rows are evicted
+by age every `max_age` / 16 steps. By number, a sixteenth of the maximum number of rows is evicted
+at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)

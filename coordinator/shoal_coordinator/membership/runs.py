@@ -2,9 +2,9 @@
 (docs/explanation/membership.md#runs).
 
 A run ends only when its script finishes, when it fails, or when it is stopped. Creating a job whose
-newest run has not ended means joining that run, so a run whose processes were all killed continues
-with the processes that are started next. Creating a job whose newest run has ended starts the next
-run.
+newest run has not ended means joining that run, so a run continues with the next processes that are
+started even if all its processes were killed. Creating a job whose newest run has ended starts the
+next run.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The coordinator announces the members of each generation; the fence remembers ev
 with the newest generation without it.
 
 Membership changes do not interrupt asynchronous training, so a member need not act in the newest
-generation: a current member may continue in the generation that it knows. Messages that were sent
-before their sender was evicted must not be accepted. The fence therefore refuses
+generation: a current member may continue in an older generation. Messages that were sent before
+their sender was evicted must not be accepted. The fence therefore refuses
 
 - members that are not in the newest generation known here, and
 - for a member that was evicted and has returned, all generations up to the last one without it.
